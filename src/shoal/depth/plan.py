@@ -1,0 +1,133 @@
+"""A depth plan: which sublayers every generated token runs.
+
+A plan stores, for every attention and every MLP, the first step that no longer runs it. That makes nesting a
+property of the data rather than a check: what runs at step i ran at every earlier step, so no executed layer ever
+misses a KV entry. Step 0 is the token that comes from the prefill; it always runs everything.
+
+The plan knows step indices, never sequence positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.errors import Unsupported
+
+NEVER = sys.maxsize
+"""Drop step of a sublayer that every token runs."""
+
+
+@dataclass(frozen=True)
+class DepthPlan:
+    """Drop steps of each layer's attention and MLP.
+
+    Attributes:
+        attention: for each layer, the first step index at which its attention no longer runs (`NEVER`: always runs).
+        mlp: the same for its MLP. Equal to `attention` in plans that drop whole layers.
+    """
+
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.attention) != len(self.mlp) or not self.attention:
+            raise ValueError(f"a plan needs one drop step per attention and per MLP of at least one layer, "
+                             f"got {len(self.attention)} and {len(self.mlp)}")
+        earliest = min(self.attention + self.mlp)
+        if earliest < 1:
+            raise ValueError(f"a drop step is {earliest}; steps start to drop at 1, since token 0 comes from the prefill")
+
+    @classmethod
+    def full(cls, num_layers: int) -> DepthPlan:
+        """Every token runs every layer."""
+        return cls((NEVER,) * num_layers, (NEVER,) * num_layers)
+
+    @classmethod
+    def whole_layers(cls, drop_steps: Sequence[int]) -> DepthPlan:
+        """A plan that drops attention and MLP of a layer together."""
+        return cls(tuple(drop_steps), tuple(drop_steps))
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], removal: Sequence[int], num_layers: int) -> DepthPlan:
+        """Budget x order.
+
+        Args:
+            counts: number of layers k(i) for steps 0..len-1; must not increase. Later steps keep the last count.
+            removal: flex layers in the order in which they are dropped.
+            num_layers: L.
+        """
+        for step, (before, after) in enumerate(zip(counts, counts[1:], strict=False), start=1):
+            if after > before:
+                raise Unsupported(
+                    f"a budget that grows from {before} to {after} layers at step {step}",
+                    "the added layers would miss the KV of the tokens that skipped them",
+                    "Use a non-increasing budget",
+                )
+        if counts and num_layers - min(counts) > len(removal):
+            raise ValueError(f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may be dropped")
+        drop = [NEVER] * num_layers
+        for step, count in enumerate(counts):
+            for layer in removal[: num_layers - count]:
+                drop[layer] = min(drop[layer], max(step, 1))
+        return cls.whole_layers(drop)
+
+    @classmethod
+    def from_sets(cls, num_layers: int, sets: Sequence[Iterable[int]]) -> DepthPlan:
+        """The plan whose step i runs exactly the layers of `sets[i]`; later steps keep the last set.
+
+        `sets[0]` belongs to the prefill's token and must hold every layer. A set that is not contained in the one
+        before it is refused.
+        """
+        every = frozenset(range(num_layers))
+        frozen = [frozenset(s) for s in sets]
+        if not frozen or frozen[0] != every:
+            raise ValueError(f"the first set belongs to the prefill and must hold all layers 0..{num_layers - 1}")
+        drop = [NEVER] * num_layers
+        for step, (before, after) in enumerate(zip(frozen, frozen[1:], strict=False), start=1):
+            grown = sorted(after - before)
+            if grown:
+                raise Unsupported(
+                    f"a plan that brings layers {grown} back at step {step}",
+                    "their KV misses the tokens that skipped them",
+                    "Let every step's set be contained in the one before it",
+                )
+            for layer in before - after:
+                drop[layer] = step
+        return cls.whole_layers(drop)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.attention)
+
+    @cached_property
+    def first_shallow_step(self) -> int:
+        """The first step that drops anything (`NEVER` for a full plan)."""
+        return min(self.attention + self.mlp)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token runs everything."""
+        return self.first_shallow_step == NEVER
+
+    @cached_property
+    def splits_layers(self) -> bool:
+        """Whether some layer's attention and MLP part at different steps."""
+        return self.attention != self.mlp
+
+    def layers(self, step: int) -> tuple[int, ...]:
+        """The layers of which at least one sublayer runs at `step`, ascending."""
+        both = zip(self.attention, self.mlp, strict=True)
+        return tuple(layer for layer, drops in enumerate(both) if step < max(drops))
+
+    def depth(self, step: int) -> float:
+        """Number of layers that run at `step`; a lone sublayer counts half."""
+        return (sum(step < d for d in self.attention) + sum(step < d for d in self.mlp)) / 2
+
+    def mean_depth(self, num_tokens: int) -> float:
+        """Mean number of layers over tokens 0..num_tokens-1, token 0 at L."""
+        run = sum(min(d, num_tokens) for d in self.attention + self.mlp)
+        return run / 2 / num_tokens

@@ -1,0 +1,152 @@
+"""Values that cross folders: how to sample, what one step produced, what a request returned.
+
+Plain frozen dataclasses without torch, so that anything may import them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+_EMPTY: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen from the logits of one row.
+
+    `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the two additive
+    penalties 0 are neutral. `logit_bias` is added to the raw logits of the given token ids. `logprobs` asks for
+    the log-probability of each emitted token and that many of the best alternatives (0: the token's alone);
+    log-probabilities are those of the law that the token was drawn from before temperature and truncation.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _EMPTY)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, self.temperature >= 0, ">= 0 (0 is greedy)")
+        _check("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0 (1 is neutral)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, -2 <= value <= 2, "in [-2, 2]")
+        _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or >= 0")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken without a draw."""
+        return self.temperature == 0
+
+
+def _check(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a method may know about the model and the request when it makes its recipe.
+
+    Attributes:
+        num_layers: L, the number of decoder layers.
+        max_new_tokens: the request's limit; the default horizon of a depth schedule.
+        head_layers: cost of the LM head in decoder layers, by bytes read at batch 1.
+        scores: calibrated cost of dropping each layer, one tuple of L numbers per kind of score
+            (`influence`, `leave_one_out`); low means cheap to drop.
+        order: the removal order that the model's calibration card recommends, if it has one.
+        can_split: whether attention and MLP of a layer can be dropped apart.
+    """
+
+    num_layers: int
+    max_new_tokens: int = 256
+    head_layers: float = 0.0
+    scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    order: str | tuple[int, ...] | None = None
+    can_split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an emitted token (nats) and of the best alternatives, most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One emitted token of one row.
+
+    `text` is what became certain with this token: it may be empty (an unfinished character, or a possible
+    beginning of a stop string that is held back). `depth` counts the decoder layers that computed the token.
+    """
+
+    row: int
+    index: int
+    token: int
+    text: str
+    depth: float
+    from_draft: bool = False
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a generation cost. Token counts and layer counts are of one row; seconds are of the whole call.
+
+    Attributes:
+        mean_layers: decoder layers per generated token, token 0 (from the prefill) at L, as realised.
+        layer_tokens: sum of the layers run over the generated tokens (token 0 at L).
+        ideal_speedup: `(L + e) / (mean_layers + e)`, e being the LM head's cost in layers.
+        target_forwards: forwards of the model, the prefill's included.
+        horizon: the number of tokens over which the depth schedule was laid out.
+        tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
+        kv_bytes_saved: what the dropped layers did not store, against every layer storing every position.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    num_layers: int
+    mean_layers: float
+    layer_tokens: float
+    ideal_speedup: float
+    target_forwards: int
+    draft_forwards: int
+    drafted: int
+    accepted: int
+    horizon: int
+    seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    kv_bytes_allocated: int
+    kv_bytes_used: int
+    kv_bytes_saved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: Stats
+    depths: tuple[float, ...]
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
