@@ -1,0 +1,75 @@
+"""Candidate continuations of one row: a token tree whose node 0 is the row's last emitted token (the root).
+
+The root is not in the KV yet; it is fed together with the guesses, so a fully accepted draft still yields the
+model's own next token. A tree with the root alone is the plain decoding step, a chain the usual draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Nodes in breadth-first order.
+
+    Attributes:
+        tokens: token id of each node.
+        parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
+        laws: for each node the draft law [V] that it was drawn from, or None where the guess was deterministic.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    laws: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root (parent -1) and one parent per node")
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node or parent < self.parents[node - 1]:
+                raise ValueError(f"node {node} has parent {parent}: nodes must stand in breadth-first order")
+        if self.laws is not None and len(self.laws) != len(self.tokens):
+            raise ValueError(f"{len(self.laws)} draft laws for {len(self.tokens)} nodes")
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> TokenTree:
+        """The root `tokens[0]` followed by one guess after another."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root; non-decreasing."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The first child of `node` that carries `token`."""
+        for index in self.children(node):
+            if self.tokens[index] == token:
+                return index
+        return None
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Children of `node` in sibling order."""
+        return tuple(index for index, parent in enumerate(self.parents) if parent == node)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))

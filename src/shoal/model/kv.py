@@ -1,0 +1,279 @@
+"""A KV cache with a length of its own for every layer and every row.
+
+Lengths count positions of the sequence. In each layer and row, *committed* entries stay and are followed by *scratch*
+entries, which a draft may still take back. Because depth plans are nested, the positions that a layer has processed
+are always a prefix of the row's sequence, so a length says all.
+
+Storage is one tensor pair [rows, heads, capacity, head_dim] per layer. It grows geometrically and in place; a
+layer with a sliding window drops what the window has left behind, but never a scratch entry, so rolling back is
+always possible. The cache knows nothing of tokens, plans or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GROWTH = 1.5
+_WINDOW_SLACK = 256
+
+
+def contiguous(rows: Sequence[int]) -> slice | None:
+    """`rows` as a slice, if they follow one another."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if tuple(rows) == tuple(range(first, last + 1)) else None
+
+
+class KVLayer:
+    """Keys and values of one layer.
+
+    Attributes:
+        window: number of positions that a query sees, itself included; None where it sees all.
+        lengths: committed positions per row.
+        starts: positions per row that the window has left behind; column c of row r holds position `starts[r] + c`.
+        scratch: entries per row that await commit or rollback.
+        released: whether the storage was given up; the lengths still tell which positions were processed.
+    """
+
+    def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
+        self.window = window
+        self.reserve = reserve if window is None else min(reserve, window + _WINDOW_SLACK)
+        self.lengths, self.starts, self.scratch = [0] * rows, [0] * rows, [0] * rows
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.released = False
+
+    def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Write scratch entries and return what the attention of these rows reads.
+
+        Args:
+            keys: [len(rows), heads, nodes, head_dim], values likewise.
+            rows: ascending row numbers.
+            counts: how many of the nodes are real in each row; the others are padding and are not kept.
+
+        Returns:
+            Keys and values [len(rows), heads, columns, head_dim]; columns beyond a row's own end hold finite junk.
+        """
+        if self.released:
+            raise RuntimeError("a layer whose KV was released was asked to run again")
+        ends = self._make_room(keys, values, rows, counts)
+        assert self.keys is not None and self.values is not None
+        span = contiguous(rows)
+        columns = max(end + count for end, count in zip(ends, counts, strict=True))
+        self._write(keys, values, rows, span, ends, counts)
+        for row, count in zip(rows, counts, strict=True):
+            self.scratch[row] += count
+        if span is not None:
+            return self.keys[span, :, :columns], self.values[span, :, :columns]
+        index = torch.tensor(rows, device=keys.device)
+        return self.keys[index, :, :columns], self.values[index, :, :columns]
+
+    def _write(
+        self, keys: Tensor, values: Tensor, rows: Sequence[int], span: slice | None, ends: list[int], counts: Sequence[int]
+    ) -> None:
+        assert self.keys is not None and self.values is not None
+        nodes = keys.shape[2]
+        if span is not None and len(set(ends)) == 1 and min(counts) == nodes:
+            self.keys[span, :, ends[0] : ends[0] + nodes] = keys
+            self.values[span, :, ends[0] : ends[0] + nodes] = values
+            return
+        for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
+            self.keys[row, :, end : end + count] = keys[index, :, :count]
+            self.values[row, :, end : end + count] = values[index, :, :count]
+
+    def _ends(self, rows: Sequence[int]) -> list[int]:
+        return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
+
+    def _make_room(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        ends = self._ends(rows)
+        needed = max(end + count for end, count in zip(ends, counts, strict=True))
+        if self.keys is None or self.values is None:
+            capacity = max(needed, self.reserve)
+            self.keys = keys.new_zeros(len(self.lengths), keys.shape[1], capacity, keys.shape[3])
+            self.values = values.new_zeros(len(self.lengths), values.shape[1], capacity, values.shape[3])
+        if needed <= self.keys.shape[2]:
+            return ends
+        if self.window is not None and self._evict(self.window):
+            return self._make_room(keys, values, rows, counts)
+        capacity = max(needed, int(self.keys.shape[2] * _GROWTH) + 16)
+        self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+        return ends
+
+    def _evict(self, window: int) -> bool:
+        """Shift out the committed positions that no later query can see; say whether there were any."""
+        assert self.keys is not None and self.values is not None
+        moved = False
+        for row, (length, start, scratch) in enumerate(zip(self.lengths, self.starts, self.scratch, strict=True)):
+            gone = length - (window - 1) - start
+            if gone > 0:
+                end = length - start + scratch
+                for store in (self.keys, self.values):
+                    store[row, :, : end - gone] = store[row, :, gone:end].clone()
+                self.starts[row] += gone
+                moved = True
+        return moved
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
+        kept = [node for node in path if node < self.scratch[row]]
+        if kept and kept[-1] != len(kept) - 1 and self.keys is not None and self.values is not None:
+            first = self.lengths[row] - self.starts[row]
+            index = torch.tensor(kept, device=self.keys.device) + first
+            for store in (self.keys, self.values):
+                store[row, :, first : first + len(kept)] = store[row].index_select(1, index)
+        self.lengths[row] += len(kept)
+        self.scratch[row] = 0
+
+    def restorable(self, row: int, length: int) -> bool:
+        """Whether decoding could go on from `length` positions: all that a next query would see is still stored."""
+        if length == 0:
+            return True
+        oldest = 0 if self.window is None else max(0, length - self.window + 1)
+        return not self.released and self.starts[row] <= oldest and length <= self.lengths[row]
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget every position from `length` on."""
+        self.lengths[row], self.scratch[row] = length, 0
+        if length == 0:
+            self.starts[row] = 0
+            self.released = self.released and any(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep `rows`, in that order."""
+        for name in ("lengths", "starts", "scratch"):
+            old = getattr(self, name)
+            setattr(self, name, [old[row] for row in rows])
+        if self.keys is not None and self.values is not None:
+            index = torch.tensor(rows, device=self.keys.device, dtype=torch.long)
+            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+
+    def extend(self, rows: int) -> None:
+        """Add empty rows."""
+        for counts in (self.lengths, self.starts, self.scratch):
+            counts.extend([0] * rows)
+        if self.keys is not None and self.values is not None:
+            self.keys = torch.cat([self.keys, self.keys.new_zeros(rows, *self.keys.shape[1:])])
+            self.values = torch.cat([self.values, self.values.new_zeros(rows, *self.values.shape[1:])])
+
+    def release(self) -> None:
+        """Give up the storage of a layer that no row will run again."""
+        self.keys = self.values = None
+        self.released = True
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of one row's keys and values at one position; 0 until something was stored."""
+        return self._bytes_per_position if self.keys is None else self._measure()
+
+    _bytes_per_position = 0
+
+    def _measure(self) -> int:
+        assert self.keys is not None and self.values is not None
+        total = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
+        self._bytes_per_position = total
+        return total
+
+
+def _grown(store: Tensor, capacity: int) -> Tensor:
+    grown = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
+    grown[:, :, : store.shape[2]] = store
+    return grown
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Bytes of a cache.
+
+    Attributes:
+        allocated: what the tensors occupy.
+        used: what the stored positions occupy: the sum over layers and rows of the positions kept.
+        saved: what dropped and released layers did not have to keep, against every layer keeping every position.
+    """
+
+    allocated: int
+    used: int
+    saved: int
+
+
+class KVCache:
+    """The layers' caches of a batch of rows.
+
+    Attributes:
+        layers: one `KVLayer` per decoder layer.
+        positions: committed positions of each row, whichever layers ran them.
+    """
+
+    def __init__(self, windows: Sequence[int | None], rows: int, reserve: int = 0) -> None:
+        self.layers = [KVLayer(rows, window, reserve) for window in windows]
+        self.positions = [0] * rows
+        self._marks: list[int | None] = [None] * rows
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.positions)
+
+    def mark_shallow(self, row: int, position: int) -> None:
+        """Note that some sublayer did not run at `position` of `row`."""
+        mark = self._marks[row]
+        self._marks[row] = position if mark is None else min(mark, position)
+
+    def first_shallow(self, row: int) -> int:
+        """The first committed position that did not run every sublayer; the row's length if there is none."""
+        mark = self._marks[row]
+        return self.positions[row] if mark is None else min(mark, self.positions[row])
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep the nodes of `path` in every layer that ran them."""
+        for layer in self.layers:
+            layer.commit(row, path)
+        self.positions[row] += len(path)
+
+    def rollback(self, row: int) -> None:
+        """Forget the row's scratch entries."""
+        for layer in self.layers:
+            layer.scratch[row] = 0
+
+    def truncate(self, row: int, length: int) -> int:
+        """Forget every position from `length` on, and every shallow one.
+
+        Returns:
+            How many positions are left: `length`, or less where a layer was shallow, or 0 where what a layer would
+            need was released or has left its window. The rest has to be run again at full depth.
+        """
+        keep = min(length, self.first_shallow(row))
+        if not all(layer.restorable(row, keep) for layer in self.layers):
+            keep = 0
+        for layer in self.layers:
+            layer.truncate(row, keep)
+        self.positions[row], self._marks[row] = keep, None
+        return keep
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep `rows`, in that order."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.positions = [self.positions[row] for row in rows]
+        self._marks = [self._marks[row] for row in rows]
+
+    def extend(self, rows: int) -> None:
+        """Add empty rows."""
+        for layer in self.layers:
+            layer.extend(rows)
+        self.positions.extend([0] * rows)
+        self._marks.extend([None] * rows)
+
+    def bytes(self) -> KVBytes:
+        """Bytes allocated, used and saved now."""
+        allocated = used = saved = 0
+        for layer in self.layers:
+            unit = layer.bytes_per_position
+            stored = 0 if layer.released else sum(layer.lengths) - sum(layer.starts)
+            wanted = sum(n if layer.window is None else min(n, layer.window - 1) for n in self.positions)
+            allocated += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if t is not None)
+            used += stored * unit
+            saved += max(0, wanted - stored) * unit
+        return KVBytes(allocated, used, saved)
