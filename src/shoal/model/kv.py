@@ -35,7 +35,8 @@ class KVLayer:
         lengths: committed positions per row.
         starts: positions per row that the window has left behind; column c of row r holds position `starts[r] + c`.
         scratch: entries per row that await commit or rollback.
-        released: whether the storage was given up; the lengths still tell which positions were processed.
+        released: rows whose entries were given up; their lengths still tell which positions were processed.
+        bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
     """
 
     def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
@@ -44,7 +45,8 @@ class KVLayer:
         self.lengths, self.starts, self.scratch = [0] * rows, [0] * rows, [0] * rows
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.released = False
+        self.released = [False] * rows
+        self.bytes_per_position = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -57,8 +59,8 @@ class KVLayer:
         Returns:
             Keys and values [len(rows), heads, columns, head_dim]; columns beyond a row's own end hold finite junk.
         """
-        if self.released:
-            raise RuntimeError("a layer whose KV was released was asked to run again")
+        if any(self.released[row] for row in rows):
+            raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
         ends = self._make_room(keys, values, rows, counts)
         assert self.keys is not None and self.values is not None
         span = contiguous(rows)
@@ -94,6 +96,7 @@ class KVLayer:
             capacity = max(needed, self.reserve)
             self.keys = keys.new_zeros(len(self.lengths), keys.shape[1], capacity, keys.shape[3])
             self.values = values.new_zeros(len(self.lengths), values.shape[1], capacity, values.shape[3])
+            self.bytes_per_position = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
         if needed <= self.keys.shape[2]:
             return ends
         if self.window is not None and self._evict(self.window):
@@ -132,18 +135,17 @@ class KVLayer:
         if length == 0:
             return True
         oldest = 0 if self.window is None else max(0, length - self.window + 1)
-        return not self.released and self.starts[row] <= oldest and length <= self.lengths[row]
+        return not self.released[row] and self.starts[row] <= oldest and length <= self.lengths[row]
 
     def truncate(self, row: int, length: int) -> None:
         """Forget every position from `length` on."""
         self.lengths[row], self.scratch[row] = length, 0
         if length == 0:
-            self.starts[row] = 0
-            self.released = self.released and any(self.lengths)
+            self.starts[row], self.released[row] = 0, False
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep `rows`, in that order."""
-        for name in ("lengths", "starts", "scratch"):
+        for name in ("lengths", "starts", "scratch", "released"):
             old = getattr(self, name)
             setattr(self, name, [old[row] for row in rows])
         if self.keys is not None and self.values is not None:
@@ -154,27 +156,27 @@ class KVLayer:
         """Add empty rows."""
         for counts in (self.lengths, self.starts, self.scratch):
             counts.extend([0] * rows)
+        self.released.extend([False] * rows)
         if self.keys is not None and self.values is not None:
             self.keys = torch.cat([self.keys, self.keys.new_zeros(rows, *self.keys.shape[1:])])
             self.values = torch.cat([self.values, self.values.new_zeros(rows, *self.values.shape[1:])])
 
-    def release(self) -> None:
-        """Give up the storage of a layer that no row will run again."""
-        self.keys = self.values = None
-        self.released = True
+    def release(self, row: int) -> None:
+        """Give up a row that will not run this layer again; the storage goes with the last one."""
+        self.released[row] = True
+        if all(self.released):
+            self.keys = self.values = None
 
     @property
-    def bytes_per_position(self) -> int:
-        """Bytes of one row's keys and values at one position; 0 until something was stored."""
-        return self._bytes_per_position if self.keys is None else self._measure()
+    def stored(self) -> int:
+        """Positions kept, over all rows."""
+        rows = zip(self.lengths, self.starts, self.released, strict=True)
+        return sum(length - start for length, start, released in rows if not released)
 
-    _bytes_per_position = 0
-
-    def _measure(self) -> int:
-        assert self.keys is not None and self.values is not None
-        total = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
-        self._bytes_per_position = total
-        return total
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
 
 def _grown(store: Tensor, capacity: int) -> Tensor:
@@ -268,12 +270,9 @@ class KVCache:
 
     def bytes(self) -> KVBytes:
         """Bytes allocated, used and saved now."""
-        allocated = used = saved = 0
+        used = saved = 0
         for layer in self.layers:
-            unit = layer.bytes_per_position
-            stored = 0 if layer.released else sum(layer.lengths) - sum(layer.starts)
             wanted = sum(n if layer.window is None else min(n, layer.window - 1) for n in self.positions)
-            allocated += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if t is not None)
-            used += stored * unit
-            saved += max(0, wanted - stored) * unit
-        return KVBytes(allocated, used, saved)
+            used += layer.stored * layer.bytes_per_position
+            saved += max(0, wanted - layer.stored) * layer.bytes_per_position
+        return KVBytes(sum(layer.allocated for layer in self.layers), used, saved)
