@@ -1,0 +1,110 @@
+"""What the loop asks of a model: feed some tokens through some of its layers, get logits.
+
+A `Feed` holds the tokens of one row; which sublayers a token runs follows from its step index and the row's plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.kv import KVCache
+
+Part = Literal["layer", "attention", "mlp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens of one row for one forward.
+
+    Attributes:
+        row: row of the cache.
+        tokens: ids in breadth-first order; node 0 stands at position `cache.positions[row]`.
+        steps: step index of each node, non-decreasing; 0 for tokens of a prompt.
+        plan: which sublayers run at which step.
+        parents, depths: tree structure, or None for a chain.
+        wanted: how many of the last nodes need logits.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    steps: Sequence[int]
+    plan: DepthPlan
+    parents: Sequence[int] | None = None
+    depths: Sequence[int] | None = None
+    wanted: int = 1
+
+    def running(self, drop_step: int) -> int:
+        """How many of the nodes (a prefix) run a sublayer that is dropped from `drop_step` on."""
+        return bisect_left(self.steps, drop_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of work of one layer: nodes first[i]..last[i]-1 of feed i run `part` of it."""
+
+    part: Part
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+def spans(feeds: Sequence[Feed], layer: int) -> list[Span]:
+    """What `layer` has to do: whole for the nodes that run both sublayers, then one sublayer for those after them."""
+    attention = tuple(feed.running(feed.plan.attention[layer]) for feed in feeds)
+    mlp = tuple(feed.running(feed.plan.mlp[layer]) for feed in feeds)
+    zero = (0,) * len(feeds)
+    if attention == mlp:
+        return [Span("layer", zero, mlp)] if any(mlp) else []
+    both = tuple(map(min, attention, mlp))
+    pieces = [
+        Span("layer", zero, both),
+        Span("attention", both, tuple(map(max, both, attention))),
+        Span("mlp", both, tuple(map(max, both, mlp))),
+    ]
+    return [piece for piece in pieces if piece.first != piece.last]
+
+
+class Stack(Protocol):
+    """A decoder that can run some of its layers.
+
+    Attributes:
+        num_layers: L.
+        windows: sliding window of each layer in positions, or None.
+        max_positions: the context length, or None where the model has none.
+        head_layers: cost of the LM head in layers, by bytes.
+        can_split: whether attention and MLP of a layer can run apart.
+    """
+
+    num_layers: int
+    windows: tuple[int | None, ...]
+    vocab_size: int
+    max_positions: int | None
+    head_layers: float
+    can_split: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> list[Tensor]:
+        """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
+
+        Returns:
+            For each feed the logits [wanted, V] of its last nodes.
+        """
+        ...
+
+
+def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache) -> None:
+    """Refuse to run a layer that misses the KV of a position before the nodes it is given."""
+    lengths = cache.layers[layer].lengths
+    for feed, first, last in zip(feeds, piece.first, piece.last, strict=True):
+        if last > first and lengths[feed.row] != cache.positions[feed.row]:
+            raise RuntimeError(
+                f"layer {layer} holds the KV of {lengths[feed.row]} positions of row {feed.row}, "
+                f"but {cache.positions[feed.row]} precede the tokens it is to run: the depth plan is not nested"
+            )
