@@ -1,0 +1,54 @@
+# Works from a fresh clone with nothing but Python 3.10 or newer. Override PYTHON or VENV as needed:
+#   make test PYTHON=python3.12 VENV=/tmp/shoal-venv
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST_VENV ?= .venv-oldest
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+OLDEST_BIN := $(OLDEST_VENV)/bin
+STAMP := $(VENV)/.installed
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
+PYTEST_ARGS := -q -n $(WORKERS)
+QUESTION := A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo lint test test-all test-oldest clean
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make the virtual environment and install Shoal with its tools in it
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	@touch $@
+
+demo: $(STAMP) ## Generate with D3 on the small model that ships with the package
+	$(BIN)/shoal generate --method d3 --max-new-tokens 64 "$(QUESTION)"
+
+lint: $(STAMP) ## Style, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## Lint, and every test that is quick
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not network"
+
+test-all: lint test-oldest ## Lint, all tests that need no network, and the same on the oldest supported transformers
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
+
+test-oldest: $(OLDEST_STAMP)
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not network"
+
+$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev,plot]'
+	@touch $@
+
+clean: ## Remove the virtual environments, build outputs and caches
+	rm -rf $(VENV) $(OLDEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

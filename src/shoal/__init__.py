@@ -1,0 +1,81 @@
+"""Shoal: depth-aware decoding of Hugging Face decoder-only language models.
+
+Every public name is imported on first use, so that `import shoal` costs next to nothing and loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Recipe
+    from shoal.depth.plan import DepthPlan
+    from shoal.engine.engine import Engine
+    from shoal.engine.load import load
+    from shoal.errors import Unsupported
+    from shoal.methods.base import Method
+    from shoal.methods.d3 import D3
+    from shoal.methods.early_exit import EarlyExit
+    from shoal.methods.full import Full
+    from shoal.methods.shortgpt import ShortGPT
+    from shoal.methods.skipdecode import SkipDecode
+    from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+    from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
+
+__all__ = [
+    "D3",
+    "DepthPlan",
+    "EarlyExit",
+    "Engine",
+    "Full",
+    "Method",
+    "ModelInfo",
+    "Recipe",
+    "Result",
+    "Sampling",
+    "ShortGPT",
+    "SkipDecode",
+    "Stats",
+    "Step",
+    "TokenLogprob",
+    "UnifiedLayerSkipping",
+    "Unsupported",
+    "__version__",
+    "load",
+]
+
+_HOME = {
+    "D3": "shoal.methods.d3",
+    "DepthPlan": "shoal.depth.plan",
+    "EarlyExit": "shoal.methods.early_exit",
+    "Engine": "shoal.engine.engine",
+    "Full": "shoal.methods.full",
+    "Method": "shoal.methods.base",
+    "ModelInfo": "shoal.types",
+    "Recipe": "shoal.decode.recipe",
+    "Result": "shoal.types",
+    "Sampling": "shoal.types",
+    "ShortGPT": "shoal.methods.shortgpt",
+    "SkipDecode": "shoal.methods.skipdecode",
+    "Stats": "shoal.types",
+    "Step": "shoal.types",
+    "TokenLogprob": "shoal.types",
+    "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
+    "Unsupported": "shoal.errors",
+    "load": "shoal.engine.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
