@@ -61,8 +61,11 @@ class KVLayer:
         """
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
-        ends = self._make_room(keys, values, rows, counts)
+        if self.keys is None:
+            self._allocate(keys, values, max(max(counts), self.reserve))
+        self.make_room(rows, counts)
         assert self.keys is not None and self.values is not None
+        ends = self._ends(rows)
         span = contiguous(rows)
         columns = max(end + count for end, count in zip(ends, counts, strict=True))
         self._write(keys, values, rows, span, ends, counts)
@@ -89,26 +92,29 @@ class KVLayer:
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
 
-    def _make_room(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-        ends = self._ends(rows)
-        needed = max(end + count for end, count in zip(ends, counts, strict=True))
-        if self.keys is None or self.values is None:
-            capacity = max(needed, self.reserve)
-            self.keys = keys.new_zeros(len(self.lengths), keys.shape[1], capacity, keys.shape[3])
-            self.values = values.new_zeros(len(self.lengths), values.shape[1], capacity, values.shape[3])
-            self.bytes_per_position = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
-        if needed <= self.keys.shape[2]:
-            return ends
-        if self.window is not None and self._evict(self.window):
-            return self._make_room(keys, values, rows, counts)
-        capacity = max(needed, int(self.keys.shape[2] * _GROWTH) + 16)
-        self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
-        return ends
+    def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        """Zeros, not empty memory: what a mask hides must still be finite."""
+        self.keys = keys.new_zeros(len(self.lengths), keys.shape[1], capacity, keys.shape[3])
+        self.values = values.new_zeros(len(self.lengths), values.shape[1], capacity, values.shape[3])
+        self.bytes_per_position = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
 
-    def _evict(self, window: int) -> bool:
-        """Shift out the committed positions that no later query can see; say whether there were any."""
+    def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
+        if self.keys is None or self.values is None or self._needed(rows, counts) <= self.keys.shape[2]:
+            return
+        if self.window is not None:
+            self._evict(self.window)
+        needed = self._needed(rows, counts)
+        if needed > self.keys.shape[2]:
+            capacity = max(needed, int(self.keys.shape[2] * _GROWTH) + 16)
+            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+
+    def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
+        return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
+
+    def _evict(self, window: int) -> None:
+        """Shift out the committed positions that no later query can see."""
         assert self.keys is not None and self.values is not None
-        moved = False
         for row, (length, start, scratch) in enumerate(zip(self.lengths, self.starts, self.scratch, strict=True)):
             gone = length - (window - 1) - start
             if gone > 0:
@@ -116,8 +122,6 @@ class KVLayer:
                 for store in (self.keys, self.values):
                     store[row, :, : end - gone] = store[row, :, gone:end].clone()
                 self.starts[row] += gone
-                moved = True
-        return moved
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""

@@ -37,18 +37,19 @@ class RowView:
         return self.base - self.start + self.last
 
 
-def mask(rows: Sequence[RowView], window: int | None, device: torch.device) -> Tensor | None:
+def mask(rows: Sequence[RowView], window: int | None, device: torch.device, square: bool = True) -> Tensor | None:
     """Which column each query sees.
 
     Args:
         rows: one view per row of the call; queries are padded to the widest row by repeating a row's last one.
         window: sliding window in positions, the query's own included, or None.
+        square: whether the attention turns causal by itself when it gets several queries and no mask.
 
     Returns:
         Bool [rows, 1, queries, columns], True = visible; None if every query sees every column, or if the call is
-        a causal square over a fresh cache, for which kernels have a mode of their own.
+        a causal square over a fresh cache and `square` holds.
     """
-    if _unmasked(rows, window) or _square(rows, window):
+    if _unmasked(rows, window) or (square and _square(rows, window)):
         return None
     queries = max(row.last - row.first for row in rows)
     columns = max(row.columns for row in rows)

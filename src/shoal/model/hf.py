@@ -1,0 +1,284 @@
+"""Any Hugging Face decoder as a stack of layers.
+
+The model's own layer modules do the work; Shoal supplies positions, masks, rotary tables and the KV cache and decides
+which layers run on which tokens. Nothing about the model is changed, not even its config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.model.kv import KVCache, KVLayer
+from shoal.model.masks import RowView, mask
+from shoal.model.probe import LayerCall, find_layers, take_apart
+from shoal.model.stack import Feed, Part, Span, check_lengths, spans
+
+_ATTENTION = ("self_attn", "attn", "attention")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
+
+
+class HFStack:
+    """See `shoal.model.stack.Stack`.
+
+    Args:
+        model: a causal language model of transformers, in eval mode, with sdpa or eager attention.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        _check_attention(model)
+        self.num_layers = int(config.num_hidden_layers)
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = getattr(config, "max_position_embeddings", None)
+        self.windows = _windows(config, self.num_layers)
+        layers = find_layers(model, self.num_layers)
+        self.device = model.get_input_embeddings().weight.device
+        ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        self.parts = take_apart(model, layers, ids)
+        self.dtype = next(self.parts.head_module.parameters()).dtype
+        self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
+        self._additive = model.config._attn_implementation != "sdpa"
+        self._halves: dict[tuple[int, Part], nn.Module] = {}
+
+    @cached_property
+    def can_split(self) -> bool:
+        """Whether a layer without its attention and its MLP is the identity, as a split needs."""
+        layer = _without(self.parts.layers[0], _ATTENTION)
+        rest = None if layer is None else _without(layer, _MLP)
+        if rest is None:
+            return False
+        feed = Feed(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
+        cache = KVCache(self.windows, rows=1)
+        call = _Call(self, [feed], cache, self._hidden([feed], cache))
+        with torch.no_grad():
+            return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
+
+    @torch.no_grad()
+    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> list[Tensor]:
+        """Run `feeds` through the layers that their plans name; see the protocol."""
+        call = _Call(self, feeds, cache, self._hidden(feeds, cache))
+        for layer in range(self.num_layers):
+            for piece in spans(feeds, layer):
+                check_lengths(feeds, piece, layer, cache)
+                call.run(layer, piece)
+        for feed in feeds:
+            shallow = feed.running(feed.plan.first_shallow_step)
+            if shallow < len(feed.tokens):
+                cache.mark_shallow(feed.row, cache.positions[feed.row] + shallow)
+        return self._logits(feeds, call.hidden)
+
+    def _hidden(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
+        """Embeddings [R, m, D], short rows padded by their last token."""
+        width = max(len(feed.tokens) for feed in feeds)
+        ids = [[*feed.tokens, *[feed.tokens[-1]] * (width - len(feed.tokens))] for feed in feeds]
+        places = torch.tensor([positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds], device=self.device)
+        return self.parts.embed(torch.tensor(ids, device=self.device), places)
+
+    def _logits(self, feeds: Sequence[Feed], hidden: Tensor) -> list[Tensor]:
+        """Logits of the wanted nodes, through norm and head together."""
+        if len(feeds) == 1:
+            nodes = len(feeds[0].tokens)
+            return [self.parts.head(hidden[0, nodes - feeds[0].wanted : nodes])]
+        picked = [hidden[i, len(feed.tokens) - feed.wanted : len(feed.tokens)] for i, feed in enumerate(feeds)]
+        return list(self.parts.head(torch.cat(picked)).split([feed.wanted for feed in feeds]))
+
+    def module(self, layer: int, part: Part) -> nn.Module:
+        """The layer, or a twin that shares its weights and lacks the other sublayer."""
+        if part == "layer":
+            return self.parts.layers[layer]
+        key = (layer, part)
+        if key not in self._halves:
+            half = _without(self.parts.layers[layer], _MLP if part == "attention" else _ATTENTION)
+            if half is None or not self.can_split:
+                raise Unsupported(
+                    f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
+                    "they cannot be told apart in this architecture",
+                    "Use a plan that drops whole layers",
+                )
+            self._halves[key] = half
+        return self._halves[key]
+
+    def attention_mask(self, rows: Sequence[RowView], window: int | None) -> Tensor | None:
+        """The mask in the form that the model's attention takes: bool for sdpa, else additive."""
+        seen = mask(rows, window, self.device, square=not self._additive)
+        if seen is None or not self._additive:
+            return seen
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return bias.masked_fill_(~seen, torch.finfo(self.dtype).min)
+
+
+def positions(feed: Feed, cache: KVCache, first: int, last: int, width: int) -> list[int]:
+    """Positions of nodes first..last-1, padded to `width` by the last one."""
+    base = cache.positions[feed.row]
+    depths = range(first, last) if feed.depths is None else feed.depths[first:last]
+    places = [base + depth for depth in depths]
+    return places + places[-1:] * (width - len(places))
+
+
+class _Slot:
+    """What a layer sees as its cache: one place to write and read the KV of the rows at hand."""
+
+    def __init__(self, layer: KVLayer, rows: Sequence[int], counts: Sequence[int]) -> None:
+        self._layer, self._rows, self._counts = layer, rows, counts
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._layer.append(keys, values, self._rows, self._counts)
+
+
+class _Call:
+    """One forward under way: the hidden states [R, m, D] and the tables that its pieces share."""
+
+    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor) -> None:
+        self.stack, self.feeds, self.cache, self.hidden = stack, feeds, cache, hidden
+        self.sizes = tuple(len(feed.tokens) for feed in feeds)
+        self._memo: dict[Any, Any] = {}
+
+    def run(self, layer: int, piece: Span) -> None:
+        """Run a piece of work and put its outcome into the hidden states."""
+        output = self.through(self.stack.module(layer, piece.part), layer, piece)
+        if self._whole(piece):
+            self.hidden = output
+            return
+        chosen, nodes, real = self._picked(piece)
+        self.hidden[chosen[:, None].expand_as(nodes)[real], nodes[real]] = output[real]
+
+    def through(self, module: nn.Module, layer: int, piece: Span) -> Tensor:
+        """The output of `module` for the nodes of `piece`: [rows of the piece, widest, D]."""
+        rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+        counts = [piece.last[i] - piece.first[i] for i in rows]
+        store = self.cache.layers[layer]
+        numbers = [self.feeds[i].row for i in rows]
+        store.make_room(numbers, counts)
+        hidden = self._inputs(piece)
+        call = self.stack.parts.calls[layer]
+        output = module(hidden, **self._arguments(call, piece, rows, store, _Slot(store, numbers, counts), hidden))
+        return output[0] if isinstance(output, tuple) else output
+
+    def _arguments(
+        self, call: LayerCall, piece: Span, rows: list[int], store: KVLayer, slot: _Slot, hidden: Tensor
+    ) -> dict[str, Any]:
+        places = self._shared("positions", piece, lambda: self._positions(piece, rows))
+        starts = tuple(store.starts[self.feeds[i].row] for i in rows)
+        window = store.window
+        arguments = dict(call.constants)
+        arguments[call.mask] = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
+        arguments[call.cache] = slot
+        if call.positions is not None:
+            arguments[call.positions] = places
+        if call.cache_position is not None:
+            arguments[call.cache_position] = places[0]
+        if call.rotary is not None:
+            rotary = self.stack.parts.rotary[call.rotary_call]
+            arguments[call.rotary] = self._shared(("rotary", call.rotary_call), piece, lambda: rotary(hidden, places))
+        return arguments
+
+    def _shared(self, name: Any, piece: Span, make: Any) -> Any:
+        """A table that all layers with the same nodes share."""
+        key = (name, piece.first, piece.last)
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def _whole(self, piece: Span) -> bool:
+        """Whether the piece takes every row from its first node to the width of the batch, padding included."""
+        return not any(piece.first) and piece.last == self.sizes
+
+    def _inputs(self, piece: Span) -> Tensor:
+        if self._whole(piece):
+            return self.hidden
+        chosen, nodes, _ = self._picked(piece)
+        return self.hidden[chosen[:, None], nodes]
+
+    def _picked(self, piece: Span) -> tuple[Tensor, Tensor, Tensor]:
+        """Feeds [rows], their nodes [rows, widest] padded by the last, and which of those are real."""
+        return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
+
+    def _positions(self, piece: Span, rows: list[int]) -> Tensor:
+        width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in rows)
+        table = [positions(self.feeds[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
+        return torch.tensor(table, device=self.stack.device)
+
+    def _mask(self, piece: Span, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
+        views = [
+            RowView(
+                base=self.cache.positions[self.feeds[i].row],
+                start=start,
+                first=piece.first[i],
+                last=piece.last[i],
+                parents=self.feeds[i].parents,
+                depths=self.feeds[i].depths,
+            )
+            for i, start in zip(rows, starts, strict=True)
+        ]
+        return self.stack.attention_mask(views, window)
+
+
+def _pick(piece: Span, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+    first = torch.tensor([piece.first[i] for i in rows], device=device)[:, None]
+    last = torch.tensor([piece.last[i] for i in rows], device=device)[:, None]
+    steps = torch.arange(int((last - first).max()), device=device)[None]
+    nodes = first + steps
+    return torch.tensor(rows, device=device), torch.minimum(nodes, last - 1), nodes < last
+
+
+def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """A twin of `layer` that shares everything but the named child, which gives zeros; None if there is no such child."""
+    name = next((n for n in names if n in layer._modules), None)
+    if name is None:
+        return None
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, name: _Nothing(pair=names is _ATTENTION)}
+    return twin
+
+
+class _Nothing(nn.Module):
+    """A sublayer that adds nothing; attention returns its output with the weights that nobody asked for."""
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.pair else zeros
+
+
+def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window in positions, from its type or from the config's single window."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * num_layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise Unsupported(
+            f"layers of type {', '.join(sorted(unknown))}",
+            "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another kind of state",
+            "Use a model whose layers are all of those two types",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _check_attention(model: Any) -> None:
+    name = getattr(model.config, "_attn_implementation", "eager")
+    if name in ("flex_attention", "paged_attention") or "flash" in str(name):
+        raise Unsupported(
+            f"attention implementation {name!r}",
+            "it takes no mask of the engine's own",
+            'Load the model with attn_implementation="sdpa"',
+        )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+

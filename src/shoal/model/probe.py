@@ -1,0 +1,319 @@
+"""Find the parts of a Hugging Face decoder by watching one forward of its own.
+
+Hooks record which modules run before, between and after the decoder layers and what each layer is given; the parts
+are read off that recording, so that no table of architectures is needed. The hooks are gone when the probe returns,
+whatever happens. What the probe concludes is only a hypothesis: `HFStack` compares logits before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import Unsupported
+
+_MASKS = ("attention_mask", "causal_mask")
+_REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module: its arguments by name and what it returned."""
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    output: Any = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """One forward of the model: calls outside the layers before and after them, the layers' own calls, the logits."""
+
+    before: list[Call] = field(default_factory=list)
+    layers: list[Call] = field(default_factory=list)
+    after: list[Call] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How the model calls one layer: the names under which it passes what the engine supplies, and the rest as is."""
+
+    mask: str
+    cache: str
+    positions: str | None
+    cache_position: str | None
+    rotary: str | None
+    rotary_call: int
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A decoder taken apart.
+
+    Attributes:
+        layers: the decoder layers.
+        calls: how each is called.
+        embed: token ids [R, m] and positions [R, m] to hidden states [R, m, D].
+        rotary: for hidden states and positions, the rotary tables of call k; one function per distinct call.
+        head: hidden states [N, D] of the last layer to logits [N, V].
+        head_module: the module whose weights the head reads.
+    """
+
+    layers: list[nn.Module]
+    calls: list[LayerCall]
+    embed: Callable[[Tensor, Tensor], Tensor]
+    rotary: list[Callable[[Tensor, Tensor], Any]]
+    head: Callable[[Tensor], Tensor]
+    head_module: nn.Module
+
+
+def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
+    """The module list with `num_layers` entries; the outermost if several have that length."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise Unsupported(f"a model without a list of {num_layers} decoder layers", "there is nothing to skip", _REMEDY)
+
+
+@torch.no_grad()
+def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
+    """Probe `model` with the token ids [1, T] and return its parts."""
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    recording = _record(model, layers, ids, positions)
+    if len(recording.layers) != len(layers):
+        raise Unsupported(
+            f"a model that runs {len(recording.layers)} of its {len(layers)} layers in a forward",
+            "Shoal must run each of them once, in order",
+            _REMEDY,
+        )
+    rotary: list[Call] = []
+    calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
+    head_module = model.get_output_embeddings()
+    if head_module is None:
+        raise Unsupported(f"{type(model).__name__} has no LM head", "it is no causal language model", _REMEDY)
+    return Parts(
+        layers=layers,
+        calls=calls,
+        embed=_embedding(model, recording, ids, positions),
+        rotary=[_replay_rotary(call) for call in rotary],
+        head=_head(recording, head_module, model.config),
+        head_module=head_module,
+    )
+
+
+def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor) -> Recording:
+    recording = Recording()
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = positions
+    with _recording_hooks(model, layers, recording):
+        recording.logits = model(**arguments).logits
+    return recording
+
+
+@contextmanager
+def _recording_hooks(model: nn.Module, layers: list[nn.Module], recording: Recording) -> Iterator[None]:
+    """Record calls of the layers and of all modules that are neither inside a layer nor around the layers."""
+    inside = {id(child) for layer in layers for child in layer.modules()}
+    around = {id(module) for module in model.modules() if any(child is layers[0] for child in module.modules())}
+    own = {id(layer) for layer in layers}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        bucket = recording.layers if id(module) in own else recording.after if recording.layers else recording.before
+        bucket.append(Call(module, _bind(module, args, kwargs)))
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for call in reversed(recording.before + recording.layers + recording.after):
+            if call.module is module and call.output is None:
+                call.output = output
+                return
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if id(module) in own or id(module) not in inside | around:
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        yield
+
+
+def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments by parameter name, those of a `**kwargs` included."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    flat: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = inspect.signature(module.forward).parameters[name].kind
+        flat.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return flat
+
+
+def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[Call]) -> LayerCall:
+    """Read off a layer's call what the engine has to supply."""
+    names = list(call.arguments)[1:]
+    found: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    rotary_call = -1
+    for name in names:
+        value = call.arguments[name]
+        source = _source(value, before)
+        if name in _MASKS:
+            found["mask"] = name
+        elif hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            found["cache"] = name
+        elif name == "cache_position":
+            found["cache_position"] = name
+        elif _holds(value, positions):
+            found["positions"] = name
+        elif source is not None:
+            found["rotary"] = name
+            rotary_call = _index_of(source, rotary)
+        elif isinstance(value, Tensor):
+            raise Unsupported(
+                f"{type(call.module).__name__} is given a tensor {name!r}", "Shoal does not know what it means", _REMEDY
+            )
+        else:
+            constants[name] = value
+    if "cache" not in found:
+        raise Unsupported(f"{type(call.module).__name__} is given no KV cache", "Shoal keeps the KV in its own", _REMEDY)
+    return LayerCall(
+        mask=found.get("mask", "attention_mask"),
+        cache=found["cache"],
+        positions=found.get("positions"),
+        cache_position=found.get("cache_position"),
+        rotary=found.get("rotary"),
+        rotary_call=rotary_call,
+        constants=constants,
+    )
+
+
+def _source(value: Any, before: list[Call]) -> Call | None:
+    """The call whose output `value` is, for the (cos, sin) pairs of rotary modules."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return None
+    return next((call for call in before if call.output is value), None)
+
+
+def _index_of(call: Call, calls: list[Call]) -> int:
+    for index, known in enumerate(calls):
+        if known is call:
+            return index
+    calls.append(call)
+    return len(calls) - 1
+
+
+def _replay_rotary(call: Call) -> Callable[[Tensor, Tensor], Any]:
+    """The rotary module's call with hidden states and positions exchanged for new ones."""
+    floats = [n for n, v in call.arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    integers = [n for n, v in call.arguments.items() if isinstance(v, Tensor) and not v.is_floating_point()]
+    others = {n: v for n, v in call.arguments.items() if not isinstance(v, Tensor)}
+
+    def replay(hidden: Tensor, positions: Tensor) -> Any:
+        return call.module(**others, **dict.fromkeys(floats, hidden), **dict.fromkeys(integers, positions))
+
+    return replay
+
+
+def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The way from token ids to the first layer's input: embedding, perhaps scaled, perhaps plus learned positions."""
+    embed = model.get_input_embeddings()
+    goal = next(iter(recording.layers[0].arguments.values()))
+    chain = [embed, *_projections(recording.before, goal)]
+    base = _through(chain, ids)
+    if base.shape == goal.shape:
+        for table in _position_tables(recording.before, positions, goal):
+            if _same(base + table(positions), goal):
+                return lambda t, p: _through(chain, t) + table(p)
+        change = _explain(base, goal, model.config)
+        if change is not None:
+            return lambda t, p: change(_through(chain, t))
+    raise Unsupported(
+        f"{type(model).__name__} prepares its embeddings in a way that the probe does not recognise",
+        "Shoal must be able to feed the first layer itself",
+        _REMEDY,
+    )
+
+
+def _through(chain: list[nn.Module], value: Tensor) -> Tensor:
+    for module in chain:
+        value = module(value)
+    return value
+
+
+def _projections(before: list[Call], goal: Tensor) -> list[nn.Module]:
+    """A linear map that brings embeddings to the width of the layers."""
+    return [c.module for c in before if isinstance(c.module, nn.Linear) and c.output.shape == goal.shape]
+
+
+def _position_tables(before: list[Call], positions: Tensor, goal: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The recorded embeddings of positions, as functions of positions [R, m]."""
+    for call in before:
+        places = [name for name, value in call.arguments.items() if _holds(value, positions)]
+        if places and isinstance(call.output, Tensor) and call.output.shape[-1] == goal.shape[-1]:
+            others = {n: None if isinstance(v, Tensor) else v for n, v in call.arguments.items() if n not in places}
+            name = "position_ids" if "position_ids" in places else places[0]
+            yield lambda p, call=call, name=name, others=others: call.module(**others, **{name: p})
+
+
+def _holds(value: Any, positions: Tensor) -> bool:
+    """Whether `value` is the tensor of positions."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.numel() != positions.numel():
+        return False
+    return torch.equal(value.reshape(-1), positions.reshape(-1))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b.to(a.dtype), rtol=1e-6 if a.dtype == torch.float64 else 1e-5, atol=1e-6)
+
+
+def _explain(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """The simple change that leads from `before` to `after`: none, a factor or a soft cap by a number of the config."""
+    if torch.equal(before, after.to(before.dtype)):
+        return lambda x: x
+    changes = [change for number in _numbers(config) for change in _changes(number)]
+    exact = (change for change in changes if torch.equal(change(before), after.to(before.dtype)))
+    close = (change for change in changes if _same(change(before), after))
+    return next(exact, None) or next(close, None)
+
+
+def _numbers(config: Any) -> list[float]:
+    """The numbers in a model's config, without repeats."""
+    text = config.get_text_config().to_dict()
+    numbers = (float(v) for v in text.values() if isinstance(v, int | float) and not isinstance(v, bool))
+    return [v for v in dict.fromkeys(numbers) if v > 0]
+
+
+def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
+    def by_root(x: Tensor) -> Tensor:
+        return x * torch.tensor(number**0.5, dtype=x.dtype, device=x.device)
+
+    return [
+        lambda x: x * number,
+        lambda x: x / number,
+        by_root,
+        lambda x: torch.tanh(x / number) * number,
+    ]
+
+
+def _head(recording: Recording, head_module: nn.Module, config: Any) -> Callable[[Tensor], Tensor]:
+    """The way from the last layer's output to logits: norms, LM head, and a factor or a soft cap after it."""
+    chain = _chain_to(recording, head_module)
+    raw = next(call.output for call in recording.after if call.module is head_module)
+    finish = _explain(raw, recording.logits, config)
+    if finish is None:
+        raise Unsupported("a model that changes its logits after the LM head", "the probe does not recognise how", _REMEDY)
+    return lambda hidden: finish(_through(chain, hidden))
+
+
+def _chain_to(recording: Recording, head_module: nn.Module) -> list[nn.Module]:
+    """The modules from the last layer's output to the LM head, in the order of their calls."""
+    modules = [call.module for call in recording.after]
+    if head_module not in modules:
+        raise Unsupported("a model whose LM head does not run in its forward", "its logits cannot be rebuilt", _REMEDY)
+    return modules[: modules.index(head_module) + 1]
