@@ -56,6 +56,14 @@ class TokenTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
+    def cut(self, depth: int) -> TokenTree:
+        """The nodes at most `depth` away from the root."""
+        size = sum(d <= depth for d in self.depths)
+        if size == len(self):
+            return self
+        size = max(size, 1)
+        return TokenTree(self.tokens[:size], self.parents[:size], self.laws and self.laws[:size])
+
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""
         for index in self.children(node):

@@ -10,6 +10,7 @@ The plan knows step indices, never sequence positions.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,9 +124,19 @@ class DepthPlan:
         both = zip(self.attention, self.mlp, strict=True)
         return tuple(layer for layer, drops in enumerate(both) if step < max(drops))
 
+    def dropped(self, step: int) -> tuple[int, ...]:
+        """The layers whose attention does not run at `step`, ascending: their KV is not read any more."""
+        if step < self.first_shallow_step:
+            return ()
+        return tuple(layer for layer, drop in enumerate(self.attention) if drop <= step)
+
     def depth(self, step: int) -> float:
         """Number of layers that run at `step`; a lone sublayer counts half."""
-        return (sum(step < d for d in self.attention) + sum(step < d for d in self.mlp)) / 2
+        return self.num_layers - bisect_right(self._drops, step) / 2
+
+    @cached_property
+    def _drops(self) -> list[int]:
+        return sorted(self.attention + self.mlp)
 
     def mean_depth(self, num_tokens: int) -> float:
         """Mean number of layers over tokens 0..num_tokens-1, token 0 at L."""

@@ -62,7 +62,7 @@ class HFStack:
             return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
 
     @torch.no_grad()
-    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> list[Tensor]:
+    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         call = _Call(self, feeds, cache, self._hidden(feeds, cache))
         for layer in range(self.num_layers):
@@ -82,13 +82,11 @@ class HFStack:
         places = torch.tensor([positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds], device=self.device)
         return self.parts.embed(torch.tensor(ids, device=self.device), places)
 
-    def _logits(self, feeds: Sequence[Feed], hidden: Tensor) -> list[Tensor]:
-        """Logits of the wanted nodes, through norm and head together."""
-        if len(feeds) == 1:
-            nodes = len(feeds[0].tokens)
-            return [self.parts.head(hidden[0, nodes - feeds[0].wanted : nodes])]
-        picked = [hidden[i, len(feed.tokens) - feed.wanted : len(feed.tokens)] for i, feed in enumerate(feeds)]
-        return list(self.parts.head(torch.cat(picked)).split([feed.wanted for feed in feeds]))
+    def _logits(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
+        """Logits [sum of wanted, V], through norm and head together."""
+        ends = [len(feed.tokens) for feed in feeds]
+        picked = [hidden[i, end - feed.wanted : end] for i, (feed, end) in enumerate(zip(feeds, ends, strict=True))]
+        return self.parts.head(torch.cat(picked))
 
     def module(self, layer: int, part: Part) -> nn.Module:
         """The layer, or a twin that shares its weights and lacks the other sublayer."""

@@ -171,11 +171,9 @@ class KVLayer:
         if all(self.released):
             self.keys = self.values = None
 
-    @property
-    def stored(self) -> int:
-        """Positions kept, over all rows."""
-        rows = zip(self.lengths, self.starts, self.released, strict=True)
-        return sum(length - start for length, start, released in rows if not released)
+    def stored(self, row: int) -> int:
+        """Positions kept of a row."""
+        return 0 if self.released[row] else self.lengths[row] - self.starts[row]
 
     @property
     def allocated(self) -> int:
@@ -272,11 +270,25 @@ class KVCache:
         self.positions.extend([0] * rows)
         self._marks.extend([None] * rows)
 
-    def bytes(self) -> KVBytes:
-        """Bytes allocated, used and saved now."""
-        used = saved = 0
+    def release(self, row: int, layers: Sequence[int]) -> None:
+        """Give up what `layers` store of a row that will not run them again."""
+        for layer in layers:
+            self.layers[layer].release(row)
+
+    def row_bytes(self, row: int) -> KVBytes:
+        """Bytes allocated for, used and saved by one row."""
+        allocated = used = saved = 0
         for layer in self.layers:
-            wanted = sum(n if layer.window is None else min(n, layer.window - 1) for n in self.positions)
-            used += layer.stored * layer.bytes_per_position
-            saved += max(0, wanted - layer.stored) * layer.bytes_per_position
-        return KVBytes(sum(layer.allocated for layer in self.layers), used, saved)
+            position = self.positions[row]
+            wanted = position if layer.window is None else min(position, layer.window - 1)
+            stored = layer.stored(row)
+            allocated += layer.allocated // self.rows
+            used += stored * layer.bytes_per_position
+            saved += max(0, wanted - stored) * layer.bytes_per_position
+        return KVBytes(allocated, used, saved)
+
+    def bytes(self) -> KVBytes:
+        """Bytes of all rows."""
+        rows = [self.row_bytes(row) for row in range(self.rows)]
+        allocated = sum(layer.allocated for layer in self.layers)
+        return KVBytes(allocated, sum(r.used for r in rows), sum(r.saved for r in rows))

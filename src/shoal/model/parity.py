@@ -49,7 +49,7 @@ def chunked_logits(stack: Stack, tokens: list[int], chunks: tuple[int, ...]) -> 
     pieces, start = [], 0
     for size in chunks:
         feed = Feed(0, tokens[start : start + size], [0] * size, plan, wanted=size)
-        pieces.extend(stack.forward([feed], cache))
+        pieces.append(stack.forward([feed], cache))
         cache.commit(0, range(size))
         start += size
     return torch.cat(pieces)

@@ -90,11 +90,11 @@ class Stack(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> list[Tensor]:
+    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
         """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
 
         Returns:
-            For each feed the logits [wanted, V] of its last nodes.
+            Logits [sum of wanted, V]: of the last `wanted` nodes of each feed, feed after feed.
         """
         ...
 

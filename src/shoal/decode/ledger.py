@@ -1,0 +1,40 @@
+"""The one place where work is counted. Rows share a forward, so counts are kept per row and forwards per batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RowLedger:
+    """Work done for one row.
+
+    A layer-token is one token run through one decoder layer; a lone sublayer counts half.
+
+    Attributes:
+        prefill_tokens: prompt tokens run at full depth (fewer than the prompt's where a cache held the rest).
+        prefill_layer_tokens, decode_layer_tokens: layer-tokens of the prompt, and of every later node, kept or not.
+        target_forwards: forwards of the target model that held this row, prefill included.
+        draft_forwards: forwards of a drafter for this row.
+        drafted: guessed tokens.
+        accepted: guessed tokens that were kept.
+        accepted_at: how often the guess at each distance from the root was kept.
+    """
+
+    prefill_tokens: int = 0
+    prefill_layer_tokens: float = 0.0
+    decode_layer_tokens: float = 0.0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds of a batch: until the first token, and after it."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0

@@ -1,0 +1,186 @@
+"""The decoding loop: plan -> propose -> run -> accept -> commit -> emit, for a batch of rows.
+
+A tick is one forward. Rows are independent of each other: they may have different prompts, plans, rules and lengths,
+and leave when they are done. The loop sees protocols only; it knows no architecture and no paper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from shoal.decode.accept import Outcome
+from shoal.decode.ledger import Clock
+from shoal.decode.recipe import Drafter, Proposer
+from shoal.decode.row import Row
+from shoal.decode.target import RowTarget
+from shoal.decode.tree import TokenTree
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed, Stack
+from shoal.types import Step
+
+
+class Loop:
+    """Decodes rows until all have finished.
+
+    Args:
+        stack: the model.
+        cache: one cache row per row, in the order of `rows`; may hold the beginning of a row's prompt already.
+        rows: the rows, each with at least one token that is not in the cache.
+        prefill_chunk: the most prompt tokens per row and forward.
+        release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
+
+    Attributes:
+        rows: rows still under way.
+        clock: seconds spent.
+    """
+
+    def __init__(
+        self, stack: Stack, cache: KVCache, rows: Sequence[Row], *, prefill_chunk: int = 2048, release: bool = True
+    ) -> None:
+        self.stack, self.cache, self.rows = stack, cache, [row for row in rows if row.finish_reason is None]
+        self.clock = Clock()
+        self._chunk, self._release = prefill_chunk, release
+        self._drafters: dict[int, Drafter] = {}
+        if len(self.rows) < cache.rows:
+            self._keep_slots()
+
+    def run(self) -> Iterator[list[Step]]:
+        """The steps of every tick, the prefill's first. Leaving early is safe: the cache holds committed tokens only."""
+        try:
+            start = time.perf_counter()
+            if self.rows:
+                steps = self.prefill()
+                self.clock.prefill_seconds += time.perf_counter() - start
+                yield steps
+            while self.rows:
+                start = time.perf_counter()
+                steps = self.tick()
+                self.clock.decode_seconds += time.perf_counter() - start
+                yield steps
+        finally:
+            for row in self.rows:
+                self.cache.rollback(row.slot)
+
+    def prefill(self) -> list[Step]:
+        """Run what the cache lacks of each prompt at full depth and emit each row's first token."""
+        ends: dict[int, tuple[int, Tensor]] = {}
+        while waiting := [row for row in self.rows if row.slot not in ends]:
+            feeds = [self._prompt_feed(row) for row in waiting]
+            logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
+            for row, feed, values in zip(waiting, feeds, logits, strict=True):
+                size = len(feed.tokens)
+                _count_prompt(row, size)
+                if self.cache.positions[row.slot] + size == len(row.tokens):
+                    ends[row.slot] = (size - 1, values)
+                else:
+                    self.cache.commit(row.slot, range(size))
+        return self._settle([(row, TokenTree.chain(row.tokens[-1:]), ends[row.slot][1], ends[row.slot][0]) for row in self.rows])
+
+    def tick(self) -> list[Step]:
+        """One forward for all rows under way."""
+        trees = self._propose()
+        feeds = [_tree_feed(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
+        logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
+        for row, feed in zip(self.rows, feeds, strict=True):
+            _count_tree(row, feed)
+        return self._settle([(*item, 0) for item in zip(self.rows, trees, logits, strict=True)])
+
+    def _prompt_feed(self, row: Row) -> Feed:
+        first = self.cache.positions[row.slot]
+        tokens = row.tokens[first : first + self._chunk]
+        return Feed(row.slot, tokens, [0] * len(tokens), row.recipe.plan)
+
+    def _propose(self) -> list[TokenTree]:
+        """A tree for every row: its root alone, unless its recipe has a proposer."""
+        trees = {row.slot: TokenTree.chain(row.tokens[-1:]) for row in self.rows}
+        for proposer in {id(p): p for row in self.rows if (p := row.recipe.proposer) is not None}.values():
+            rows = [row for row in self.rows if row.recipe.proposer is proposer]
+            for row, tree in zip(rows, self._drafter(proposer).propose(rows), strict=True):
+                trees[row.slot] = tree.cut(row.stop.room - 1)
+        return [trees[row.slot] for row in self.rows]
+
+    def _drafter(self, proposer: Proposer) -> Drafter:
+        if id(proposer) not in self._drafters:
+            self._drafters[id(proposer)] = proposer.begin(self.stack, self.cache)
+        return self._drafters[id(proposer)]
+
+    def _settle(self, opinions: Sequence[tuple[Row, TokenTree, Tensor, int]]) -> list[Step]:
+        """Accept, commit and emit; each opinion is a row, its tree, its logits and the prompt nodes before the root."""
+        steps: list[Step] = []
+        for row, tree, logits, before in opinions:
+            target = RowTarget(row, tree, logits)
+            outcome = row.rule.walk(tree, target)
+            if row.recipe.proposer is not None and len(tree) > 1:
+                self._drafter(row.recipe.proposer).observe(row, tree, outcome)
+            emitted = _emit(row, tree, target, outcome)
+            kept = outcome.path[: len(emitted)]
+            self.cache.commit(row.slot, [*range(before), *(before + node for node in kept)])
+            steps.extend(emitted)
+        self._retire()
+        return steps
+
+    def _retire(self) -> None:
+        """Release what rows will not run again and let finished rows go."""
+        for row in self.rows:
+            if row.finish_reason is not None:
+                row.bytes = self.cache.row_bytes(row.slot)
+            elif self._release and row.recipe.proposer is None:
+                self.cache.release(row.slot, row.recipe.plan.dropped(row.emitted))
+        alive = [row for row in self.rows if row.finish_reason is None]
+        done, self.rows = len(self.rows) - len(alive), alive
+        if done and alive:
+            self._keep_slots()
+
+    def _keep_slots(self) -> None:
+        """Drop the cache rows of everything that is not under way."""
+        self.cache.select([row.slot for row in self.rows])
+        for slot, row in enumerate(self.rows):
+            row.slot = slot
+
+
+def _tree_feed(row: Row, tree: TokenTree) -> Feed:
+    steps = [row.emitted + depth for depth in tree.depths]
+    if tree.is_chain:
+        return Feed(row.slot, tree.tokens, steps, row.recipe.plan, wanted=len(tree))
+    return Feed(row.slot, tree.tokens, steps, row.recipe.plan, tree.parents, tree.depths, wanted=len(tree))
+
+
+def _count_prompt(row: Row, tokens: int) -> None:
+    row.ledger.target_forwards += 1
+    row.ledger.prefill_tokens += tokens
+    row.ledger.prefill_layer_tokens += tokens * row.recipe.plan.num_layers
+
+
+def _count_tree(row: Row, feed: Feed) -> None:
+    row.ledger.target_forwards += 1
+    row.ledger.drafted += len(feed.tokens) - 1
+    row.ledger.decode_layer_tokens += sum(feed.plan.depth(step) for step in feed.steps)
+
+
+def _emit(row: Row, tree: TokenTree, target: RowTarget, outcome: Outcome) -> list[Step]:
+    """The steps of a walk, cut where the row ends; moves the row on."""
+    tokens = [tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
+    first = row.emitted
+    steps = []
+    for offset, piece in enumerate(row.stop.push(tokens)):
+        drafted = offset < len(outcome.path) - 1
+        steps.append(
+            Step(
+                row=row.number,
+                index=first + offset,
+                token=piece.token,
+                text=piece.text,
+                depth=row.recipe.plan.depth(first + offset),
+                from_draft=drafted,
+                logprob=target.logprob(outcome.path[offset], piece.token),
+                finish_reason=piece.finish_reason,
+            )
+        )
+        row.ledger.accepted += drafted
+        row.ledger.accepted_at[offset + 1] += drafted
+        row.tokens.append(piece.token)
+    row.steps.extend(steps)
+    return steps

@@ -1,0 +1,61 @@
+"""One sequence under way: what it was asked, what it has emitted, where its KV stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.decode.accept import Match
+from shoal.decode.ledger import RowLedger
+from shoal.decode.recipe import Recipe, Rule
+from shoal.decode.sampling import LogitsProcessor
+from shoal.decode.stop import StopState
+from shoal.model.kv import KVBytes
+from shoal.types import FinishReason, Sampling, Step
+
+
+@dataclass(slots=True)
+class Row:
+    """State of one row; made by the engine, moved on by the loop.
+
+    Attributes:
+        number: the row's number in its request: keys its random numbers and its results.
+        slot: the row's place in the cache; changes when other rows leave.
+        tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
+        prompt_length: leading tokens that are the prompt.
+        recipe: plan, proposer, rule.
+        stop: where the row ends and what its text is.
+        steps: what was emitted.
+        bytes: the row's KV when it finished.
+    """
+
+    number: int
+    slot: int
+    tokens: list[int]
+    prompt_length: int
+    recipe: Recipe
+    stop: StopState
+    sampling: Sampling = field(default_factory=Sampling)
+    processors: Sequence[LogitsProcessor] = ()
+    seed: int = 0
+    steps: list[Step] = field(default_factory=list)
+    ledger: RowLedger = field(default_factory=RowLedger)
+    bytes: KVBytes | None = None
+
+    @property
+    def emitted(self) -> int:
+        """Tokens generated so far: the step index of the root."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the row ended; None while it runs."""
+        return self.stop.finish_reason
+
+    @property
+    def rule(self) -> Rule:
+        """The recipe's acceptance rule, by default an exact match."""
+        return self.recipe.rule or _MATCH
+
+
+_MATCH = Match()

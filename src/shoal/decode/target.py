@@ -1,0 +1,62 @@
+"""The target model's opinion at the nodes of one row's tree, computed where a rule asks for it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal.decode import sampling
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.types import TokenLogprob
+
+
+class RowTarget:
+    """See `shoal.decode.accept.Target`.
+
+    Args:
+        row: the row; its tokens end with the root.
+        tree: the row's tree.
+        logits: [nodes, V].
+    """
+
+    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
+        self._row, self._tree, self._logits = row, tree, logits
+        self._scores: dict[int, Tensor] = {}
+        self._laws: dict[int, Tensor] = {}
+        self._greedy: list[int] | None = None
+        if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
+            self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
+
+    def choice(self, node: int) -> int:
+        """The argmax, or the draw that the plain loop would make at this place."""
+        if self._greedy is not None:
+            return self._greedy[node]
+        if self._row.sampling.greedy:
+            return int(sampling.greedy(self.scores(node)))
+        return sampling.draw(self.law(node), self.uniform(node, "sample"))
+
+    def scores(self, node: int) -> Tensor:
+        """Scores [V] after bias, penalties and processors, along the node's own path."""
+        if node not in self._scores:
+            history = [*self._row.tokens, *(self._tree.tokens[i] for i in self._tree.path(node)[1:])]
+            row = self._row
+            self._scores[node] = sampling.scores(
+                self._logits[node], history, row.prompt_length, row.sampling, row.processors
+            )
+        return self._scores[node]
+
+    def law(self, node: int) -> Tensor:
+        """Probabilities [V] of the token after `node`."""
+        if node not in self._laws:
+            self._laws[node] = sampling.law_of(self.scores(node), self._row.sampling)
+        return self._laws[node]
+
+    def uniform(self, node: int, purpose: str) -> float:
+        """See the protocol; the token after `node` has the emitted index `row.emitted + depth`."""
+        index = self._row.emitted + self._tree.depths[node]
+        return sampling.uniform(self._row.seed, self._row.number, index, purpose)
+
+    def logprob(self, node: int, token: int) -> TokenLogprob | None:
+        """Log-probability of `token` after `node`, if the request wants it."""
+        wanted = self._row.sampling.logprobs
+        return None if wanted is None else sampling.logprob(self.scores(node), token, wanted)
