@@ -1,0 +1,234 @@
+"""From one node's logits to one token: scores, law, draw.
+
+Everything here is a pure function. *Scores* are logits after bias, penalties and logits processors: greedy decoding
+and log-probabilities read them. The *law* is what temperature and truncation make of the scores: probabilities [V]
+that sampling and the acceptance rules read. Uniform numbers are keyed by what they are for, so neither batch-mates
+nor block splits change a sample. Knows nothing about rows, trees or stopping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shoal.types import Sampling, TokenLogprob
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""As in transformers: `(input_ids [1, T], scores [1, V]) -> scores [1, V]`."""
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_COLDEST = 1e-30  # a lower temperature gives the same law, but overflows float32
+
+
+def uniform(seed: int, row: int, index: int, purpose: str) -> float:
+    """A uniform number in [0, 1) of 53 bits that depends on its arguments alone.
+
+    The key goes word by word through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), so that machine, process and order of calls play no part.
+
+    Args:
+        seed: the request's seed, taken modulo 2**64.
+        row: index of the row in its request.
+        index: index of the emitted token that the number decides about.
+        purpose: short name such as "sample", "accept" or "draft"; different names give independent numbers.
+    """
+    state = 0
+    for word in (seed, row, index, *_words(purpose)):
+        state = _mix(state ^ (word & _WORD))
+    return float((state >> 11) * 2.0**-53)
+
+
+def _mix(word: int) -> int:
+    word = (word + _GOLDEN) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+@lru_cache(maxsize=64)
+def _words(purpose: str) -> tuple[int, ...]:
+    """The name as 64-bit words, its length first so that no name continues another."""
+    data = purpose.encode()
+    return (len(data), *(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)))
+
+
+def needs_history(sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> bool:
+    """Whether the scores of a node depend on the tokens before it.
+
+    If not, `biased` and `law_of` treat the nodes [N, V] of a whole batch in one call.
+    """
+    penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
+    return penalised or len(processors) > 0
+
+
+def scores(
+    logits: Tensor,
+    history: Sequence[int] | Tensor,
+    prompt_len: int,
+    sampling: Sampling,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Tensor:
+    """Raw logits after bias, penalties and logits processors: what greedy decoding and log-probabilities use.
+
+    The order is logit bias, repetition penalty (over prompt and generated tokens, as in transformers), presence and
+    frequency penalty (over generated tokens only, as in vLLM and the OpenAI interface), `processors`.
+
+    Args:
+        logits: [V] of one node; half types are computed in float32. Returned as they are if nothing applies.
+        history: ids of every token before the one to be chosen, along the node's own path, prompt first.
+        prompt_len: number of leading ids in `history` that belong to the prompt.
+        sampling: what to apply.
+        processors: further transforms, called in turn with ids [1, T] and scores [1, V].
+
+    Returns:
+        Scores [V]; `logits` is never written to.
+
+    Raises:
+        ValueError: if a `logit_bias` names a token outside the vocabulary.
+    """
+    result = biased(logits, sampling)
+    if not needs_history(sampling, processors):
+        return result
+    ids = torch.as_tensor(history, dtype=torch.long, device=logits.device)
+    result = _penalised(_upcast(result), ids, prompt_len, sampling)
+    return _processed(result, ids, processors) if processors else result
+
+
+def biased(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [..., V] with `sampling.logit_bias` added; all of `scores` that needs no history.
+
+    Raises:
+        ValueError: if the bias names a token outside the vocabulary.
+    """
+    if not sampling.logit_bias:
+        return logits
+    _check_bias(sampling.logit_bias, logits.shape[-1])
+    result = _upcast(logits)
+    ids = torch.tensor(list(sampling.logit_bias), device=result.device)
+    values = torch.tensor(list(sampling.logit_bias.values()), dtype=result.dtype, device=result.device)
+    return result.index_add(-1, ids, values.expand(*result.shape[:-1], -1))
+
+
+def _check_bias(bias: Mapping[int, float], vocabulary: int) -> None:
+    for token in bias:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"logit_bias names token {token}; the model's logits have tokens 0..{vocabulary - 1}. Remove the entry"
+            )
+
+
+def _upcast(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _penalised(result: Tensor, ids: Tensor, prompt_len: int, sampling: Sampling) -> Tensor:
+    if (penalty := sampling.repetition_penalty) != 1:
+        seen = _counts(ids, result) > 0
+        result = torch.where(seen, torch.where(result < 0, result * penalty, result / penalty), result)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = _counts(ids[prompt_len:], result)
+        result = result - sampling.frequency_penalty * counts - sampling.presence_penalty * counts.clamp(max=1)
+    return result
+
+
+def _counts(ids: Tensor, like: Tensor) -> Tensor:
+    """How often each token [V] occurs; ids beyond the logits (a padded embedding) count nowhere."""
+    counts = like.new_zeros(like.shape[-1] + 1)
+    counts.index_add_(0, ids.clamp(max=like.shape[-1]), torch.ones_like(ids, dtype=like.dtype))
+    return counts[:-1]
+
+
+def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
+    row = result[None].clone()  # a processor may write in place
+    for processor in processors:
+        row = processor(ids[None], row)
+    return row[0]
+
+
+def law_of(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [..., V] after temperature, top-k, top-p and min-p, in this order and with transformers' rules.
+
+    Top-k keeps every token that ties with the k-th; top-p keeps the fewest likely tokens that reach `top_p`; min-p
+    keeps tokens of at least `min_p` times the largest probability; each keeps at least one token. Temperature 0 puts
+    everything on the first most likely token. Dtype is float64 for float64 scores, else float32.
+    """
+    result = _upcast(scores)
+    if sampling.greedy:
+        return torch.zeros_like(result).scatter_(-1, greedy(result)[..., None], 1.0)
+    result = result / max(sampling.temperature, _COLDEST)
+    if sampling.top_k:
+        result = _top_k(result, sampling.top_k)
+    if sampling.top_p < 1:
+        result = _top_p(result, sampling.top_p)
+    law = result.softmax(-1)
+    return _min_p(result, law, sampling.min_p) if sampling.min_p else law
+
+
+def _top_k(result: Tensor, k: int) -> Tensor:
+    smallest = result.topk(min(k, result.shape[-1])).values[..., -1:]
+    return result.masked_fill(result < smallest, -torch.inf)
+
+
+def _top_p(result: Tensor, p: float) -> Tensor:
+    ascending, order = result.sort(-1)
+    drop = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    drop[..., -1] = False
+    return result.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+
+
+def _min_p(result: Tensor, law: Tensor, p: float) -> Tensor:
+    return result.masked_fill(law < p * law.amax(-1, keepdim=True), -torch.inf).softmax(-1)
+
+
+def law(
+    logits: Tensor,
+    history: Sequence[int] | Tensor,
+    prompt_len: int,
+    sampling: Sampling,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Tensor:
+    """Raw logits [V] of one node to the probabilities [V] of its next token: `law_of(scores(...))`."""
+    return law_of(scores(logits, history, prompt_len, sampling, processors), sampling)
+
+
+def greedy(scores: Tensor) -> Tensor:
+    """The most likely token of scores [..., V]: int64 [...], the lowest id on ties."""
+    return scores.argmax(-1)
+
+
+def draw(law: Tensor, u: float) -> int:
+    """The token at `u` in [0, 1) of the cumulated law [V] (inverse CDF in float64): never one of probability 0.
+
+    Raises:
+        ValueError: if no token has a positive probability.
+    """
+    return draws(law[None], [u])[0]
+
+
+def draws(laws: Tensor, us: Sequence[float]) -> list[int]:
+    """One `draw` per law [N, V] and number, read back from the device at once.
+
+    Raises:
+        ValueError: if a law has no token of positive probability.
+    """
+    cdf = laws.double().cumsum(-1)
+    target = torch.tensor(us, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
+    # Where rounding leaves no token above the target, the first possible one is taken.
+    rank = (laws > 0).to(torch.int8) * (1 + (cdf > target).to(torch.int8))
+    tokens = rank.argmax(-1, keepdim=True)
+    result: list[list[int]] = torch.cat([tokens, rank.gather(-1, tokens)], -1).tolist()
+    if any(possible == 0 for _, possible in result):
+        raise ValueError("no token has a positive probability: the scores hold NaN, or every token was banned")
+    return [token for token, _ in result]
+
+
+def logprob(scores: Tensor, token: int, top: int) -> TokenLogprob:
+    """Log-probability (nats) of `token` and of the `top` best tokens under scores [V] (`top` 0: none)."""
+    logs = _upcast(scores).log_softmax(-1)
+    best = logs.topk(min(top, logs.shape[-1]))
+    own, *values = torch.cat([logs[token : token + 1], best.values]).tolist()
+    return TokenLogprob(token, own, tuple(zip(best.indices.tolist(), values, strict=True)))

@@ -1,0 +1,153 @@
+"""Where a row's generation ends, once for all methods, on the list of tokens that are emitted.
+
+A block of accepted tokens is cut exactly where one token after another would have ended. Text that may turn out to
+be the beginning of a stop string is held back, so that no reader ever sees a part of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.decode.text import Detokenizer
+from shoal.errors import Unsupported
+from shoal.types import FinishReason
+
+Criterion = Callable[[Tensor, None], Any]
+"""As transformers' StoppingCriteria: `(input_ids [1, T], None) ->` anything whose truth, or any element's, stops."""
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When one row stops.
+
+    Attributes:
+        eos_token_ids: end-of-sequence ids: kept as tokens, without text; reason "stop".
+        stop_token_ids: the same for ids that the request names.
+        stop_strings: text is cut where the first of them begins; reason "stop". They need a tokenizer.
+        max_new_tokens: limit of generated tokens; reason "length".
+        max_length: limit of prompt and generated tokens together (the model's context), or None; reason "length".
+        criteria: called with all ids after each token that no other rule but a limit ends on; reason "stop".
+
+    Raises:
+        ValueError: for an empty stop string or a negative limit.
+    """
+
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    criteria: tuple[Criterion, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds ''; a stop string must have at least one character. Remove it")
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be >= 0")
+        if self.max_length is not None and self.max_length < 0:
+            raise ValueError(f"max_length is {self.max_length}; it must be >= 0, or None for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A kept token, the text that became certain with it, and, on the last one, why the row ended."""
+
+    token: int
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class StopState:
+    """Follows one row under `rules`.
+
+    Args:
+        rules: when to stop.
+        tokenizer: a transformers tokenizer, or None: then pieces carry no text.
+        prompt_ids: the row's prompt.
+
+    Attributes:
+        room: how many more tokens the limits allow.
+        finish_reason: why the row ended; None while it runs. "length" from the start if there is no room.
+
+    Raises:
+        Unsupported: for stop strings without a tokenizer.
+    """
+
+    def __init__(self, rules: StopRules, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
+        if rules.stop_strings and tokenizer is None:
+            raise Unsupported(
+                f"stop_strings {rules.stop_strings!r}",
+                "text is only known with a tokenizer",
+                "Load the model with its tokenizer, or use stop_token_ids",
+            )
+        self._rules = rules
+        self._ids = list(prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer)
+        self._held = ""
+        limits = [rules.max_new_tokens]
+        if rules.max_length is not None:
+            limits.append(rules.max_length - len(self._ids))
+        self.room = max(0, min(limits))
+        self.finish_reason: FinishReason | None = None if self.room else "length"
+
+    def push(self, tokens: Sequence[int]) -> list[Piece]:
+        """The pieces of an accepted block, cut after the first token that ends the row; [] once it has ended."""
+        pieces: list[Piece] = []
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            text = self._take(token)
+            pieces.append(Piece(token, text, self.finish_reason))
+        return pieces
+
+    def _take(self, token: int) -> str:
+        self.room -= 1
+        self._ids.append(token)
+        if token in self._rules.eos_token_ids or token in self._rules.stop_token_ids:
+            return self._finish("stop")
+        self._held += self._detokenizer.push(token)
+        visible = self._held + self._detokenizer.tail
+        cut = self._find(visible)
+        if cut is not None:
+            self.finish_reason = "stop"
+            return visible[:cut]
+        if self._criteria_met():
+            return self._finish("stop")
+        return self._release() if self.room else self._finish("length")
+
+    def _finish(self, reason: FinishReason) -> str:
+        """All text still held, up to a stop string that its last characters may complete."""
+        text = self._held + self._detokenizer.flush()
+        cut = self._find(text)
+        self.finish_reason = reason if cut is None else "stop"
+        return text[:cut]
+
+    def _release(self) -> str:
+        """The held text but for the longest ending that may be the beginning of a stop string."""
+        text = self._held
+        keep = max((_overlap(text, stop) for stop in self._rules.stop_strings), default=0)
+        at = len(text) - keep
+        self._held = text[at:]
+        return text[:at]
+
+    def _find(self, text: str) -> int | None:
+        """Where the first stop string begins."""
+        found = [at for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _criteria_met(self) -> bool:
+        if not self._rules.criteria:
+            return False
+        ids = torch.tensor([self._ids])
+        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self._rules.criteria)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest ending of `text` that is a proper beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

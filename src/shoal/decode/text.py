@@ -1,0 +1,138 @@
+"""Tokens to text, piece by piece, so that the pieces join to what decoding all tokens at once gives.
+
+Only text that no later token can change is given out. What is held back: the last replacement character (a later
+byte may complete it) and, with byte-fallback tokenizers (Llama 2 style), a run of byte tokens until it ends, since
+one bad byte turns the whole run into replacement characters. Knows nothing about stopping.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer:
+    """Incremental decoder of one row, at a cost linear in its tokens.
+
+    The pieces of all `push` calls and of `flush` join to
+    `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None: then every piece is "".
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # finished tokens that keep the next ones from being first in their text
+        self._open: list[int] = []  # tokens whose text may still change
+        self._given = 0  # characters of decode(context + open) given out
+        self._run: _ByteRun | None = None
+        self._kinds: dict[int, bytes | None] = {}
+
+    @property
+    def tail(self) -> str:
+        """Whole characters that decoding now would give beyond the pieces so far; a later token may undo them."""
+        return self._run.text if self._run else ""
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`."""
+        kind = self._kind(token)
+        if kind == b"":
+            return ""
+        if kind is not None:
+            return self._push_byte(token, kind)
+        self._run = None
+        self._open.append(token)
+        return self._advance()
+
+    def flush(self) -> str:
+        """What was held back, an unfinished character as U+FFFD; to be called once, after the last token."""
+        self._run = None
+        return self._give(self._text()) if self._open else ""
+
+    def _kind(self, token: int) -> bytes | None:
+        """The byte that `token` stands for, b"" for a token without text of its own, None for any other."""
+        if token not in self._kinds:
+            self._kinds[token] = self._classify(token)
+        return self._kinds[token]
+
+    def _classify(self, token: int) -> bytes | None:
+        if self._tokenizer is None or (name := self._tokenizer.convert_ids_to_tokens(token)) is None:
+            return b""
+        text = self._decode([token])
+        if text == "" and self._decode([token], skip_special_tokens=False) != "":
+            return b""
+        byte = _BYTE.fullmatch(name)
+        return bytes.fromhex(byte[1]) if byte and text != name else None
+
+    def _push_byte(self, token: int, byte: bytes) -> str:
+        piece = ""
+        if self._run is None:
+            piece = self._give(self._text()) if self._open else ""
+            self._close(self._open)
+            self._run = _ByteRun()
+        if self._context or self._open or self._decode([token]):  # else a leading space that the tokenizer strips
+            self._run.feed(byte)
+        self._open.append(token)
+        return piece
+
+    def _advance(self) -> str:
+        text = self._text()
+        if not text.endswith(REPLACEMENT):
+            piece = self._give(text)
+            self._close(self._open)
+            return piece
+        piece = self._give(text[:-1])
+        self._narrow(text)
+        return piece
+
+    def _narrow(self, text: str) -> None:
+        """Close what stands before the last token where the two share no character, so that the window stays small."""
+        *before, last = self._open
+        if before and text == self._decode(self._context + before) + self._decode([last]):
+            given = len(text) - self._given
+            self._close(before)
+            self._open = [last]
+            self._given = len(self._text()) - given
+
+    def _close(self, tokens: list[int]) -> None:
+        """Make `tokens` the context: they show all that a tokenizer may drop or add between two tokens."""
+        if tokens and (text := self._decode(tokens)):
+            self._context, self._given = tokens, len(text)
+        else:
+            self._context = self._context + tokens
+        self._open = []
+
+    def _give(self, text: str) -> str:
+        piece, self._given = text[self._given :], max(self._given, len(text))
+        return piece
+
+    def _text(self) -> str:
+        return self._decode(self._context + self._open)
+
+    def _decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+        tokenizer: Any = self._tokenizer
+        text: str = tokenizer.decode(
+            tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class _ByteRun:
+    """Consecutive byte tokens: their whole characters while they are valid UTF-8, nothing after a bad byte."""
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")("strict")
+        self.text = ""
+
+    def feed(self, byte: bytes) -> None:
+        if self._decoder is None:
+            return
+        try:
+            self.text += self._decoder.decode(byte)
+        except UnicodeDecodeError:
+            self._decoder, self.text = None, ""

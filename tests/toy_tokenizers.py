@@ -1,0 +1,76 @@
+"""Small tokenizers of each kind, built here, and those of the shared models: what text handling is tested with."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+SHARED = Path(os.environ.get("SHOAL_SHARED") or Path(__file__).parents[2] / "shared")
+SHARED_NAMES = ("gsm16", "stories260K", "babyllama361")
+SPECIALS = ["<unk>", "<s>", "</s>"]
+LETTERS = list("abcdefghijklmnopqrstuvwxyz.,!\n\ufffdé世")
+
+
+def _wrap(tokens: list[str], decoder: object, pre_tokenizer: object | None = None) -> PreTrainedTokenizerFast:
+    vocab = {token: index for index, token in enumerate(SPECIALS + tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    core.decoder = decoder
+    if pre_tokenizer is not None:
+        core.pre_tokenizer = pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """One token per byte and a few longer ones that begin or end in the middle of a character (GPT-2 style)."""
+    pieces = [b" ab", b"ab", b"a b", b"\xf0\x9f", b"\x98\x80", b"a\xf0", b"\x80b", b"\x9f\xf0", b"\xff\xff"]
+    tokens = [bytes([byte]) for byte in range(256)] + pieces
+    names = ["".join(_gpt2_symbol(byte) for byte in token) for token in tokens]
+    return _wrap(names, decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def _gpt2_symbol(byte: int) -> str:
+    """How GPT-2's byte table shows a byte: as itself if printable, else as code point 256 and up in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte if byte in printable else 256 + [b for b in range(256) if b not in printable].index(byte))
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Words with a leading-space mark and a token per byte for the rest (Llama 2 style)."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words = ["▁", "▁▁", "▁a", "▁ab", "ab", "▁the"]
+    return _wrap([f"<0x{byte:02X}>" for byte in range(256)] + words + LETTERS, decoders.Sequence(steps))
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Words with a leading-space mark that only the first token of a text loses."""
+    return _wrap(["▁", "▁▁", "▁a", "▁ab", "ab", "▁the", *LETTERS], decoders.Metaspace())
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """Words, and continuations that begin with ## (BERT style)."""
+    return _wrap(["the", "a", "##b", "##ab", "!", ".", "n't", *LETTERS[:5]], decoders.WordPiece())
+
+
+BUILDERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace, "word_piece": word_piece}
+NAMES = (*BUILDERS, *SHARED_NAMES)
+
+
+@functools.cache
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer `name` of NAMES; skips the test where a shared model is absent."""
+    if name in BUILDERS:
+        return BUILDERS[name]()
+    folder = SHARED / "models" / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is absent; set SHOAL_SHARED to the folder that holds models/{name}")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def whole(tok: PreTrainedTokenizerFast, tokens: list[int]) -> str:
+    """What the tokenizer itself makes of all tokens."""
+    return tok.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
