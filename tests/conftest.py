@@ -1,0 +1,55 @@
+"""Settings and fixtures of every test: one thread, fixed seeds, no network, tiny models that nobody may change."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import PreTrainedModel
+
+from families import FAMILIES, fingerprint, tiny
+
+settings.register_profile("shoal", deadline=None, print_blob=True)
+settings.load_profile("shoal")
+
+
+def pytest_configure() -> None:
+    """With several workers, threads of one only get in the way of the others."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """The name of every family in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def model(family: str) -> Iterator[PreTrainedModel]:
+    """The tiny fp64 model of every family in turn; the test fails if it changed the model."""
+    yield from _guarded(tiny(family))
+
+
+@pytest.fixture
+def llama() -> Iterator[PreTrainedModel]:
+    """The tiny fp64 Llama; the test fails if it changed the model."""
+    yield from _guarded(tiny("llama"))
+
+
+def _guarded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    before = fingerprint(model)
+    yield model
+    assert fingerprint(model) == before, "the test left the shared model changed"

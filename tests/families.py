@@ -1,0 +1,177 @@
+"""Tiny random models of many families, the same for the same seed.
+
+Every model has hidden size 32, 4 query heads, 2 key-value heads where the family has them apart, and a vocabulary
+of 97. The weights are scaled so that greedy decoding wanders over the vocabulary instead of repeating one token.
+The models of one process are shared, so nothing may change them: `fingerprint` tells whether something did.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+VOCAB = 97
+HIDDEN = 32
+HEADS = 4
+WINDOW = 8
+
+_GROUPED: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_UNGROUPED = {key: value for key, value in _GROUPED.items() if key != "num_key_value_heads"}
+_HEAD_DIM = {"head_dim": HIDDEN // HEADS}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _GROUPED),
+    "mistral": ("mistral", {**_GROUPED, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", _GROUPED),
+    "qwen3": ("qwen3", {**_GROUPED, **_HEAD_DIM}),
+    "gemma2": ("gemma2", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", {**_GROUPED, "original_max_position_embeddings": 512}),
+    "smollm3": ("smollm3", _GROUPED),
+    "olmo2": ("olmo2", _GROUPED),
+    "granite": ("granite", {**_GROUPED, "residual_multiplier": 0.7, "logits_scaling": 0.5,
+                            "embedding_multiplier": 3.0, "attention_multiplier": 0.4}),
+    "stablelm": ("stablelm", _GROUPED),
+    "gpt_neox": ("gpt_neox", _UNGROUPED),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_head": HEADS, "n_positions": 512}),
+    "opt": ("opt", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_dim": 48, "num_attention_heads": HEADS,
+                    "word_embed_proj_dim": HIDDEN, "max_position_embeddings": 512}),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "hybrid": ("qwen3", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW, "use_sliding_window": True}),
+}
+"""Name of a family -> model type and what its config needs beyond the common settings."""
+
+_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+               "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
+_ATTENTION = {"gemma2": "eager_in_full_precision"}
+_EXTRA = {"mixtral": {"experts_implementation": "eager"}}
+_HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
+
+
+def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers: int = 6,
+         **overrides: Any) -> PreTrainedModel:
+    """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
+
+    Args:
+        family: a key of `FAMILIES`.
+        seed: of the weights; the caller's random state is left as it was.
+        dtype: the weights' dtype. The same seed gives the same weights up to rounding.
+        layers: number of decoder layers.
+        **overrides: fields of the config, by the family's own names; JSON values only.
+
+    Raises:
+        KeyError: `family` is unknown.
+    """
+    return _cached(family, seed, dtype, layers, json.dumps(overrides, sort_keys=True))
+
+
+@functools.cache
+def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: str) -> PreTrainedModel:
+    return _build(family, seed, dtype, layers, json.loads(overrides))
+
+
+def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
+    model_type, own = FAMILIES[family]
+    settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
+    config = AutoConfig.for_model(model_type, **settings)
+    for name, value in _NO_DROPOUT.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION.get(family, "sdpa"),
+                                                 dtype=torch.float64, **_EXTRA.get(family, {}))
+        _sharpen(model)
+    model.to(dtype).eval().requires_grad_(False)
+    for name in _NO_SPECIAL:
+        setattr(model.generation_config, name, None)
+    return model
+
+
+def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
+    if family in ("hybrid", "gemma3"):
+        return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
+    return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
+
+
+def _sharpen(model: PreTrainedModel) -> None:
+    """Draws all weights so that each layer counts, attention chooses, and logits have a spread of about 4."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, dtype=parameter.dtype)
+        inside = re.search(r"\.\d+\.", name)
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * noise + bool(re.search(r"[qk]_norm\.weight$", name))
+        elif re.search(r"\b(wpe|embed_positions)\b", name):
+            parameter.data = 0.3 * noise
+        else:
+            parameter.data = noise * (2 if inside else 1) / min(parameter.shape[-2:]) ** 0.5
+    # A tied embedding that dominates the residual stream would make every token predict itself.
+    embedding.weight.data *= 0.2 * HIDDEN**0.5 / (HIDDEN**0.5 if "gemma" in model.config.model_type else 1)
+    gain = 4 / (head.weight.std() * HIDDEN**0.5)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and name.endswith("weight") and not re.search(r"\.\d+\.", name):
+            parameter.data += gain - 1
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            scaling: float, softcap: float | None = None, **_: Any) -> tuple[Tensor, None]:
+    """Eager attention whose softmax stays in the model's dtype; transformers' own one is always in float32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_ATTENTION["gemma2"], _attend)
+AttentionMaskInterface.register(_ATTENTION["gemma2"], eager_mask)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of everything that code under test might change: config, modules, hooks, parameters, buffers, mode.
+
+    Two calls agree if, between them, nobody replaced, moved or altered anything (a changed and restored value counts
+    as unchanged).
+    """
+    parts: list[Any] = [_settings(model)]
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts.append((name, id(module), module.training, _hooks(module), sorted(_plain(module))))
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        parts.append((name, tensor.data_ptr(), str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad,
+                      tensor.grad is None, tensor.double().sum().item(), tensor.double().square().sum().item()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _settings(model: nn.Module) -> str:
+    held = [getattr(model, name, None) for name in ("config", "generation_config")]
+    return json.dumps([vars(one) if one is not None else None for one in held], sort_keys=True, default=str)
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    return tuple(len(value) for key, value in sorted(vars(module).items()) if key.endswith("_hooks"))
+
+
+def _plain(module: nn.Module) -> list[tuple[str, str]]:
+    simple = (bool, int, float, str, type(None))
+    return [(key, repr(value) if isinstance(value, simple) else type(value).__name__)
+            for key, value in vars(module).items()]

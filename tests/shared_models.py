@@ -1,0 +1,70 @@
+"""Where the small trained models and the data lie, and how a test skips without them.
+
+They are looked for in `../shared` beside the repository, or where SHOAL_SHARED points.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+STORIES = "stories260K"
+BABY = "babyllama361"
+GSM16 = "gsm16"
+
+
+def shared_root() -> Path:
+    """The folder that holds `models` and `data`; it need not exist."""
+    beside = Path(__file__).resolve().parents[2] / "shared"
+    return Path(os.environ.get("SHOAL_SHARED") or beside)
+
+
+def model_path(name: str) -> Path:
+    """The folder of a trained model; skips the test if it is absent."""
+    return _require(shared_root() / "models" / name, "config.json")
+
+
+def data_path(*parts: str) -> Path:
+    """A file or folder of the data; skips the test if it is absent."""
+    return _require(shared_root().joinpath("data", *parts))
+
+
+def _require(path: Path, inside: str = "") -> Path:
+    if not (path / inside).exists():
+        pytest.skip(f"{path} is absent; put the shared models and data beside the repository, or point SHOAL_SHARED "
+                    f"at the folder that holds models/ and data/")
+    return path
+
+
+def needs_model(name: str) -> pytest.MarkDecorator:
+    """A mark that skips a test or a module where the model is absent."""
+    path = shared_root() / "models" / name
+    return pytest.mark.skipif(not (path / "config.json").exists(), reason=f"{path} is absent (SHOAL_SHARED is not set "
+                              f"to a folder with models/{name}, and none lies beside the repository)")
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A trained model in eval mode, shared by the tests of a process: never change it."""
+    return _load(model_path(name), dtype)
+
+
+@functools.cache
+def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a trained model."""
+    return _tokenizer(model_path(name))
+
+
+@functools.cache
+def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
