@@ -208,10 +208,16 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
+
+    Args:
+        windows: sliding window of each layer, or None.
+        rows: number of rows.
+        reserve: positions per layer for which memory is set aside at once; more is made when it is needed.
     """
 
-    def __init__(self, windows: Sequence[int | None], rows: int, reserve: int = 0) -> None:
-        self.layers = [KVLayer(rows, window, reserve) for window in windows]
+    def __init__(self, windows: Sequence[int | None], rows: int, reserve: Sequence[int] | None = None) -> None:
+        reserves = reserve or [0] * len(windows)
+        self.layers = [KVLayer(rows, window, room) for window, room in zip(windows, reserves, strict=True)]
         self.positions = [0] * rows
         self._marks: list[int | None] = [None] * rows
 

@@ -1,0 +1,1 @@
+"""What a user holds: load a model, generate, stream, chat."""

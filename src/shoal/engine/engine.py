@@ -1,0 +1,203 @@
+"""The engine: one loaded model that generates, streams and chats.
+
+An engine may be used from several threads: forwards take turns, and every call has its own cache, so calls interleave
+tick by tick without touching each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+from shoal.decode.loop import Loop
+from shoal.decode.row import Row
+from shoal.decode.stop import StopState
+from shoal.depth.plan import NEVER
+from shoal.engine.card import Card
+from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
+from shoal.engine.result import result_of
+from shoal.methods import make
+from shoal.model.kv import KVCache
+from shoal.types import ModelInfo, Result, Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from shoal.engine.session import Session
+    from shoal.model.stack import Stack
+
+_RESERVE = 1024
+"""Most generated positions for which KV memory is set aside at once; longer answers grow into more."""
+
+
+class Engine:
+    """Made by `shoal.load`.
+
+    Args:
+        stack: the model as a stack of layers.
+        tokenizer: a transformers tokenizer, or None: then prompts are token ids and results carry no text.
+        model_name: for reports.
+        eos_token_ids: ids that end a row.
+        card: calibration of the model's layers.
+        model: the transformers model behind the stack, where there is one.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        tokenizer: Any = None,
+        *,
+        model_name: str = "",
+        eos_token_ids: frozenset[int] = frozenset(),
+        card: Card | None = None,
+        model: Any = None,
+    ) -> None:
+        self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
+        self.eos_token_ids, self.card = eos_token_ids, card or Card()
+        self._turn = threading.Lock()
+
+    def info(self, max_new_tokens: int = 256) -> ModelInfo:
+        """What methods may know about the model and a request of that length."""
+        return ModelInfo(
+            num_layers=self.stack.num_layers,
+            max_new_tokens=max_new_tokens,
+            head_layers=self.stack.head_layers,
+            scores=self.card.layer_scores,
+            order=self.card.order,
+            can_split=self.stack.can_split,
+        )
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **options: Unpack[Options]) -> list[Result]: ...
+
+    def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
+        """Generate to the end.
+
+        Args:
+            prompt: text, token ids, or a list of either.
+            **options: see `Request`.
+
+        Returns:
+            A result, or a list of results in the order of the prompts.
+
+        Raises:
+            ValueError: an unknown or impossible option, or a prompt that is empty or too long.
+        """
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.results if is_batch(prompt) else stream.result
+
+    def stream(self, prompt: Any, **options: Any) -> Stream:
+        """Generate step by step: iterate over the steps of all rows, then read `.result` or `.results`.
+
+        Takes what `generate` takes. Leaving the loop early, or `close`, ends the generation and frees its memory.
+        """
+        request = Request.from_options(options)
+        prompts = list(prompt) if is_batch(prompt) else [prompt]
+        ids = [prompt_ids(p, self.tokenizer, self.stack.vocab_size, self.stack.max_positions) for p in prompts]
+        rows = self.rows(ids, request)
+        return Stream(self, rows, self.cache_for(rows, request.max_new_tokens))
+
+    def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
+        """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
+        plan = make(method).recipe(self.info(max_new_tokens)).plan
+        return [plan.layers(step) for step in range(max_new_tokens)]
+
+    def session(self, *, system: str | None = None, **options: Unpack[Options]) -> Session:
+        """A chat that keeps its KV between turns; `options` are the defaults of every turn."""
+        from shoal.engine.session import Session
+
+        return Session(self, system=system, **options)
+
+    def rows(self, ids: Sequence[list[int]], request: Request) -> list[Row]:
+        """A row per prompt, ready for the loop."""
+        recipe = make(request.method).recipe(self.info(request.max_new_tokens))
+        recipe = replace(recipe, horizon=recipe.horizon or request.max_new_tokens)
+        rules = request.rules(self.eos_token_ids, self.stack.max_positions)
+        return [
+            Row(
+                number=number,
+                slot=number,
+                tokens=list(tokens),
+                prompt_length=len(tokens),
+                recipe=recipe,
+                stop=StopState(rules, self.tokenizer, tokens),
+                sampling=request.sampling,
+                processors=request.logits_processor,
+                seed=request.seed,
+            )
+            for number, tokens in enumerate(ids)
+        ]
+
+    def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
+        """An empty cache with room for what each layer will store of these rows."""
+        prompt = max(row.prompt_length for row in rows)
+        answer = min(max_new_tokens, _RESERVE)
+        drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
+        reserve = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
+        return KVCache(self.stack.windows, len(rows), reserve)
+
+    def turn(self) -> threading.Lock:
+        """The lock that a forward holds."""
+        return self._turn
+
+
+class Stream(Iterator[Step]):
+    """The steps of a generation as they come; `result` and `results` afterwards.
+
+    Args:
+        engine: whose turn it is to ask for before each tick.
+        rows: the rows to decode.
+        cache: their cache.
+        release: whether dropped layers give up their KV at once.
+    """
+
+    def __init__(self, engine: Engine, rows: list[Row], cache: KVCache, *, release: bool = True) -> None:
+        self._engine, self._rows = engine, rows
+        loop = Loop(engine.stack, cache, rows, release=release)
+        self._ticks, self._clock = loop.run(), loop.clock
+        self._ready: list[Step] = []
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+
+    def __next__(self) -> Step:
+        while not self._ready:
+            with self._engine.turn():
+                self._ready = list(reversed(next(self._ticks)))
+            self._seconds = time.perf_counter() - self._started
+        return self._ready.pop()
+
+    def close(self) -> None:
+        """End the generation now: no further step comes, and its memory is free."""
+        with self._engine.turn():
+            self._ticks.close()
+        self._ready.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and generated tokens of a single prompt."""
+        return self._rows[0].tokens
+
+    @property
+    def result(self) -> Result:
+        """The outcome of a single prompt."""
+        return self.results[0]
+
+    @property
+    def results(self) -> list[Result]:
+        """The outcome of every row; a row that was ended early has the finish reason "cancelled"."""
+        return [result_of(row, self._engine.info(), self._clock, self._seconds) for row in self._rows]
+

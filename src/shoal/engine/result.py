@@ -1,0 +1,55 @@
+"""From a row that has been decoded to the result that the caller gets."""
+
+from __future__ import annotations
+
+from shoal.decode.ledger import Clock
+from shoal.decode.row import Row
+from shoal.depth.speedup import ideal_speedup
+from shoal.model.kv import KVBytes
+from shoal.types import ModelInfo, Result, Stats, TokenLogprob
+
+
+def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result:
+    """The row's outcome so far."""
+    return Result(
+        text="".join(step.text for step in row.steps),
+        tokens=tuple(step.token for step in row.steps),
+        finish_reason=row.finish_reason or "cancelled",
+        stats=_stats(row, info, clock, seconds),
+        depths=tuple(step.depth for step in row.steps),
+        seed=row.seed,
+        logprobs=_logprobs(row),
+    )
+
+
+def _logprobs(row: Row) -> tuple[TokenLogprob, ...] | None:
+    if row.sampling.logprobs is None:
+        return None
+    return tuple(step.logprob for step in row.steps if step.logprob is not None)
+
+
+def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
+    new, ledger = len(row.steps), row.ledger
+    layer_tokens = sum(step.depth for step in row.steps)
+    mean = layer_tokens / new if new else float(info.num_layers)
+    kv = row.bytes or KVBytes(0, 0, 0)
+    return Stats(
+        prompt_tokens=row.prompt_length,
+        new_tokens=new,
+        num_layers=info.num_layers,
+        mean_layers=mean,
+        layer_tokens=layer_tokens,
+        ideal_speedup=ideal_speedup(info.num_layers, mean, info.head_layers),
+        target_forwards=ledger.target_forwards,
+        draft_forwards=ledger.draft_forwards,
+        drafted=ledger.drafted,
+        accepted=ledger.accepted,
+        horizon=row.recipe.horizon or new,
+        seconds=seconds,
+        prefill_seconds=clock.prefill_seconds,
+        decode_seconds=clock.decode_seconds,
+        tokens_per_second=(new - 1) / clock.decode_seconds if new > 1 and clock.decode_seconds else 0.0,
+        kv_bytes_allocated=kv.allocated,
+        kv_bytes_used=kv.used,
+        kv_bytes_saved=kv.saved,
+    )

@@ -1,0 +1,104 @@
+"""A chat: turns through the tokenizer's template, with the KV of earlier turns kept.
+
+What a lossy answer left shallow is run again at full depth with the next turn (the refill rule): the cache is cut at
+the first position that skipped anything, so a turn always starts from what a fresh prefill would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.engine.engine import Engine, Stream
+from shoal.engine.request import Options, Request, prompt_ids
+from shoal.errors import Unsupported
+from shoal.model.kv import KVCache
+from shoal.types import Result, Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Session:
+    """See `Engine.session`.
+
+    Attributes:
+        messages: the conversation so far, in the format of chat templates.
+    """
+
+    def __init__(self, engine: Engine, *, system: str | None = None, **options: Unpack[Options]) -> None:
+        if not getattr(engine.tokenizer, "chat_template", None):
+            raise Unsupported(
+                f"a chat with {engine.model_name or 'this model'}",
+                "its tokenizer has no chat template",
+                "Use engine.generate with a prompt of your own, or set tokenizer.chat_template",
+            )
+        self._engine, self._options = engine, dict(options)
+        Request.from_options(self._options)
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._cache = KVCache(engine.stack.windows, rows=1)
+        self._cached: list[int] = []
+
+    def send(self, message: str, **options: Unpack[Options]) -> Result:
+        """The answer to `message`; `options` override the session's for this turn."""
+        turn = self.stream(message, **options)
+        for _ in turn:
+            pass
+        return turn.result
+
+    def stream(self, message: str, **options: Unpack[Options]) -> Turn:
+        """The answer step by step. A turn that is left early keeps what it has said; one that fails leaves no trace."""
+        request = Request.from_options({**self._options, **options})
+        messages = [*self.messages, {"role": "user", "content": message}]
+        return Turn(self, messages, self._prepare(messages, request))
+
+    def _prepare(self, messages: Sequence[Mapping[str, str]], request: Request) -> Stream:
+        tokenizer, stack = self._engine.tokenizer, self._engine.stack
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = prompt_ids(ids, tokenizer, stack.vocab_size, stack.max_positions)
+        rows = self._engine.rows([ids], request)
+        self._rewind(ids)
+        return Stream(self._engine, rows, self._cache, release=False)
+
+    def _rewind(self, ids: Sequence[int]) -> None:
+        """Keep of the cache what `ids` begins with, less what is shallow; the last token is always run."""
+        common = 0
+        while common < min(len(self._cached), len(ids) - 1) and self._cached[common] == ids[common]:
+            common += 1
+        kept = self._cache.truncate(0, common)
+        del self._cached[kept:]
+
+    def keep(self, messages: list[dict[str, str]], answer: str, tokens: Sequence[int]) -> None:
+        """Take over what a turn brought: the conversation, and which tokens the cache now holds."""
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._cached = list(tokens[: self._cache.positions[0]])
+
+
+class Turn(Iterator[Step]):
+    """One answer of a session, step by step."""
+
+    def __init__(self, session: Session, messages: list[dict[str, str]], stream: Stream) -> None:
+        self._session, self._messages, self._stream = session, messages, stream
+        self._kept = False
+
+    def __next__(self) -> Step:
+        try:
+            return next(self._stream)
+        except StopIteration:
+            self._keep()
+            raise
+
+    def close(self) -> None:
+        """End the answer here and keep what was said."""
+        self._stream.close()
+        self._keep()
+
+    @property
+    def result(self) -> Result:
+        """The answer so far."""
+        return self._stream.result
+
+    def _keep(self) -> None:
+        if not self._kept:
+            self._kept = True
+            self._session.keep(self._messages, self.result.text, self._stream.tokens)
