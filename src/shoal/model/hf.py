@@ -19,7 +19,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
-from shoal.model.stack import Feed, Part, Span, check_lengths, spans
+from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, spans
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -62,13 +62,17 @@ class HFStack:
             return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
 
     @torch.no_grad()
-    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
+    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         call = _Call(self, feeds, cache, self._hidden(feeds, cache))
         for layer in range(self.num_layers):
+            if tap is not None:
+                tap(layer, call.hidden)
             for piece in spans(feeds, layer):
                 check_lengths(feeds, piece, layer, cache)
                 call.run(layer, piece)
+        if tap is not None:
+            tap(self.num_layers, call.hidden)
         for feed in feeds:
             shallow = feed.running(feed.plan.first_shallow_step)
             if shallow < len(feed.tokens):

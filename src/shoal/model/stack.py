@@ -6,7 +6,7 @@ A `Feed` holds the tokens of one row; which sublayers a token runs follows from 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,6 +17,8 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
 
 Part = Literal["layer", "attention", "mlp"]
+Tap = Callable[[int, Tensor], None]
+"""Called with a layer's number and the hidden states [feeds, nodes, D] that enter it, short feeds padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,10 @@ class Stack(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
+    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
+
+        `tap` is shown the hidden states before each layer, and with L those after the last one.
 
         Returns:
             Logits [sum of wanted, V]: of the last `wanted` nodes of each feed, feed after feed.

@@ -15,5 +15,5 @@ def path() -> Path:
     """
     folder = Path(__file__).parent / NAME
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"the packaged reference model is missing from {folder}; reinstall shoal or name a model")
+        raise FileNotFoundError(f"the packaged model is missing from {folder}; reinstall shoal or name a model")
     return folder

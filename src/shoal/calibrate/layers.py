@@ -1,0 +1,130 @@
+"""Two scores of a layer: how much it turns the residual stream, and what it costs to leave it out.
+
+Both are measured as depth plans use them: the prompt runs every layer, only the tokens after it are judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.engine.card import FILE, Card
+from shoal.engine.engine import Engine
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed
+
+Sample = str | tuple[str, str]
+"""A text, of which the first quarter counts as prompt, or a prompt with its answer."""
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Scores of every layer, low meaning cheap to drop.
+
+    Attributes:
+        influence: Block Influence, 1 - mean cosine of a layer's input and output (ShortGPT, arXiv 2403.03853, eq. 1).
+        leave_one_out: rise of the mean negative log-likelihood (nats per token) without the layer.
+        loss: mean negative log-likelihood with all layers.
+        tokens: number of tokens judged.
+    """
+
+    influence: tuple[float, ...]
+    leave_one_out: tuple[float, ...]
+    loss: float
+    tokens: int
+
+    def card(self, order: str = "leave_one_out") -> Card:
+        """The calibration card that makes `order` the model's own."""
+        return Card({"influence": self.influence, "leave_one_out": self.leave_one_out}, order)
+
+    def save(self, folder: str | os.PathLike[str], order: str = "leave_one_out") -> Path:
+        """Write the card beside a model's weights, where `shoal.load` finds it."""
+        scores = {"influence": self.influence, "leave_one_out": self.leave_one_out}
+        card: dict[str, Any] = {"order": order, "loss": self.loss, "tokens": self.tokens, "layer_scores": scores}
+        path = Path(folder) / FILE
+        path.write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool | None = None) -> LayerScores:
+    """Measure the layers of an engine's model; set `engine.card = scores.card()` to use the result.
+
+    Args:
+        engine: the model, at the precision in which it is to be judged.
+        samples: texts of the kind that the model is to write; some dozens are enough.
+        progress: whether a bar is shown on stderr; None shows it on a terminal only.
+
+    Raises:
+        ValueError: no sample is long enough.
+    """
+    pairs = [pair for sample in samples if (pair := _ids(engine, sample)) is not None]
+    if not pairs:
+        raise ValueError("no sample holds a prompt and an answer of at least one token each; give longer texts")
+    turn = torch.zeros(engine.stack.num_layers, dtype=torch.float64)
+    losses = torch.zeros(engine.stack.num_layers + 1, dtype=torch.float64)
+    tokens = sum(len(answer) for _, answer in pairs)
+    for prompt, answer in tqdm(pairs, desc="layers", disable=None if progress is None else not progress):
+        turn += _turns(engine, prompt, answer)
+        for dropped in range(engine.stack.num_layers + 1):
+            losses[dropped] += _loss(engine, prompt, answer, dropped)
+    means = (losses / tokens).tolist()
+    return LayerScores(
+        influence=tuple((turn / tokens).tolist()),
+        leave_one_out=tuple(mean - means[-1] for mean in means[:-1]),
+        loss=means[-1],
+        tokens=tokens,
+    )
+
+
+def _ids(engine: Engine, sample: Sample) -> tuple[list[int], list[int]] | None:
+    """Prompt and answer as token ids, cut to the context; None if either is empty."""
+    tokenizer = engine.tokenizer
+    if isinstance(sample, str):
+        ids = tokenizer(sample)["input_ids"][: engine.stack.max_positions]
+        prompt, answer = ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]
+    else:
+        prompt = tokenizer(sample[0])["input_ids"]
+        answer = tokenizer(sample[1], add_special_tokens=False)["input_ids"]
+        answer = answer[: (engine.stack.max_positions or len(prompt) + len(answer)) - len(prompt)]
+    return (prompt, answer) if prompt and answer else None
+
+
+def _feed(prompt: Sequence[int], answer: Sequence[int], plan: DepthPlan) -> Feed:
+    """Prompt at step 0, everything after the token that yields the first answer token at step 1."""
+    tokens = [*prompt, *answer[:-1]]
+    return Feed(0, tokens, [0] * len(prompt) + [1] * (len(answer) - 1), plan, wanted=len(answer))
+
+
+def _loss(engine: Engine, prompt: Sequence[int], answer: Sequence[int], dropped: int) -> float:
+    """Summed negative log-likelihood of the answer when its tokens leave out layer `dropped` (L: none)."""
+    drops = [NEVER] * engine.stack.num_layers
+    drops[dropped : dropped + 1] = [1] * len(drops[dropped : dropped + 1])
+    feed = _feed(prompt, answer, DepthPlan.whole_layers(drops))
+    logits = engine.stack.forward([feed], KVCache(engine.stack.windows, rows=1))
+    target = torch.tensor(answer, device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum"))
+
+
+def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """For every layer, 1 - cosine of its input and output, summed over the answer's tokens."""
+    turns, before = [], None
+
+    def tap(layer: int, hidden: Tensor) -> None:
+        nonlocal before
+        state = hidden[0, -len(answer) :].float()
+        if before is not None:
+            turns.append(float((1 - torch.cosine_similarity(before, state, dim=-1)).sum()))
+        before = state
+
+    feed = _feed(prompt, answer, DepthPlan.full(engine.stack.num_layers))
+    engine.stack.forward([feed], KVCache(engine.stack.windows, rows=1), tap)
+    return torch.tensor(turns, dtype=torch.float64)
