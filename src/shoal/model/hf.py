@@ -76,7 +76,7 @@ class HFStack:
         for feed in feeds:
             shallow = feed.running(feed.plan.first_shallow_step)
             if shallow < len(feed.tokens):
-                cache.mark_shallow(feed.row, cache.positions[feed.row] + shallow)
+                cache.mark_shallow(feed.row, positions(feed, cache, shallow, shallow + 1, 1)[0])
         return self._logits(feeds, call.hidden)
 
     def _hidden(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:

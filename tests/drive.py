@@ -1,0 +1,137 @@
+"""Drive the loop by hand: rows with recipes of one's own, and the logits behind every emitted token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from families import VOCAB
+from oracle import prefix_counts, prefix_oracle
+from shoal.decode.loop import Loop
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.decode.stop import StopRules, StopState
+from shoal.depth.plan import DepthPlan
+from shoal.model.hf import HFStack
+from shoal.model.kv import KVCache
+from shoal.types import Sampling
+
+SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
+"""Prompts of different lengths around the tiny models' window of 8."""
+
+
+@functools.cache
+def stack_of(model: PreTrainedModel) -> HFStack:
+    """The model's stack, made once."""
+    return HFStack(model)
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = VOCAB) -> list[int]:
+    """Random token ids."""
+    return torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Seen:
+    """A logits processor that changes nothing and keeps what it is shown: one row of logits per emitted token."""
+
+    logits: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores[0].clone())
+        return scores
+
+
+@dataclass
+class Run:
+    """What came out: the rows, in the order of their prompts, and each one's logits [tokens, V]."""
+
+    rows: list[Row]
+    seen: list[Seen]
+    cache: KVCache
+    loop: Loop
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Generated tokens of each row."""
+        return [row.tokens[row.prompt_length :] for row in self.rows]
+
+    def logits(self, row: int) -> Tensor:
+        """Logits behind each of the row's tokens."""
+        return torch.stack(self.seen[row].logits)
+
+
+def make_run(
+    model: PreTrainedModel | Any,
+    prompts: Sequence[Sequence[int]],
+    recipes: Recipe | DepthPlan | Sequence[Recipe | DepthPlan],
+    new: int | Sequence[int] = 12,
+    *,
+    stack: Any = None,
+    rules: Callable[[int], StopRules] | None = None,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    tokenizer: Any = None,
+    chunk: int = 2048,
+    release: bool = True,
+) -> Run:
+    """Rows ready to decode.
+
+    Args:
+        model: a transformers model, or None with `stack`.
+        prompts: token ids of each row.
+        recipes: of every row, or one for all; a plan stands for the recipe that has only that.
+        new: max_new_tokens of every row, or one for all.
+        rules: the stop rules of row number i, instead of `new`.
+        numbers: the rows' numbers, which key their random numbers.
+        chunk, release: as in `Loop`.
+    """
+    stack = stack or stack_of(model)
+    each = [recipes] * len(prompts) if isinstance(recipes, Recipe | DepthPlan) else list(recipes)
+    news = [new] * len(prompts) if isinstance(new, int) else list(new)
+    limits = rules or (lambda i: StopRules(max_new_tokens=news[i]))
+    seen = [Seen() for _ in prompts]
+    rows = [
+        Row(
+            number=i if numbers is None else numbers[i],
+            slot=i,
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            recipe=Recipe(recipe) if isinstance(recipe, DepthPlan) else recipe,
+            stop=StopState(limits(i), tokenizer, tokens),
+            sampling=sampling,
+            processors=(seen[i],),
+            seed=seed,
+        )
+        for i, (tokens, recipe) in enumerate(zip(prompts, each, strict=True))
+    ]
+    cache = KVCache(stack.windows, len(rows))
+    return Run(rows, seen, cache, Loop(stack, cache, rows, prefill_chunk=chunk, release=release))
+
+
+def decode(*args: Any, **options: Any) -> Run:
+    """`make_run`, decoded to the end."""
+    run = make_run(*args, **options)
+    for _ in run.loop.run():
+        pass
+    return run
+
+
+def oracle_logits(model: PreTrainedModel, ids: Sequence[int], plan: DepthPlan, tokens: Sequence[int]) -> Tensor:
+    """Logits [len(tokens), V] before each of `tokens`, which follow the prompt `ids`: one uncached pass of the oracle."""
+    whole = [*ids, *tokens[:-1]]
+    counts = [prefix_counts(drops, len(ids), len(whole)) for drops in (plan.attention, plan.mlp)]
+    return prefix_oracle(model, torch.tensor([whole]), *counts)[len(ids) - 1 :]
+
+
+def gap(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference."""
+    assert left.shape == right.shape, (left.shape, right.shape)
+    return (left - right).abs().max().item()
