@@ -163,6 +163,9 @@ def _count_tree(row: Row, feed: Feed) -> None:
 def _emit(row: Row, tree: TokenTree, target: RowTarget, outcome: Outcome) -> list[Step]:
     """The steps of a walk, cut where the row ends; moves the row on."""
     tokens = [tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
+    if row.record is not None:
+        for node in outcome.path:
+            row.record(target.logits(node), target.scores(node))
     first = row.emitted
     steps = []
     for offset, piece in enumerate(row.stop.push(tokens)):

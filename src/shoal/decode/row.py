@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from shoal.decode.accept import Match
 from shoal.decode.ledger import RowLedger
@@ -27,6 +29,8 @@ class Row:
         stop: where the row ends and what its text is.
         steps: what was emitted.
         bytes: the row's KV when it finished.
+        record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
+            a block also for those that a stop rule then cuts off.
     """
 
     number: int
@@ -41,6 +45,7 @@ class Row:
     steps: list[Step] = field(default_factory=list)
     ledger: RowLedger = field(default_factory=RowLedger)
     bytes: KVBytes | None = None
+    record: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def emitted(self) -> int:

@@ -35,6 +35,10 @@ class RowTarget:
             return int(sampling.greedy(self.scores(node)))
         return sampling.draw(self.law(node), self.uniform(node, "sample"))
 
+    def logits(self, node: int) -> Tensor:
+        """Raw logits [V] after `node`."""
+        return self._logits[node]
+
     def scores(self, node: int) -> Tensor:
         """Scores [V] after bias, penalties and processors, along the node's own path."""
         if node not in self._scores:

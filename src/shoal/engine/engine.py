@@ -26,6 +26,7 @@ from shoal.types import ModelInfo, Result, Step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from shoal.decode.recipe import Recipe
     from shoal.engine.session import Session
     from shoal.model.stack import Stack
 
@@ -107,7 +108,7 @@ class Engine:
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
-        plan = make(method).recipe(self.info(max_new_tokens)).plan
+        plan = self.recipe(method, max_new_tokens).plan
         return [plan.layers(step) for step in range(max_new_tokens)]
 
     def session(self, *, system: str | None = None, **options: Unpack[Options]) -> Session:
@@ -116,10 +117,14 @@ class Engine:
 
         return Session(self, system=system, **options)
 
+    def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
+        """What a method makes of this model and a request of that length."""
+        recipe = make(method).recipe(self.info(max_new_tokens))
+        return replace(recipe, horizon=recipe.horizon or max_new_tokens)
+
     def rows(self, ids: Sequence[list[int]], request: Request) -> list[Row]:
         """A row per prompt, ready for the loop."""
-        recipe = make(request.method).recipe(self.info(request.max_new_tokens))
-        recipe = replace(recipe, horizon=recipe.horizon or request.max_new_tokens)
+        recipe = self.recipe(request.method, request.max_new_tokens)
         rules = request.rules(self.eos_token_ids, self.stack.max_positions)
         return [
             Row(
@@ -157,11 +162,21 @@ class Stream(Iterator[Step]):
         rows: the rows to decode.
         cache: their cache.
         release: whether dropped layers give up their KV at once.
+        prefill_chunk: the most prompt tokens per row and forward; None for the loop's own choice.
     """
 
-    def __init__(self, engine: Engine, rows: list[Row], cache: KVCache, *, release: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rows: list[Row],
+        cache: KVCache,
+        *,
+        release: bool = True,
+        prefill_chunk: int | None = None,
+    ) -> None:
         self._engine, self._rows = engine, rows
-        loop = Loop(engine.stack, cache, rows, release=release)
+        chunk = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
+        loop = Loop(engine.stack, cache, rows, release=release, **chunk)
         self._ticks, self._clock = loop.run(), loop.clock
         self._ready: list[Step] = []
         self._started = time.perf_counter()
