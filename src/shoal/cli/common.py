@@ -1,0 +1,87 @@
+"""Options that several commands share, and what they are turned into."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.parser import Parser
+from shoal.errors import Unsupported
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_model(parser: Parser, dtype: str | None = None) -> None:
+    """The options that say which model to load and how."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="M", help="folder, Hub id or GGUF file; the packaged model if none")
+    group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
+    group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; "
+                       "where not given, bfloat16 where the device computes it natively, else float32")
+    group.add_argument("--device", metavar="D", help="such as cpu or cuda:0; where not given, CUDA where there is one")
+    group.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs the layers")
+    group.add_argument("--quant", choices=("int8", "int4"), help="quantise the weights while loading")
+    group.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+
+
+def add_method(parser: Parser, default: str = "full") -> None:
+    """`--method`; the method's own options follow from it."""
+    parser.default_method = default
+    parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
+                        help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
+    parser.method_options = parser.add_argument_group()
+
+
+def add_json(parser: Parser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine for the model that the options name.
+
+    Raises:
+        ValueError: the model cannot be loaded; says which and why.
+    """
+    from shoal import load
+
+    _hush_libraries()
+    try:
+        return load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
+                    revision=args.revision, trust_remote_code=args.trust_remote_code)
+    except Unsupported:
+        raise
+    except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way
+        raise ValueError(f"cannot load {args.model or 'the reference model'}: {error}") from error
+
+
+def _hush_libraries() -> None:
+    """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def encode(engine: Engine, prompt: str, raw: bool) -> list[int]:
+    """Token ids of a prompt: as a user's message where the tokenizer has a chat template, unless `raw`."""
+    from shoal.engine.request import prompt_ids
+
+    tokenizer, words = engine.tokenizer, prompt
+    if not raw and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt}]
+        words = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return prompt_ids(words, tokenizer, engine.stack.vocab_size, engine.stack.max_positions)

@@ -1,0 +1,166 @@
+"""Compare greedy tokens: the plain loop with Hugging Face's generate, and a method with the plain loop.
+
+Exit code 1 where the plain loop, or a method that is exact by its parts, differs other than by a tie. What a lossy
+method changes is reported and never fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common
+from shoal.cli.divergence import TOLERANCE, Divergence, diverge
+from shoal.cli.parser import Parser
+from shoal.errors import Unsupported
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+
+EXAMPLES = """examples:
+  shoal correctness --method full
+  shoal correctness --method d3 --alpha 0.99 --max-new-tokens 128
+  shoal correctness --model path/to/model --dtype bfloat16 --tie 0.25 "Once upon a time" "The capital of France"
+"""
+PROMPTS = (
+    "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?\n",
+    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils to his sister. How many pencils has he left?\n",
+    "Once upon a time, there was a little girl who lived by the sea.",
+    "The three most important things about water are",
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; four built-in ones if none")
+    parser.add_argument("--raw", action="store_true", help="do not wrap prompts in the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=64, help="length of each continuation")
+    parser.add_argument("--tie", metavar="T", type=float, help="top-two margin in logits below which a difference is a "
+                        "tie (default: 0.001 in float32, 0.5 in bfloat16, 0.05 in float16, 1e-9 in float64)")
+    common.add_method(parser)
+    common.add_model(parser, dtype="float32")
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, report, judge."""
+    engine = common.load_engine(args)
+    peer = HuggingFace(engine)
+    exact_to = args.method.recipe(engine.info(args.max_new_tokens)).exact_to
+    tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
+    rows = [_compare(args, engine, peer, prompt, tolerance) for prompt in args.prompts or PROMPTS]
+    failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
+    report = {**args.method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": tolerance,
+              "exact_to": exact_to, "passed": not failed, "prompts": rows}
+    if args.json:
+        common.print_json(report)
+    else:
+        print(_text(report, args.method.name))
+    return 1 if failed else 0
+
+
+class HuggingFace:
+    """The engine's model in Hugging Face's own hands: its generate, and its logits."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.model is None:
+            raise Unsupported("a comparison with Hugging Face", "this backend keeps no transformers model",
+                              "Use --backend hf")
+        self.model = engine.model
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Greedy tokens after `ids`, by transformers' generate."""
+        import torch
+
+        row = torch.tensor([list(ids)], device=self.model.device)
+        with torch.inference_mode():
+            out = self.model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, num_beams=1,
+                                      max_new_tokens=max_new_tokens, repetition_penalty=1.0)
+        tokens: list[int] = out[0, len(ids) :].tolist()
+        return tokens
+
+    def margin(self, ids: Sequence[int]) -> float:
+        """Logit of the likeliest next token after `ids` minus that of the second."""
+        import torch
+
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([list(ids)], device=self.model.device), use_cache=False).logits[0, -1]
+        best, second = logits.double().topk(2).values.tolist()
+        return float(best - second)
+
+
+def _compare(
+    args: argparse.Namespace, engine: Engine, peer: HuggingFace, prompt: str, tolerance: float
+) -> dict[str, Any]:
+    ids = common.encode(engine, prompt, args.raw)
+    length = _room(engine, ids, args.max_new_tokens)
+    tokens = {
+        "huggingface": peer.generate(ids, length),
+        "plain": _greedy(engine, ids, "full", length),
+        "method": _greedy(engine, ids, args.method, length),
+    }
+
+    def margin(generated: Sequence[int]) -> float:
+        return peer.margin([*ids, *generated])
+
+    plain = diverge(tokens["huggingface"], tokens["plain"], margin, tolerance)
+    method = diverge(tokens["plain"], tokens["method"], margin, tolerance)
+    return {"prompt": prompt, "new_tokens": {name: len(row) for name, row in tokens.items()},
+            "plain_vs_huggingface": _outcome(plain), "method_vs_plain": _outcome(method)}
+
+
+def _room(engine: Engine, ids: list[int], max_new_tokens: int) -> int:
+    """Hugging Face's generate runs on past the end of the context, where nothing can be compared."""
+    limit = engine.stack.max_positions
+    return max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
+
+
+def _greedy(engine: Engine, ids: list[int], method: Any, max_new_tokens: int) -> tuple[int, ...]:
+    return engine.generate(ids, method=method, max_new_tokens=max_new_tokens).tokens
+
+
+def _outcome(found: Divergence) -> dict[str, Any]:
+    return {**dataclasses.asdict(found), "wrong": found.wrong}
+
+
+def _fails(row: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
+    """Quantised weights are not the peer's, so there only the method is judged."""
+    plain, method = row["plain_vs_huggingface"]["wrong"], row["method_vs_plain"]["wrong"]
+    return bool((plain and same_weights) or (method and claims_exact))
+
+
+def _text(report: dict[str, Any], name: str) -> str:
+    rows = report["prompts"]
+    lines = [f"{report['model']} in {report['dtype']}, ties below {report['tie_below']:g}"]
+    for row in rows:
+        lines += ["", _shorten(row["prompt"]),
+                  f"  plain loop against Hugging Face: {_line(row, 'plain_vs_huggingface')}",
+                  f"  {name} against the plain loop: {_line(row, 'method_vs_plain')}"]
+    return "\n".join([*lines, "", _verdict(report, name)])
+
+
+def _verdict(report: dict[str, Any], name: str) -> str:
+    agree = [row["method_vs_plain"]["at"] for row in report["prompts"]]
+    equal = sum(at is None for at in agree)
+    claim = "exact" if report["exact_to"] == "full" else "lossy"
+    apart = [at for at in agree if at is not None]
+    median = f", the others part at token {statistics.median_low(apart)} (median)" if apart else ""
+    judged = "passed" if report["passed"] else "FAILED"
+    return f"{judged}: {name} is {claim}; {equal} of {len(agree)} texts equal the plain loop's{median}"
+
+
+def _line(row: dict[str, Any], which: str) -> str:
+    found = row[which]
+    if found["at"] is None:
+        return f"equal, {row['new_tokens']['plain']} tokens"
+    kind = "a tie" if found["tie"] else "not a tie"
+    return (f"parts at token {found['at']} (expected {found['expected']}, found {found['found']}), "
+            f"top-two margin {found['margin']:.3g}: {kind}")
+
+
+def _shorten(text: str, width: int = 80) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."

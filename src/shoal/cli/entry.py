@@ -1,0 +1,91 @@
+"""From the words of a command line to an exit code.
+
+Codes: 0 done, 1 a check failed, 2 bad usage or bad input (one line on stderr), 130 interrupted, 141 nobody reads on.
+Only the command that was asked for is imported, and no command imports torch before it runs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shoal.cli.parser import Parser, parse
+from shoal.errors import unknown
+
+COMMANDS = {
+    "generate": "continue a prompt, streaming the text",
+    "methods": "list the methods, what they need and what they promise",
+    "plan": "draw which layers every token runs",
+    "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
+    "env": "print versions and hardware for a bug report",
+}
+FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words and words[0] in COMMANDS else None
+    _never_fail_to_print()
+    try:
+        return _call(name, words[1:]) if name else _top(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except (ValueError, OSError) as error:
+        if "--debug" in words:
+            raise
+        print(f"{_program(name)}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _call(name: str, words: list[str]) -> int:
+    command = import_module(f"shoal.cli.{name}")
+    parser = Parser(prog=_program(name), description=command.__doc__, epilog=command.EXAMPLES)
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    try:
+        args = parse(parser, words)
+    except SystemExit as leave:  # argparse ends the process after --help
+        return int(leave.code or 0)
+    return int(command.run(args))
+
+
+def _top(words: list[str]) -> int:
+    parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
+    try:
+        args = parser.parse_words(words)
+    except SystemExit as leave:
+        return int(leave.code or 0)
+    if args.version:
+        from shoal import __version__
+
+        print(f"shoal {__version__}")
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return BAD_INPUT
+    raise unknown("command", args.command, COMMANDS)
+
+
+def _overview() -> str:
+    lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["Depth-aware decoding of Hugging Face language models.", "", "commands:", *lines])
+
+
+def _program(name: str | None) -> str:
+    return f"shoal {name}" if name else "shoal"
+
+
+def _never_fail_to_print() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,181 @@
+"""Continue a prompt. Text goes to stdout as it is made; a line of figures follows on stderr.
+
+On a terminal the colour of the text is the depth that computed it: blue where every layer ran, sand where fewest did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common, tint
+from shoal.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.types import Result, Step, TokenLogprob
+
+EXAMPLES = """examples:
+  shoal generate "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many is that?"
+  shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
+  shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
+  cat question.txt | shoal generate --json | tail -n 1
+"""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; `-` or a pipe reads stdin")
+    parser.add_argument("--file", metavar="F", type=Path, help="read the prompt from a file")
+    parser.add_argument("--raw", action="store_true", help="do not wrap the prompt in the tokenizer's chat template")
+    common.add_method(parser)
+    _add_sampling(parser)
+    common.add_model(parser)
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="tint tokens by depth")
+    parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
+    common.add_json(parser)
+
+
+def _add_sampling(parser: Parser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
+    group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token")
+    group.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest; 0: among all")
+    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest that sum to P")
+    group.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the likeliest")
+    group.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="1 is neutral")
+    group.add_argument("--presence-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
+    group.add_argument("--frequency-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
+    group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    group.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print."""
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs has nowhere to go; add --json")
+    prompt = read_prompt(args)
+    engine = common.load_engine(args)
+    stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
+    printer = Silent() if args.json else _printer(args, engine)
+    interrupted = False
+    try:
+        for step in stream:
+            printer.show(step)
+    except KeyboardInterrupt:
+        interrupted = True
+        stream.close()
+    printer.close()
+    if args.json:
+        common.print_json(_report(args, engine, stream.result))
+    elif not args.quiet:
+        print(summary(stream.result), file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt from the argument, a file or stdin; ValueError where there is none, or more than one."""
+    if args.file is not None:
+        if args.prompt is not None:
+            raise ValueError("there are two prompts: give the text or --file, not both")
+        text = _read(args.file)
+    elif args.prompt in (None, "-"):
+        if args.prompt is None and sys.stdin.isatty():
+            raise ValueError("there is no prompt; give a text, --file F, or pipe one in")
+        text = sys.stdin.read()
+    else:
+        text = args.prompt
+    if not text:
+        raise ValueError("the prompt is empty")
+    return str(text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _request(args: argparse.Namespace) -> dict[str, Any]:
+    sampling = {name: getattr(args, name) for name in _SAMPLING}
+    return {**sampling, "max_new_tokens": args.max_new_tokens, "seed": args.seed, "stop": args.stop or None,
+            "logprobs": args.logprobs}
+
+
+class Silent:
+    """Shows nothing: the report says it all."""
+
+    def show(self, step: Step) -> None:
+        """Ignore a step."""
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
+class Plain(Silent):
+    """Writes each piece of text as soon as it is certain."""
+
+    def show(self, step: Step) -> None:
+        """Write the step's text."""
+        sys.stdout.write(self.text(step))
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        print(flush=True)
+
+    def text(self, step: Step) -> str:
+        """What is written for a step."""
+        return step.text
+
+
+@dataclasses.dataclass
+class Tinted(Plain):
+    """Writes each piece in the colour of its depth."""
+
+    tint: tint.Tint
+
+    def text(self, step: Step) -> str:
+        """The step's text between colour codes."""
+        return self.tint.paint(step.text, step.depth)
+
+
+def _printer(args: argparse.Namespace, engine: Engine) -> Silent:
+    if args.color == "never" or (args.color == "auto" and not tint.wanted(sys.stdout)):
+        return Plain()
+    depths = [len(layers) for layers in engine.plan(args.method, max_new_tokens=args.max_new_tokens)]
+    return Tinted(tint.Tint(min(depths), max(depths), tint.has_truecolor()))
+
+
+def summary(result: Result) -> str:
+    """The line of figures under a text."""
+    stats = result.stats
+    ended = "interrupted" if result.finish_reason == "cancelled" else f"ended by {result.finish_reason}"
+    return (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+            f"{stats.mean_layers:.2f} of {stats.num_layers} layers on average, "
+            f"ideal speed-up {stats.ideal_speedup:.2f}x, {ended}]")
+
+
+def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "depths": result.depths,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "stats": dataclasses.asdict(result.stats),
+        **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
+        **args.method.to_dict(),
+        "model": engine.model_name,
+    }
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    best = [{"token": token, "logprob": value} for token, value in entry.top]
+    return {"token": entry.token, "logprob": entry.logprob, "top": best}

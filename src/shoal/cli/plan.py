@@ -1,0 +1,148 @@
+"""Draw which layers every token runs, as text or as a picture. With --layers no model is needed.
+
+A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common
+from shoal.cli.parser import Parser
+from shoal.depth.speedup import ideal_speedup
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Recipe
+    from shoal.depth.plan import DepthPlan
+
+EXAMPLES = """examples:
+  shoal plan --layers 32 --alpha 0.99
+  shoal plan --layers 32 --method early_exit --exit-layer 24
+  shoal plan --model path/to/model --max-new-tokens 512 --plot plan.png
+"""
+_BLOCKS = {(True, True): "\u2588", (True, False): "\u2580", (False, True): "\u2584", (False, False): "\u2591"}
+_ASCII = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
+
+
+@dataclass(frozen=True)
+class Band:
+    """Consecutive steps, both ends included, that run the same layers."""
+
+    first: int
+    last: int
+    depth: float
+    layers: tuple[int, ...]
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    common.add_method(parser, default="d3")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="tokens to lay the plan out over")
+    parser.add_argument("--layers", metavar="L", type=int, help="plan for a model of L layers instead of loading one")
+    parser.add_argument("--plot", metavar="F.png", type=Path, help="write a picture (needs matplotlib)")
+    common.add_model(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    info = _info(args)
+    recipe = args.method.recipe(info)
+    if args.plot is not None:
+        draw(recipe.plan, info.max_new_tokens, args.plot)
+    if args.json:
+        common.print_json(report(args.method.to_dict(), recipe, info))
+    else:
+        print(text(args.method.name, recipe.plan, info, head_known=args.layers is None))
+    return 0
+
+
+def _info(args: argparse.Namespace) -> ModelInfo:
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be >= 1")
+    if args.layers is None:
+        return common.load_engine(args).info(args.max_new_tokens)
+    if args.model is not None:
+        raise ValueError("--layers and --model exclude each other; the model says how many layers it has")
+    if args.layers < 1:
+        raise ValueError(f"--layers is {args.layers}; it must be >= 1")
+    return ModelInfo(args.layers, args.max_new_tokens)
+
+
+def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:
+    """The plan over tokens 0..num_tokens-1, cut where something is dropped."""
+    starts = sorted({0, *(step for step in plan.attention + plan.mlp if step < num_tokens)})
+    ends = [*starts[1:], num_tokens]
+    return [Band(first, end - 1, plan.depth(first), plan.layers(first))
+            for first, end in zip(starts, ends, strict=True)]
+
+
+def text(name: str, plan: DepthPlan, info: ModelInfo, head_known: bool = True) -> str:
+    """The plan as one line per band, under a line of figures."""
+    mean = plan.mean_depth(info.max_new_tokens)
+    speedup = ideal_speedup(info.num_layers, mean, info.head_layers)
+    caveat = "" if head_known else " before the cost of the LM head"
+    head = (f"{name}: {mean:.2f} of {info.num_layers} layers on average over {info.max_new_tokens} tokens, "
+            f"ideal speed-up {speedup:.2f}x{caveat}")
+    rows = bands(plan, info.max_new_tokens)
+    spans = [f"{band.first}" if band.first == band.last else f"{band.first}-{band.last}" for band in rows]
+    width = max(map(len, spans))
+    return "\n".join([head, *(f"steps {span:>{width}}: {band.depth:>4g} layers  {_row(plan, band.first)}"
+                              for span, band in zip(spans, rows, strict=True))])
+
+
+def _row(plan: DepthPlan, step: int) -> str:
+    marks = _BLOCKS if _can_print(_BLOCKS.values()) else _ASCII
+    return "".join(marks[step < a, step < m] for a, m in zip(plan.attention, plan.mlp, strict=True))
+
+
+def _can_print(marks: Any) -> bool:
+    try:
+        "".join(marks).encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def report(method: dict[str, Any], recipe: Recipe, info: ModelInfo) -> dict[str, Any]:
+    """The plan as a JSON object; `counts` holds k(i) for every step."""
+    plan, tokens = recipe.plan, info.max_new_tokens
+    mean = plan.mean_depth(tokens)
+    return {
+        **method,
+        "num_layers": info.num_layers,
+        "max_new_tokens": tokens,
+        "horizon": recipe.horizon,
+        "exact_to": recipe.exact_to,
+        "mean_layers": mean,
+        "head_layers": info.head_layers,
+        "ideal_speedup": ideal_speedup(info.num_layers, mean, info.head_layers),
+        "counts": [plan.depth(step) for step in range(tokens)],
+        "bands": [{"first": b.first, "last": b.last, "depth": b.depth, "layers": b.layers,
+                   **({"attention": _running(plan.attention, b.first), "mlp": _running(plan.mlp, b.first)}
+                      if plan.splits_layers else {})} for b in bands(plan, tokens)],
+    }
+
+
+def _running(drops: tuple[int, ...], step: int) -> list[int]:
+    return [layer for layer, drop in enumerate(drops) if step < drop]
+
+
+def draw(plan: DepthPlan, num_tokens: int, path: Path) -> None:
+    """Write a picture of the plan: steps to the right, layers upwards, dark where a layer runs."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib; install it with: pip install 'shoal[plot]'") from error
+    pairs = list(zip(plan.attention, plan.mlp, strict=True))
+    grid = [[((step < a) + (step < m)) / 2 for step in range(num_tokens)] for a, m in pairs]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(grid, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest")
+    axes.set(xlabel="generated token", ylabel="layer", title=f"{plan.mean_depth(num_tokens):.2f} layers on average")
+    figure.savefig(path, dpi=150)

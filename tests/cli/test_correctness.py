@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import shoal
+from shoal.cli import correctness as command
+from shoal.cli import main
+
+
+def judged(capsys, *words: str) -> tuple[int, dict]:
+    code = main(["correctness", "--json", "--max-new-tokens", "12", *words])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return code, json.loads(out)
+
+
+def spoil(monkeypatch, *, plain: bool) -> None:
+    """Turn the third token of the plain loop's output, or of the method's, into another one."""
+    real = command._greedy
+
+    def greedy(engine, ids, method, max_new_tokens):
+        tokens = list(real(engine, ids, method, max_new_tokens))
+        if (method == "full") == plain:
+            tokens[2] = (tokens[2] + 1) % 256
+        return tuple(tokens)
+
+    monkeypatch.setattr(command, "_greedy", greedy)
+
+
+def test_the_plain_loop_equals_hugging_face(capsys, tiny_folder):
+    code, report = judged(capsys, "--model", tiny_folder)
+    assert code == 0 and report["passed"] and report["exact_to"] == "full" and report["dtype"] == "float32"
+    assert len(report["prompts"]) == len(command.PROMPTS)
+    for row in report["prompts"]:
+        assert row["plain_vs_huggingface"]["at"] is None and row["method_vs_plain"]["at"] is None
+        assert set(row["new_tokens"].values()) == {12}
+
+
+def test_a_lossy_method_is_reported_and_passes(capsys, tiny_folder):
+    code, report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit", "--exit-layer", "2")
+    found = report["prompts"][0]["method_vs_plain"]
+    assert code == 0 and report["exact_to"] == "plan" and found["wrong"] and found["at"] >= 1
+
+
+def test_a_lossy_plain_loop_fails(capsys, tiny_folder, monkeypatch):
+    spoil(monkeypatch, plain=True)
+    code, report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit")
+    assert code == 1 and not report["passed"] and report["prompts"][0]["plain_vs_huggingface"]["at"] == 2
+
+
+def test_an_exact_method_that_diverges_fails(capsys, tiny_folder, monkeypatch):
+    spoil(monkeypatch, plain=False)
+    code, report = judged(capsys, "abc", "--model", tiny_folder, "--method", "d3", "--alpha", "1")
+    assert code == 1 and report["exact_to"] == "full" and report["prompts"][0]["method_vs_plain"]["at"] == 2
+
+
+def test_a_tie_is_no_failure(capsys, tiny_folder, monkeypatch):
+    spoil(monkeypatch, plain=True)
+    code, report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit", "--tie", "1000")
+    assert code == 0 and report["prompts"][0]["plain_vs_huggingface"]["tie"]
+
+
+def test_the_margin_is_that_of_the_reference(capsys, tiny_folder, monkeypatch):
+    spoil(monkeypatch, plain=True)
+    report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit")[1]
+    found = report["prompts"][0]["plain_vs_huggingface"]
+    engine = shoal.load(tiny_folder, dtype="float32")
+    ids = engine.tokenizer("abc")["input_ids"]
+    tokens = engine.generate(ids, max_new_tokens=2).tokens
+    with torch.inference_mode():
+        best = engine.model(torch.tensor([[*ids, *tokens]])).logits[0, -1].topk(2)
+    assert found["margin"] == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4)
+    assert found["expected"] == int(best.indices[0])
+
+
+def test_text(capsys, tiny_folder):
+    assert main(["correctness", "abc", "--model", tiny_folder, "--max-new-tokens", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "passed: full is exact; 1 of 1 texts equal the plain loop's"
+    assert sum("equal, 5 tokens" in line for line in lines) == 2
+
+
+def test_the_end_of_the_context_ends_the_comparison(capsys):
+    code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500")
+    assert code == 0 and report["prompts"][0]["new_tokens"]["huggingface"] < 500

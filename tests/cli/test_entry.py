@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from shoal.cli import main
+from shoal.cli import plan as plan_command
+
+
+def fails(capsys, *words: str) -> str:
+    """The one line that a refused command leaves."""
+    assert main(list(words)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+def test_unknown_command(capsys):
+    assert "Did you mean 'generate'?" in fails(capsys, "genrate")
+
+
+def test_unknown_top_option(capsys):
+    assert "no option --versoin. Did you mean --version?" in fails(capsys, "--versoin")
+
+
+def test_no_command_shows_help_and_fails(capsys):
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().out
+
+
+def test_misspelt_knob(capsys):
+    err = fails(capsys, "plan", "--layers", "32", "--alhpa", "0.9")
+    assert "method d3 has no option --alhpa. Did you mean --alpha?" in err
+    assert "--start" in err and "--rounding" in err
+
+
+def test_misspelt_knob_before_a_prompt(capsys):
+    assert "no option --alhpa" in fails(capsys, "generate", "--method", "d3", "--alhpa", "0.9", "Once")
+    assert "no option --alhpa" in fails(capsys, "generate", "--method=d3", "--alhpa=0.9", "Once")
+
+
+def test_knob_of_another_method_names_its_owner(capsys):
+    assert "--method early_exit has" in fails(capsys, "plan", "--layers", "32", "--exit-layer", "3")
+
+
+def test_value_of_the_wrong_type(capsys):
+    assert "argument --alpha: 'x' is not FLOAT" in fails(capsys, "plan", "--layers", "32", "--alpha", "x")
+
+
+def test_value_out_of_range(capsys):
+    assert "(0, 1]" in fails(capsys, "plan", "--layers", "32", "--alpha", "2")
+
+
+def test_unknown_method(capsys):
+    assert "'d33'" in fails(capsys, "plan", "--layers", "32", "--method", "d33")
+    assert "expected one argument" in fails(capsys, "plan", "--layers", "32", "--method")
+
+
+def test_superfluous_word(capsys):
+    assert "unexpected argument 'upon'" in fails(capsys, "generate", "Once", "upon")
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="--layers is 0"):
+        main(["plan", "--layers", "0", "--debug"])
+
+
+def test_interrupt_is_130(capsys, monkeypatch):
+    monkeypatch.setattr(plan_command, "run", interrupt)
+    assert main(["plan", "--layers", "4"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def interrupt(args):
+    raise KeyboardInterrupt
+
+
+def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
+    monkeypatch.setattr(plan_command, "run", lambda args: {}["no such key"])
+    with pytest.raises(KeyError):
+        main(["plan", "--layers", "4"])

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import shoal
+from shoal.cli import generate as command
+from shoal.cli import main
+
+QUESTION = "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?"
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    return shoal.load(dtype="float32")
+
+
+def reported(capsys, *words: str) -> dict:
+    assert main(["generate", "--json", "--dtype", "float32", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_the_packaged_model_answers_through_its_chat_template(capsys, packaged):
+    found = reported(capsys, QUESTION, "--max-new-tokens", "40")
+    expected = packaged.generate(f"<s>{QUESTION}\n", max_new_tokens=40)
+    assert tuple(found["tokens"]) == expected.tokens and found["text"] == expected.text
+    assert "24*2=48" in found["text"]
+
+
+def test_raw_leaves_the_prompt_alone(capsys, packaged):
+    found = reported(capsys, QUESTION, "--raw", "--max-new-tokens", "8")
+    assert tuple(found["tokens"]) == packaged.generate(QUESTION, max_new_tokens=8).tokens
+
+
+def test_report(capsys, tiny_folder):
+    words = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "5"]
+    found = reported(capsys, "abc", *words)
+    assert found["depths"] == [6, 4, 4, 4, 4] and found["stats"]["mean_layers"] == pytest.approx(4.4)
+    assert (found["method"], found["method_args"], found["model"]) == ("early_exit", {"exit_layer": 4}, tiny_folder)
+    assert found["finish_reason"] == "length" and len(found["tokens"]) == 5 and "logprobs" not in found
+
+
+def test_stream_and_report_agree(capsys, tiny_folder):
+    words = ["abc", "--model", tiny_folder, "--max-new-tokens", "30", "--temperature", "1", "--seed", "5"]
+    found = reported(capsys, *words)
+    assert found["seed"] == 5
+    assert main(["generate", "--dtype", "float32", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == found["text"] + "\n"
+    assert re.fullmatch(r"\[30 tokens, \S+ tokens/s, 6.00 of 6 layers on average, .* 1.00x, ended by length\]\n", err)
+
+
+def test_every_sampling_option_arrives(monkeypatch):
+    words = ["hi", "--json", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4",
+             "--repetition-penalty", "1.5", "--presence-penalty", "-1", "--frequency-penalty", "0.25",
+             "--stop", "x", "--stop", "yz", "--logprobs", "2", "--max-new-tokens", "7"]
+    seen = {}
+
+    def refuse(self, prompt, **options):
+        seen.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(shoal.Engine, "stream", refuse)
+    assert main(["generate", *words]) == 2
+    assert seen.pop("method") == shoal.Full()
+    assert seen == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
+                    "presence_penalty": -1.0, "frequency_penalty": 0.25, "seed": 4, "stop": ["x", "yz"], "logprobs": 2,
+                    "max_new_tokens": 7}
+
+
+def test_logprobs(capsys, tiny_folder):
+    found = reported(capsys, "abc", "--model", tiny_folder, "--logprobs", "2", "--max-new-tokens", "3")
+    assert [entry["token"] for entry in found["logprobs"]] == found["tokens"]
+    for entry in found["logprobs"]:
+        assert entry["top"][0] == {"token": entry["token"], "logprob": entry["logprob"]} and len(entry["top"]) == 2
+
+
+def test_stop(capsys, tiny_folder):
+    words = ["abc", "--model", tiny_folder, "--max-new-tokens", "20"]
+    text = reported(capsys, *words)["text"]
+    found = reported(capsys, *words, "--stop", text[6:8])
+    assert (found["text"], found["finish_reason"]) == (text[: text.index(text[6:8])], "stop")
+
+
+@pytest.mark.parametrize("words", [["-"], []])
+def test_prompt_from_stdin(capsys, monkeypatch, tiny_folder, words):
+    common = ["--model", tiny_folder, "--max-new-tokens", "4"]
+    expected = reported(capsys, "abc", *common)["tokens"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    assert reported(capsys, *words, *common)["tokens"] == expected
+
+
+def test_prompt_from_a_file(capsys, tmp_path, tiny_folder):
+    (tmp_path / "prompt.txt").write_text("h\u00e9llo", encoding="utf-8")
+    common = ["--model", tiny_folder, "--max-new-tokens", "4"]
+    found = reported(capsys, "--file", str(tmp_path / "prompt.txt"), *common)
+    assert found["tokens"] == reported(capsys, "h\u00e9llo", *common)["tokens"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        ([], Terminal(), "there is no prompt"),
+        ([], io.StringIO(""), "the prompt is empty"),
+        (["a", "--file", "b"], None, "two prompts"),
+        (["--file", "/no/such/file"], None, "cannot read /no/such/file: No such file or directory"),
+        (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
+        (["a", "--device", "abacus"], None, "abacus"),
+        (["a", "--logprobs", "1"], None, "add --json"),
+        (["a", "--top-p", "3"], None, "top_p is 3.0; it must be in (0, 1]"),
+        (["a", "--max-new-tokens", "0"], None, "max_new_tokens is 0"),
+    ],
+)
+def test_refusals(capsys, monkeypatch, words, stdin, message):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["generate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_a_broken_model_is_bad_input(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["generate", "a", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_tint_changes_the_colour_and_not_the_text(capsys):
+    words = ["generate", QUESTION, "--method", "early_exit", "--exit-layer", "14", "--quiet", "--max-new-tokens", "6"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--color", "always"]) == 0
+    painted = capsys.readouterr().out
+    assert "\x1b" not in plain and re.sub(r"\x1b\[[\d;]*m", "", painted) == plain
+    colours = re.findall(r"\x1b\[38;([\d;]+)m", painted)
+    assert colours[0] not in colours[1:] and len(set(colours[1:])) == 1
+
+
+def interrupt_at(monkeypatch, method, number):
+    shown = []
+
+    def show(self, step):
+        shown.append(step)
+        if len(shown) == number:
+            raise KeyboardInterrupt
+        real(self, step)
+
+    real = method.show
+    monkeypatch.setattr(method, "show", show)
+
+
+def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
+    words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32"]
+    interrupt_at(monkeypatch, command.Plain, 4)
+    assert main([*words, "--max-new-tokens", "99"]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted" in err and "[4 tokens" in err
+    assert main([*words, "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folder):
+    interrupt_at(monkeypatch, command.Silent, 3)
+    assert main(["generate", "abc", "--model", tiny_folder, "--json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to send to a single process")
+def test_ctrl_c(tiny_folder):
+    words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and first and out.endswith(b"\n")
+    assert b"interrupted" in err and b"Traceback" not in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break differently there")
+def test_a_reader_that_leaves(tiny_folder):
+    words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=120)
+    assert process.returncode == 141 and b"Traceback" not in err

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import ClassVar, Literal
+
+import pytest
+
+from shoal.cli import common, knobs
+from shoal.cli.parser import Parser, parse
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal.methods.early_exit import EarlyExit
+from shoal.types import ModelInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(Method):
+    """A method with every kind of knob.
+
+    Attributes:
+        size: how many,
+            100 % of them.
+        json: collides with a common option.
+    """
+
+    name: ClassVar[str] = "odd"
+
+    size: int
+    json: float | None = 0.5
+    flag: bool = False
+    kind: Literal["a", "b"] = "a"
+    inner: Method | None = None
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        return Recipe(DepthPlan.full(info.num_layers))
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    real = knobs.methods.get
+    monkeypatch.setattr(knobs.methods, "get", lambda name: Odd if name == "odd" else real(name))
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = Parser(prog="test")
+    common.add_method(parser)
+    common.add_json(parser)
+    return parse(parser, words)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "value"),
+    [
+        (int, "3", 3),
+        (float, "3", 3.0),
+        (float | int, "1", 1),
+        (float | int, "1.0", 1.0),
+        (float | None, "none", None),
+        (str | tuple[int, ...], "3,4,5", (3, 4, 5)),
+        (str | tuple[int, ...], "[3, 4]", (3, 4)),
+        (str | tuple[int, ...], "center_out", "center_out"),
+        (tuple[float, ...], "0.5,2", (0.5, 2.0)),
+        (bool, "true", True),
+        (bool, "No", False),
+        (Literal["a", 7], "7", 7),
+        (int | None, "None", None),
+        (dict, '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_conversion(hint, text, value):
+    found = knobs.converter(hint)(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("hint", "text"), [(int, "1.5"), (float | None, "x"), (bool, "2"), (Literal["a"], "b"),
+                                            (tuple[int, ...], "1,x"), (dict, "{")])
+def test_conversion_refuses(hint, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not"):
+        knobs.converter(hint)(text)
+
+
+def test_fields_become_options():
+    words = ["--alpha", ".9", "--start", "3", "--rounding", "ceil", "--order", "low_first"]
+    assert parsed("--method", "d3", *words).method == D3(alpha=0.9, start=3, rounding="ceil", order="low_first")
+
+
+def test_the_default_method_needs_no_words():
+    assert parsed().method.name == "full"
+
+
+def test_a_card_gives_the_method_and_options_override_it(tmp_path):
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({"method": "d3", "method_args": {"alpha": 0.9, "start": 0.25}}))
+    assert parsed("--method", str(card)).method == D3(alpha=0.9, start=0.25)
+    assert parsed("--method", str(card), "--alpha", "0.8").method == D3(alpha=0.8, start=0.25)
+
+
+def test_a_card_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="none.json"):
+        parsed("--method", str(tmp_path / "none.json"))
+
+
+def test_a_knob_that_collides_with_a_common_option(odd):
+    method = parsed("--method", "odd", "--size", "2", "--odd-json", "0.75", "--flag", "yes").method
+    assert method == Odd(size=2, json=0.75, flag=True)
+
+
+def test_a_wrapped_method_by_name(odd):
+    assert parsed("--method", "odd", "--size", "2", "--inner", "early_exit").method.inner == EarlyExit()
+
+
+def test_a_required_knob(odd):
+    with pytest.raises(ValueError, match="method odd needs --size"):
+        parsed("--method", "odd")
+
+
+def test_help_has_the_fields_own_words(odd):
+    parser = Parser(prog="test")
+    common.add_method(parser)
+    common.add_json(parser)
+    knobs.Choice.of("odd").add_options(parser.method_options)
+    text = " ".join(parser.format_help().split())
+    assert "--size INT how many, 100 % of them." in text
+    assert "--kind a|b (default: a)" in text
+
+
+def test_owners():
+    assert knobs.owners("--alpha") == ["d3"]
+    assert knobs.owners("--nothing") == []

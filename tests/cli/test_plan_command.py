@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli import main
+from shoal.cli import plan as command
+from shoal.depth.plan import DepthPlan
+from shoal.methods.d3 import D3
+from shoal.types import ModelInfo
+
+DROPS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)
+
+
+def planned(capsys, *words: str) -> dict:
+    assert main(["plan", "--json", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+@given(DROPS, st.integers(1, 40))
+def test_bands_cover_every_step_with_its_own_layers(drops, tokens):
+    plan = DepthPlan(*map(tuple, zip(*drops, strict=True)))
+    bands = command.bands(plan, tokens)
+    assert [step for band in bands for step in range(band.first, band.last + 1)] == list(range(tokens))
+    for band in bands:
+        for step in (band.first, band.last):
+            assert (band.layers, band.depth) == (plan.layers(step), plan.depth(step))
+
+
+def test_json_is_the_method_s_own_plan(capsys):
+    found = planned(capsys, "--layers", "32", "--alpha", "0.98", "--max-new-tokens", "40")
+    recipe = D3(alpha=0.98).recipe(ModelInfo(32, 40))
+    assert found["counts"] == [recipe.plan.depth(step) for step in range(40)]
+    assert found["mean_layers"] == pytest.approx(sum(found["counts"]) / 40)
+    assert found["ideal_speedup"] == pytest.approx(32 / found["mean_layers"])
+    assert (found["method"], found["exact_to"], found["horizon"]) == ("d3", "plan", 40)
+
+
+def test_neutral_plan_is_one_full_band(capsys):
+    found = planned(capsys, "--layers", "4", "--alpha", "1")
+    assert found["bands"] == [{"first": 0, "last": 255, "depth": 4.0, "layers": [0, 1, 2, 3]}]
+    assert found["exact_to"] == "full"
+
+
+def test_text_rows(capsys):
+    words = ["--layers", "6", "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "10"]
+    assert main(["plan", *words]) == 0
+    head, first, rest = capsys.readouterr().out.splitlines()
+    assert "4.20 of 6 layers on average over 10 tokens" in head
+    assert first == "steps   0:    6 layers  \u2588\u2588\u2588\u2588\u2588\u2588"
+    assert rest == "steps 1-9:    4 layers  \u2588\u2588\u2588\u2588\u2591\u2591"
+
+
+def test_lone_sublayers_have_marks_of_their_own():
+    plan = DepthPlan((9, 1, 9), (9, 9, 1))
+    assert command._row(plan, 1) == "\u2588\u2584\u2580"
+    bands = command.report({}, D3(alpha=1.0).recipe(ModelInfo(3)), ModelInfo(3))["bands"]
+    assert "attention" not in bands[0]
+
+
+def test_ascii_where_the_terminal_has_no_blocks(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", type("Latin", (), {"encoding": "latin-1"})())
+    assert command._row(DepthPlan((9, 1), (9, 9)), 1) == "#m"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "8", "--model", "x"], "exclude each other"),
+        (["--layers", "8", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--layers", "8", "--core", "9"], "core"),
+        (["--layers", "8", "--method", "shortgpt"], "measure_layers"),
+    ],
+)
+def test_refusals(capsys, words, message):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    planned(capsys, "--layers", "16", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "--layers", "16", "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "shoal[plot]" in capsys.readouterr().err
