@@ -19,7 +19,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
-from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, spans
+from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, mark_shallow, spans
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -73,10 +73,7 @@ class HFStack:
                 call.run(layer, piece)
         if tap is not None:
             tap(self.num_layers, call.hidden)
-        for feed in feeds:
-            shallow = feed.running(feed.plan.first_shallow_step)
-            if shallow < len(feed.tokens):
-                cache.mark_shallow(feed.row, positions(feed, cache, shallow, shallow + 1, 1)[0])
+        mark_shallow(feeds, cache)
         return self._logits(feeds, call.hidden)
 
     def _hidden(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:

@@ -241,11 +241,19 @@ class KVCache:
         for layer in self.layers:
             layer.commit(row, path)
         self.positions[row] += len(path)
+        self._forget_marks(row)
 
     def rollback(self, row: int) -> None:
         """Forget the row's scratch entries."""
         for layer in self.layers:
             layer.scratch[row] = 0
+        self._forget_marks(row)
+
+    def _forget_marks(self, row: int) -> None:
+        """A shallow position that was not kept is none."""
+        mark = self._marks[row]
+        if mark is not None and mark >= self.positions[row]:
+            self._marks[row] = None
 
     def truncate(self, row: int, length: int) -> int:
         """Forget every position from `length` on, and every shallow one.

@@ -42,6 +42,10 @@ class Feed:
     depths: Sequence[int] | None = None
     wanted: int = 1
 
+    def positions(self, base: int) -> list[int]:
+        """Position of each node when node 0 stands at `base`."""
+        return [base + depth for depth in (range(len(self.tokens)) if self.depths is None else self.depths)]
+
     def running(self, drop_step: int) -> int:
         """How many of the nodes (a prefix) run a sublayer that is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
@@ -114,3 +118,11 @@ def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache
                 f"layer {layer} holds the KV of {lengths[feed.row]} positions of row {feed.row}, "
                 f"but {cache.positions[feed.row]} precede the tokens it is to run: the depth plan is not nested"
             )
+
+
+def mark_shallow(feeds: Sequence[Feed], cache: KVCache) -> None:
+    """Note in the cache from which position on each feed left something out."""
+    for feed in feeds:
+        shallow = feed.running(feed.plan.first_shallow_step)
+        if shallow < len(feed.tokens):
+            cache.mark_shallow(feed.row, feed.positions(cache.positions[feed.row])[shallow])

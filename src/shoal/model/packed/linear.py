@@ -1,0 +1,106 @@
+"""Packed matrices in plain torch: the fallback of the native kernels, and their oracle.
+
+A matrix is packed once from [rows, columns] in the checkpoint's orientation; calling it maps [T, columns] to
+[T, rows]. Quantised kinds are symmetric, round to nearest, over the weights alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+Quant = Literal["int8", "int4"]
+GROUP = 32
+"""Columns that share a scale in int4."""
+
+
+class Linear(Protocol):
+    """A packed matrix.
+
+    Attributes:
+        rows, columns: its shape.
+        nbytes: bytes of the packed weights and scales: what one token reads.
+    """
+
+    rows: int
+    columns: int
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, columns] times the transposed matrix: [T, rows]."""
+        ...
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] of the matrix, dequantised: [T, columns]."""
+        ...
+
+
+class Dense:
+    """Weights as they are; on the CPU in bfloat16 they are reordered for oneDNN, which reads them at the memory roof."""
+
+    def __init__(self, weight: Tensor, *, indexed: bool = False) -> None:
+        self.rows, self.columns = weight.shape
+        self.nbytes = weight.numel() * weight.element_size()
+        self._plain: Tensor | None = weight
+        self._packed: Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+            self._plain = weight if indexed else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            assert self._plain is not None
+            return linear(x, self._plain)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return out
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See `Linear`; only for matrices made with `indexed`."""
+        assert self._plain is not None
+        return self._plain[ids]
+
+
+class Quantised:
+    """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns, dequantised when used.
+
+    Obvious rather than fast: the native kernels read the same numbers without unpacking them first.
+    """
+
+    def __init__(self, weight: Tensor, quant: Quant) -> None:
+        self.rows, self.columns = weight.shape
+        self._dtype = weight.dtype
+        group = self.columns if quant == "int8" else GROUP
+        self._levels, self._scales = quantise(weight, group, 127 if quant == "int8" else 7)
+        bits = 8 if quant == "int8" else 4
+        self.nbytes = self._levels.numel() * bits // 8 + self._scales.numel() * 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.dequantised())
+
+    def dequantised(self) -> Tensor:
+        """[rows, columns] in the dtype that the weights came in."""
+        return self._values(self._levels, self._scales)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._values(self._levels[ids], self._scales[ids])
+
+    def _values(self, levels: Tensor, scales: Tensor) -> Tensor:
+        values = levels.to(scales.dtype) * scales[..., None]
+        return values.flatten(-2)[..., : self.columns].to(self._dtype)
+
+
+def quantise(weight: Tensor, group: int, top: int) -> tuple[Tensor, Tensor]:
+    """Levels int8 [rows, groups, group] in -top..top and scales float32 [rows, groups] (columns padded by zeros)."""
+    rows, columns = weight.shape
+    blocks = pad(weight.float(), (0, -columns % group)).view(rows, -1, group)
+    scales = blocks.abs().amax(-1).clamp_min(1e-12) / top
+    return (blocks / scales[..., None]).round_().clamp_(-top, top).to(torch.int8), scales
+
+
+def pack(weight: Tensor, quant: Quant | None, *, indexed: bool = False) -> Linear:
+    """Pack `weight` [rows, columns] in its dtype, or quantised."""
+    return Dense(weight, indexed=indexed) if quant is None else Quantised(weight, quant)

@@ -1,0 +1,74 @@
+"""Where weights come from, by their names in the checkpoint: a loaded model, or safetensors files read layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Source(Protocol):
+    """Names to tensors."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        ...
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor; may share memory with the model it belongs to."""
+        ...
+
+
+class ModelSource:
+    """The parameters of a loaded transformers model, shared and never written to."""
+
+    def __init__(self, model: Any) -> None:
+        self._tensors: Mapping[str, Tensor] = model.state_dict()
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class FileSource:
+    """Tensors of a folder of safetensors. Files are opened per read, so that no mapped pages pile up."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX
+        if index.is_file():
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._files = {name: folder / file for name, file in files.items()}
+        else:
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), folder / SINGLE)
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with safe_open(path, framework="pt") as file:
+        yield file
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint that `FileSource` reads."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()

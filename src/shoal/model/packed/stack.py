@@ -1,0 +1,141 @@
+"""The packed decoder as a stack of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+
+from shoal.model.kv import KVCache
+from shoal.model.masks import RowView, mask
+from shoal.model.packed import block
+from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.weights import Weights
+from shoal.model.stack import Feed, Span, Tap, check_lengths, mark_shallow, spans
+
+
+class PackedStack:
+    """See `shoal.model.stack.Stack`. Runs in plain torch; `NativeStack` takes over where its kernels can.
+
+    Args:
+        shape: sizes of the decoder.
+        weights: its packed weights.
+        rotary: its rotary table.
+        dtype: of matrices and KV.
+        device: where all of it lives.
+    """
+
+    can_split = True
+
+    def __init__(
+        self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.weights, self.rotary, self.dtype, self.device = shape, weights, rotary, dtype, device
+        self.num_layers, self.windows = shape.num_layers, shape.windows
+        self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
+        layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
+        self.head_layers = weights.head.nbytes / layer_bytes
+
+    @torch.no_grad()
+    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+        """Run `feeds` through the layers that their plans name; see the protocol."""
+        run = _Pass(self, feeds, cache)
+        for layer in range(self.num_layers):
+            if tap is not None:
+                tap(layer, run.padded())
+            for piece in spans(feeds, layer):
+                check_lengths(feeds, piece, layer, cache)
+                run.run(layer, piece)
+        if tap is not None:
+            tap(self.num_layers, run.padded())
+        mark_shallow(feeds, cache)
+        return self._logits(run.wanted())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
+        return self.weights.head(normed) * self.shape.logit_scale
+
+
+class _Pass:
+    """One forward under way: the residual stream [T, hidden] of all feeds' tokens, one after the other."""
+
+    def __init__(self, stack: PackedStack, feeds: Sequence[Feed], cache: KVCache) -> None:
+        self.stack, self.feeds, self.cache = stack, feeds, cache
+        ids = torch.tensor([token for feed in feeds for token in feed.tokens], device=stack.device)
+        places = [place for feed in feeds for place in feed.positions(cache.positions[feed.row])]
+        stack.rotary.reach(max(places) + 1)
+        where = torch.tensor(places, device=stack.device)
+        self.cos, self.sin = stack.rotary.cos[where], stack.rotary.sin[where]
+        stream = stack.weights.final_norm.dtype
+        self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
+        self.sizes = [len(feed.tokens) for feed in feeds]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(feeds))]
+
+    def run(self, layer: int, piece: Span) -> None:
+        """Add to the stream what `piece` of `layer` contributes."""
+        stack, weights = self.stack, self.stack.weights.layers[layer]
+        chosen = self._chosen(piece)
+        x = self.x if chosen is None else self.x[chosen]
+        if piece.part != "mlp":
+            cos, sin = (self.cos, self.sin) if chosen is None else (self.cos[chosen], self.sin[chosen])
+            tables = (cos, sin) if stack.shape.rotary[layer] else None
+            x = x + block.attention(
+                x, weights, stack.shape, stack.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
+            )
+        if piece.part != "attention":
+            x = x + block.mlp(x, weights, stack.shape, stack.dtype)
+        if chosen is None:
+            self.x = x
+        else:
+            self.x = self.x.index_copy(0, chosen, x)
+
+    def _chosen(self, piece: Span) -> Tensor | None:
+        """Flat indices of the piece's tokens; None for all."""
+        if not any(piece.first) and list(piece.last) == self.sizes:
+            return None
+        spans = zip(self.offsets, piece.first, piece.last, strict=True)
+        flat = [offset + node for offset, first, last in spans for node in range(first, last)]
+        return torch.tensor(flat, device=self.stack.device)
+
+    def _attend(self, layer: int, piece: Span, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of each feed's tokens over its own row."""
+        counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
+        parts = zip(self.feeds, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True)
+        return torch.cat([self._attend_row(layer, *part) for part in parts if part[2] > part[1]])
+
+    def _attend_row(self, layer: int, feed: Feed, first: int, last: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        store, shape = self.cache.layers[layer], self.stack.shape
+        rows, counts = [feed.row], [last - first]
+        store.make_room(rows, counts)
+        view = RowView(
+            base=self.cache.positions[feed.row],
+            start=store.starts[feed.row],
+            first=first,
+            last=last,
+            parents=feed.parents,
+            depths=feed.depths,
+        )
+        seen = mask([view], store.window, q.device)
+        keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=seen,
+            is_causal=seen is None and len(q) > 1,
+            scale=shape.attention_scale,
+            enable_gqa=shape.heads != shape.kv_heads,
+        )
+        return out[0].transpose(0, 1)
+
+    def padded(self) -> Tensor:
+        """The stream as [feeds, widest, hidden]."""
+        return pad_sequence(list(self.x.split(self.sizes)), batch_first=True)
+
+    def wanted(self) -> Tensor:
+        """The stream at the tokens whose logits are wanted."""
+        ends = zip(self.feeds, self.offsets, self.sizes, strict=True)
+        return torch.cat([self.x[offset + size - feed.wanted : offset + size] for feed, offset, size in ends])
