@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from shoal import reference
 from shoal.engine.card import Card, read_card
+from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import as_dtype, default_device, default_dtype
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.hf import HFStack
+from shoal.model.packed import build as packed
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import check_parity
+from shoal.model.stack import Stack
 
+Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
 _DECODER_REMEDY = "Use a decoder-only causal language model"
+_PACKED_PARITY = 0.2
+"""Packed stacks keep the residual stream in float32, so in half precision they differ from the model's own rounding."""
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -26,8 +37,8 @@ def load(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    quant: str | None = None,
-    backend: str = "auto",
+    quant: Quant | None = None,
+    backend: Backend = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Engine:
@@ -35,101 +46,90 @@ def load(
 
     Args:
         model: folder, Hub id or `.gguf` file of a model in the Hugging Face format, or a loaded transformers model,
-            which is used as it is and never changed. None is the small model that ships with Shoal.
+            which is never changed. None is the small model that ships with Shoal.
         tokenizer: a transformers tokenizer, or where to load one from; None takes the model's own.
         dtype: weights and computation; None is bfloat16 where the device computes it natively, else float32.
         device: None is CUDA where there is one, else the CPU.
-        quant: weight quantisation while loading.
-        backend: who runs the layers: "hf" the model's own modules, "auto" the best that fits.
+        quant: weight quantisation, "int8" or "int4"; needs a model that fits the packed backend.
+        backend: who runs the layers: "packed" Shoal's own executor for Llama-shaped models, "hf" the model's own
+            modules, "auto" the packed one where the model fits. Packing a model that is handed over copies it.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with a model may run.
 
     Raises:
         ValueError: there is no such model, or an option is unknown.
-        Unsupported: it is no decoder, or cannot be run layer by layer.
+        Unsupported: it is no decoder, or cannot be run as asked.
     """
-    _check_backend(backend, quant)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    if quant is not None and backend == "hf":
+        raise Unsupported(f"quant={quant!r} with backend 'hf'", "it runs the model's own weights", 'Use backend="packed"')
     if isinstance(model, str | os.PathLike) or model is None:
+        where = torch.device(device) if device is not None else default_device()
+        kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
         source = os.fspath(reference.path()) if model is None else os.fspath(model)
-        return _load_files(source, tokenizer, dtype, device, revision, trust_remote_code)
+        return _from_files(Checkpoint(source, revision, trust_remote_code), tokenizer, kind, where, quant, backend)
     if dtype is not None or device is not None:
         raise ValueError(
             "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
             "Convert it before, with model.to(...)"
         )
-    return engine_for(model, tokenizer, name=getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return engine_for(model, tokenizer, quant=quant, backend=backend)
 
 
-def engine_for(model: Any, tokenizer: Any = None, *, name: str = "", card: Card | None = None) -> Engine:
-    """The engine of a loaded transformers model, which is not changed."""
+def engine_for(
+    model: Any, tokenizer: Any = None, *, name: str = "", card: Card | None = None,
+    quant: Quant | None = None, backend: Backend = "hf",
+) -> Engine:
+    """The engine of a loaded transformers model, which is not changed; packing copies its weights."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         raise Unsupported(f"an object of type {type(model).__name__}", "it is no transformers model", _DECODER_REMEDY)
     if model.training:
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
     _check_decoder(model.config)
-    stack = HFStack(model)
-    check_parity(stack, model)
-    return Engine(
-        stack, tokenizer, model_name=name, eos_token_ids=_eos(model, tokenizer), card=card, model=model
-    )
+    embedding = model.get_input_embeddings().weight
+    stack: Stack | None = None
+    if backend != "hf":
+        stack = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend)
+    if stack is not None and quant is None:
+        check_parity(stack, model, _PACKED_PARITY)
+    if stack is None:
+        stack = HFStack(model)
+        check_parity(stack, model)
+    eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
+    name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model)
 
 
-def _check_backend(backend: str, quant: str | None) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "packed":
-        raise Unsupported("backend 'packed'", "this version runs models through their own modules", 'Use backend="hf"')
-    if quant is not None:
-        raise Unsupported(f"quant={quant!r}", "this version does not quantise weights", "Load the model without it")
-
-
-def _load_files(
-    source: str, tokenizer: Any, dtype: Any, device: Any, revision: str | None, trust_remote_code: bool
+def _from_files(
+    files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend
 ) -> Engine:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    where = torch.device(device) if device is not None else default_device()
-    kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
-    place, extra = _place(source)
-    shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, **extra}
-    if revision is not None:
-        shared["revision"] = revision
-    config = AutoConfig.from_pretrained(place, **shared)
+    config = files.config()
     _check_decoder(config)
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=kind, **shared).to(where).eval()
-    if not isinstance(tokenizer, str | os.PathLike) and tokenizer is not None:
-        words = tokenizer
-    else:
-        words = _load_tokenizer(tokenizer or place, shared if tokenizer is None else {})
-    card = read_card(place, config.get_text_config().num_hidden_layers, revision)
-    return engine_for(model, words, name=source, card=card)
+    words = files.tokenizer(tokenizer)
+    card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
+    source = files.weights() if backend != "hf" else None
+    stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
+    if stack is None:
+        model = files.model(dtype).to(device).eval()
+        return engine_for(model, words, name=files.name, card=card, quant=quant, backend="hf" if source else backend)
+    eos = eos_ids(files.generation_config(), config, words)
+    return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card)
 
 
-def _place(source: str) -> tuple[str, dict[str, str]]:
-    """Folder or Hub id to load from, and the GGUF file in it."""
-    path = Path(source)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"there is no file {source!r}")
-        return os.fspath(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"the folder {source!r} holds no config.json, so it is no model in the Hugging Face format")
-    elif path.exists():
-        raise ValueError(f"{source!r} is a file; give the model's folder, its Hub id, or a .gguf file")
-    elif source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ValueError(f"there is no folder {source!r}")
-    return source, {}
-
-
-def _load_tokenizer(place: Any, shared: dict[str, Any]) -> Any:
-    """The tokenizer, or None where a folder has none: then prompts are token ids."""
-    from transformers import AutoTokenizer
-
-    folder = Path(place)
-    if folder.is_dir() and "gguf_file" not in shared and not any(folder.glob("*token*")):
+def _pack(
+    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend
+) -> Stack | None:
+    """The packed stack; under "auto" None, said once, where the model does not fit and needs no quantisation."""
+    try:
+        if backend == "auto" and quant is None:
+            packed.worth_packing(dtype, device)
+        return packed.build(config, source, dtype, device, quant)
+    except Unsupported as reason:
+        if backend != "auto" or quant is not None:
+            raise
+        log.info("running the model's own modules: %s", reason)
         return None
-    return AutoTokenizer.from_pretrained(place, **shared)
 
 
 def _check_decoder(config: Any) -> None:
@@ -139,17 +139,17 @@ def _check_decoder(config: Any) -> None:
 
     known = {config.model_type, config.get_text_config().model_type} & set(CAUSAL)
     if not known and not getattr(config, "auto_map", None):
-        raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it", _DECODER_REMEDY)
+        raise Unsupported(
+            f"model type {config.model_type!r}", "transformers has no causal language model of it", _DECODER_REMEDY
+        )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
 
 
-def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids: of the generation config, else the config, else the tokenizer."""
-    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        found = getattr(holder, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-        if holder is getattr(model, "generation_config", None) and holder is not None:
-            return frozenset()
-    return frozenset()
+def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids: of the generation config if there is one, else of the config, else of the tokenizer."""
+    holders = [generation_config] if generation_config is not None else [config, tokenizer]
+    found = next((e for h in holders if (e := getattr(h, "eos_token_id", None)) is not None), None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

@@ -20,6 +20,7 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
 from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, mark_shallow, spans
+from shoal.model.windows import windows_of
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -38,7 +39,7 @@ class HFStack:
         self.num_layers = int(config.num_hidden_layers)
         self.vocab_size = int(config.vocab_size)
         self.max_positions = getattr(config, "max_position_embeddings", None)
-        self.windows = _windows(config, self.num_layers)
+        self.windows = windows_of(config)
         layers = find_layers(model, self.num_layers)
         self.device = model.get_input_embeddings().weight.device
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
@@ -249,22 +250,6 @@ class _Nothing(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         zeros = torch.zeros_like(hidden_states)
         return (zeros, None) if self.pair else zeros
-
-
-def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in positions, from its type or from the config's single window."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return (window,) * num_layers
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise Unsupported(
-            f"layers of type {', '.join(sorted(unknown))}",
-            "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another kind of state",
-            "Use a model whose layers are all of those two types",
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _check_attention(model: Any) -> None:

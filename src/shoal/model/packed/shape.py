@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
 from shoal.errors import Unsupported
+from shoal.model.windows import windows_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite")
 """Values of `model_type` whose block is the packed one."""
@@ -65,7 +66,7 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-def shape_of(config: Any, windows: tuple[int | None, ...]) -> Shape:
+def shape_of(config: Any) -> Shape:
     """The shape of a transformers config.
 
     Raises:
@@ -96,7 +97,7 @@ def shape_of(config: Any, windows: tuple[int | None, ...]) -> Shape:
         embedding_scale=getattr(text, "embedding_multiplier", 1.0),
         logit_scale=1 / getattr(text, "logits_scaling", 1.0),
         activation=activations[text.hidden_act],
-        windows=windows,
+        windows=windows_of(text),
         rotary=tuple(bool(flag) for flag in getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers),
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),

@@ -1,0 +1,98 @@
+"""A checkpoint on disk or on the Hub: its config, tokenizer, weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shoal.model.packed.source import FileSource, has_safetensors
+
+
+class Checkpoint:
+    """Names a checkpoint; nothing is read before it is asked for.
+
+    Args:
+        name: folder, Hub id or `.gguf` file.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether Python code that comes with it may run.
+
+    Raises:
+        ValueError: there is no such file or folder, or it holds no model.
+    """
+
+    def __init__(self, name: str, revision: str | None, trust_remote_code: bool) -> None:
+        self.name, self.revision = name, revision
+        self.place, self._gguf = _place(name)
+        self._options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if self._gguf is not None:
+            self._options["gguf_file"] = self._gguf
+        if revision is not None:
+            self._options["revision"] = revision
+
+    def config(self) -> Any:
+        """The transformers config."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.place, **self._options)
+
+    def generation_config(self) -> Any | None:
+        """The generation config, or None where the checkpoint has none."""
+        from transformers import GenerationConfig
+
+        try:
+            options = {} if self.revision is None else {"revision": self.revision}
+            return GenerationConfig.from_pretrained(self.place, **options)
+        except OSError:
+            return None
+
+    def model(self, dtype: Any) -> Any:
+        """The model with its own modules."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options)
+
+    def weights(self) -> FileSource | None:
+        """The weights by name, or None where they do not lie in safetensors files."""
+        if self._gguf is not None:
+            return None
+        folder = self._folder()
+        return FileSource(folder) if has_safetensors(folder) else None
+
+    def _folder(self) -> Path:
+        if Path(self.place).is_dir():
+            return Path(self.place)
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.safetensors", "*.json"]
+        return Path(snapshot_download(self.place, revision=self.revision, allow_patterns=wanted))
+
+    def tokenizer(self, given: Any = None) -> Any:
+        """The tokenizer: `given` itself, one loaded from where it names, or the checkpoint's own if it has one."""
+        if given is not None and not isinstance(given, str | os.PathLike):
+            return given
+        from transformers import AutoTokenizer
+
+        if given is not None:
+            return AutoTokenizer.from_pretrained(given)
+        folder = Path(self.place)
+        if folder.is_dir() and self._gguf is None and not any(folder.glob("*token*")):
+            return None
+        return AutoTokenizer.from_pretrained(self.place, **self._options)
+
+
+def _place(name: str) -> tuple[str, str | None]:
+    """Folder or Hub id to load from, and the GGUF file in it."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"there is no file {name!r}")
+        return os.fspath(path.parent), path.name
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"the folder {name!r} holds no config.json, so it is no model in the Hugging Face format")
+    elif path.exists():
+        raise ValueError(f"{name!r} is a file; give the model's folder, its Hub id, or a .gguf file")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no folder {name!r}")
+    return name, None

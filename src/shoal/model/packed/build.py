@@ -1,0 +1,54 @@
+"""From a config and a source of weights to a packed stack."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.errors import Unsupported
+from shoal.model.packed.linear import Quant, pack
+from shoal.model.packed.shape import RotaryTable, shape_of
+from shoal.model.packed.source import Source
+from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.weights import Packer
+
+QUANTS = ("int8", "int4")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def build(
+    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None
+) -> PackedStack:
+    """Pack a decoder.
+
+    Args:
+        config: its transformers config.
+        source: its weights by name.
+        dtype: of the computation and the KV.
+        device: where to put it.
+        quant: how matrices are stored; None keeps them in `dtype`.
+
+    Raises:
+        Unsupported: the model or the dtype does not fit the packed block.
+    """
+    shape = shape_of(config)
+    check(dtype, quant)
+    packer = Packer(source, shape, dtype, device, partial(pack, quant=quant), partial(pack, quant=quant, indexed=True))
+    return PackedStack(shape, packer.weights(), RotaryTable(config, device, dtype), dtype, device)
+
+
+def check(dtype: torch.dtype, quant: str | None) -> None:
+    """Refuse what the packed block has no arithmetic for."""
+    if quant is not None and quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}; it must be None or one of {', '.join(QUANTS)}")
+    if dtype not in _DTYPES:
+        raise Unsupported(f"the packed backend in {dtype}", "its kernels are made for bfloat16 and float32",
+                          'Use dtype="bfloat16", or backend="hf"')
+
+
+def worth_packing(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse where the model's own modules do better: float64, and float16 on a CPU."""
+    if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
+        raise Unsupported(f"the packed backend in {dtype} on {device.type}", "it gains nothing there", 'Use backend="hf"')
