@@ -1,0 +1,143 @@
+"""Rows of one batch are independent of each other, whatever their prompts, plans, limits and seeds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from drive import Run, decode, gap, make_run, oracle_logits, prompt
+from families import tiny
+from shoal.decode.loop import Loop
+from shoal.decode.recipe import Recipe
+from shoal.decode.stop import StopRules
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.model.kv import KVCache
+from shoal.types import Sampling
+
+PROMPTS = [prompt(4, 1), prompt(9, 2), prompt(1, 3), prompt(17, 4)]
+PLANS = [
+    DepthPlan.whole_layers([NEVER, 5, 2, 3, 7, NEVER]),
+    DepthPlan.full(6),
+    DepthPlan((1, NEVER, 4, 2, 6, NEVER), (NEVER, 3, 4, 5, 1, NEVER)),
+    DepthPlan.whole_layers([2, 9, NEVER, 1, 1, 4]),
+]
+NEW = [12, 7, 10, 3]
+EXACT = 1e-10
+
+
+def alone(name: str, index: int, **options: object) -> Run:
+    numbers = [index] if "sampling" in options else None
+    return decode(tiny(name), [PROMPTS[index]], PLANS[index], NEW[index], numbers=numbers, **options)
+
+
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("name", ["llama", "hybrid", "gpt2", "gemma3", "gpt_neox", "gemma2"])
+def test_each_row_of_a_batch_is_its_own_run(name: str, chunk: int) -> None:
+    together = decode(tiny(name), PROMPTS, PLANS, NEW, chunk=chunk)
+    for index in range(4):
+        single = alone(name, index)
+        assert together.tokens[index] == single.tokens[0]
+        assert gap(together.logits(index), single.logits(0)) <= EXACT
+        assert gap(single.logits(0), oracle_logits(tiny(name), PROMPTS[index], PLANS[index], single.tokens[0])) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+def test_the_order_of_the_rows_does_not_matter(name: str) -> None:
+    expected = [alone(name, index).tokens[0] for index in range(4)]
+    for order in itertools.islice(itertools.permutations(range(4)), 1, None, 5):
+        run = decode(tiny(name), *([one[i] for i in order] for one in (PROMPTS, PLANS, NEW)))
+        assert run.tokens == [expected[i] for i in order]
+
+
+def test_rows_leave_when_they_are_done() -> None:
+    run = make_run(tiny("llama"), PROMPTS, PLANS, NEW)
+    widths = [(len(steps), run.cache.rows) for steps in run.loop.run()]
+    assert [width for width, _ in widths] == [sum(new > tick for new in NEW) for tick in range(max(NEW))]
+    assert [rows for _, rows in widths[:-1]] == [sum(new > tick + 1 for new in NEW) for tick in range(max(NEW) - 1)]
+    assert [row.finish_reason for row in run.rows] == ["length"] * 4
+
+
+def test_a_row_without_room_never_runs() -> None:
+    run = decode(tiny("llama"), PROMPTS[:3], DepthPlan.full(6), [4, 0, 5])
+    assert [len(tokens) for tokens in run.tokens] == [4, 0, 5]
+    assert run.rows[1].ledger.target_forwards == 0
+    assert run.tokens[2] == decode(tiny("llama"), [PROMPTS[2]], DepthPlan.full(6), 5).tokens[0]
+    nothing = decode(tiny("llama"), PROMPTS[:2], DepthPlan.full(6), 0)
+    assert nothing.tokens == [[], []]
+
+
+def test_eos_that_is_also_a_padding_or_prompt_token() -> None:
+    """An end token in the prompts, or in other rows' padding, ends nothing; each row ends on its own."""
+    model, full = tiny("llama"), DepthPlan.full(6)
+    free = decode(model, PROMPTS, full, 12).tokens
+    eos = free[0][5]
+    prompts = [[eos, *tokens, eos] for tokens in PROMPTS]
+    free = decode(model, prompts, full, 12).tokens
+    chosen = frozenset({free[0][2], free[3][7], eos})
+    together = decode(model, prompts, full, rules=lambda _: StopRules(eos_token_ids=chosen, max_new_tokens=12))
+    for index, tokens in enumerate(together.tokens):
+        ends = [place for place, token in enumerate(free[index]) if token in chosen]
+        assert tokens == free[index][: ends[0] + 1 if ends else 12]
+        assert together.rows[index].finish_reason == ("stop" if ends else "length")
+    assert len({len(tokens) for tokens in together.tokens}) > 1
+
+
+def test_sampled_rows_do_not_depend_on_their_mates() -> None:
+    hot = Sampling(temperature=1.2, top_p=0.95, top_k=40, repetition_penalty=1.1)
+    together = decode(tiny("hybrid"), PROMPTS, PLANS, NEW, sampling=hot, seed=5)
+    for index in range(4):
+        assert together.tokens[index] == alone("hybrid", index, sampling=hot, seed=5).tokens[0]
+    twins = decode(tiny("hybrid"), [PROMPTS[0]] * 3, PLANS[0], 8, sampling=hot, seed=5).tokens
+    assert len({tuple(tokens) for tokens in twins}) == 3
+
+
+def test_random_batches() -> None:
+    """Any mix of lengths, plans and limits, some of them equal."""
+    dice = random.Random(3)
+    model = tiny("hybrid")
+    for _ in range(6):
+        picks = [dice.randrange(4) for _ in range(dice.randint(2, 6))]
+        plans = [PLANS[dice.randrange(4)] for _ in picks]
+        news = [dice.randint(1, 9) for _ in picks]
+        run = decode(model, [PROMPTS[i] for i in picks], plans, news, chunk=dice.randint(1, 12))
+        for index, (pick, plan, new) in enumerate(zip(picks, plans, news, strict=True)):
+            assert gap(run.logits(index), decode(model, [PROMPTS[pick]], plan, new).logits(0)) <= EXACT
+
+
+def test_a_cache_that_holds_the_beginning_already() -> None:
+    model, full = tiny("hybrid"), DepthPlan.full(6)
+    first = decode(model, [PROMPTS[3]], full, 1)
+    cache: KVCache = first.cache
+    cache.truncate(0, 11)
+    rest = make_run(model, [PROMPTS[3]], PLANS[0], 9)
+    loop = Loop(rest.loop.stack, cache, rest.rows)
+    for _ in loop.run():
+        pass
+    assert rest.rows[0].ledger.prefill_tokens == 6
+    fresh = decode(model, [PROMPTS[3]], PLANS[0], 9)
+    assert gap(rest.logits(0), fresh.logits(0)) <= EXACT
+
+
+def test_leaving_early_keeps_committed_positions_only() -> None:
+    run = make_run(tiny("llama"), PROMPTS[:1], DepthPlan.full(6), 9)
+    ticks = run.loop.run()
+    for _ in range(4):
+        next(ticks)
+    ticks.close()
+    assert run.cache.positions == [len(run.rows[0].tokens) - 1]
+    assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
+
+
+def test_one_layer_one_token_one_row() -> None:
+    model = tiny("llama", layers=1)
+    for plan in (DepthPlan.full(1), DepthPlan.whole_layers([1])):
+        run = decode(model, [[7]], plan, 3)
+        assert gap(run.logits(0), oracle_logits(model, [7], plan, run.tokens[0])) <= EXACT
+
+
+def test_a_recipe_without_parts_is_a_plan() -> None:
+    bare, full = decode(tiny("llama"), PROMPTS[:1], Recipe(PLANS[0]), 5), decode(tiny("llama"), PROMPTS[:1], PLANS[0], 5)
+    assert torch.equal(bare.logits(0), full.logits(0))
