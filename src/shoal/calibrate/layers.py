@@ -116,15 +116,9 @@ def _loss(engine: Engine, prompt: Sequence[int], answer: Sequence[int], dropped:
 
 def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """For every layer, 1 - cosine of its input and output, summed over the answer's tokens."""
-    turns, before = [], None
-
-    def tap(layer: int, hidden: Tensor) -> None:
-        nonlocal before
-        state = hidden[0, -len(answer) :].float()
-        if before is not None:
-            turns.append(float((1 - torch.cosine_similarity(before, state, dim=-1)).sum()))
-        before = state
-
+    states: list[Tensor] = []
     feed = _feed(prompt, answer, DepthPlan.full(engine.stack.num_layers))
-    engine.stack.forward([feed], KVCache(engine.stack.windows, rows=1), tap)
-    return torch.tensor(turns, dtype=torch.float64)
+    cache = KVCache(engine.stack.windows, rows=1)
+    engine.stack.forward([feed], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
+    turns = [1 - torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states, states[1:], strict=False)]
+    return torch.stack(turns).sum(-1).double()

@@ -7,7 +7,7 @@ and leave when they are done. The loop sees protocols only; it knows no architec
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
@@ -47,8 +47,8 @@ class Loop:
         if len(self.rows) < cache.rows:
             self._keep_slots()
 
-    def run(self) -> Iterator[list[Step]]:
-        """The steps of every tick, the prefill's first. Leaving early is safe: the cache holds committed tokens only."""
+    def run(self) -> Generator[list[Step], None, None]:
+        """The steps of every tick, the prefill's first. After leaving early the cache holds committed tokens only."""
         try:
             start = time.perf_counter()
             if self.rows:
@@ -77,7 +77,8 @@ class Loop:
                     ends[row.slot] = (size - 1, values)
                 else:
                     self.cache.commit(row.slot, range(size))
-        return self._settle([(row, TokenTree.chain(row.tokens[-1:]), ends[row.slot][1], ends[row.slot][0]) for row in self.rows])
+        roots = ((row, TokenTree.chain(row.tokens[-1:])) for row in self.rows)
+        return self._settle([(row, root, ends[row.slot][1], ends[row.slot][0]) for row, root in roots])
 
     def tick(self) -> list[Step]:
         """One forward for all rows under way."""

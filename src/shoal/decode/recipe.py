@@ -23,8 +23,10 @@ Exactness = Literal["full", "plan", "none"]
 class Rule(Protocol):
     """Decides which drafted tokens are kept."""
 
-    exact: bool
-    """Whether the output equals the target's, token for token if greedy and in law if sampled."""
+    @property
+    def exact(self) -> bool:
+        """Whether the output equals the target's, token for token if greedy and in law if sampled."""
+        ...
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
         """The accepted path through `tree` and the token that follows it."""

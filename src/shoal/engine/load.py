@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -63,7 +62,8 @@ def load(
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     if quant is not None and backend == "hf":
-        raise Unsupported(f"quant={quant!r} with backend 'hf'", "it runs the model's own weights", 'Use backend="packed"')
+        what = f"quant={quant!r} with backend 'hf'"
+        raise Unsupported(what, "it runs the model's own weights", 'Use backend="packed"')
     if isinstance(model, str | os.PathLike) or model is None:
         where = torch.device(device) if device is not None else default_device()
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
@@ -91,14 +91,19 @@ def engine_for(
     stack: Stack | None = None
     if backend != "hf":
         stack = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend)
-    if stack is not None and quant is None:
-        check_parity(stack, model, _PACKED_PARITY)
-    if stack is None:
-        stack = HFStack(model)
-        check_parity(stack, model)
+        if stack is not None and quant is None:
+            check_parity(stack, model, _PACKED_PARITY)
+    stack = stack or _modules(model)
     eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
     name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
     return Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model)
+
+
+def _modules(model: Any) -> Stack:
+    """The model's own modules as a stack, checked."""
+    stack = HFStack(model)
+    check_parity(stack, model)
+    return stack
 
 
 def _from_files(

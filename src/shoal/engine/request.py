@@ -110,10 +110,7 @@ def is_batch(prompt: Any) -> bool:
 
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | None) -> list[int]:
     """Token ids of one prompt, checked against vocabulary and context."""
-    if isinstance(prompt, str):
-        ids = _tokenize(prompt, tokenizer)
-    else:
-        ids = [int(token) for token in prompt]
+    ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else [int(token) for token in prompt]
     if not ids:
         raise ValueError("the prompt is empty; give at least one token, such as the model's beginning-of-sequence id")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)

@@ -7,7 +7,7 @@ the first position that skipped anything, so a turn always starts from what a fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.request import Options, Request, prompt_ids

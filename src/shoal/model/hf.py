@@ -7,9 +7,9 @@ which layers run on which tokens. Nothing about the model is changed, not even i
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
 from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, mark_shallow, spans
 from shoal.model.windows import windows_of
+
+T = TypeVar("T")
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -81,8 +83,8 @@ class HFStack:
         """Embeddings [R, m, D], short rows padded by their last token."""
         width = max(len(feed.tokens) for feed in feeds)
         ids = [[*feed.tokens, *[feed.tokens[-1]] * (width - len(feed.tokens))] for feed in feeds]
-        places = torch.tensor([positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds], device=self.device)
-        return self.parts.embed(torch.tensor(ids, device=self.device), places)
+        places = [positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds]
+        return self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
 
     def _logits(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
         """Logits [sum of wanted, V], through norm and head together."""
@@ -160,7 +162,7 @@ class _Call:
         hidden = self._inputs(piece)
         call = self.stack.parts.calls[layer]
         output = module(hidden, **self._arguments(call, piece, rows, store, _Slot(store, numbers, counts), hidden))
-        return output[0] if isinstance(output, tuple) else output
+        return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def _arguments(
         self, call: LayerCall, piece: Span, rows: list[int], store: KVLayer, slot: _Slot, hidden: Tensor
@@ -169,7 +171,8 @@ class _Call:
         starts = tuple(store.starts[self.feeds[i].row] for i in rows)
         window = store.window
         arguments = dict(call.constants)
-        arguments[call.mask] = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
+        seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
+        arguments[call.mask] = seen
         arguments[call.cache] = slot
         if call.positions is not None:
             arguments[call.positions] = places
@@ -180,12 +183,12 @@ class _Call:
             arguments[call.rotary] = self._shared(("rotary", call.rotary_call), piece, lambda: rotary(hidden, places))
         return arguments
 
-    def _shared(self, name: Any, piece: Span, make: Any) -> Any:
+    def _shared(self, name: Any, piece: Span, make: Callable[[], T]) -> T:
         """A table that all layers with the same nodes share."""
         key = (name, piece.first, piece.last)
         if key not in self._memo:
             self._memo[key] = make()
-        return self._memo[key]
+        return cast("T", self._memo[key])
 
     def _whole(self, piece: Span) -> bool:
         """Whether the piece takes every row from its first node to the width of the batch, padding included."""
@@ -231,7 +234,7 @@ def _pick(piece: Span, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """A twin of `layer` that shares everything but the named child, which gives zeros; None if there is no such child."""
+    """A twin of `layer` that shares all but the named child, which gives zeros; None if there is no such child."""
     name = next((n for n in names if n in layer._modules), None)
     if name is None:
         return None

@@ -77,7 +77,13 @@ class KVLayer:
         return self.keys[index, :, :columns], self.values[index, :, :columns]
 
     def _write(
-        self, keys: Tensor, values: Tensor, rows: Sequence[int], span: slice | None, ends: list[int], counts: Sequence[int]
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: Sequence[int],
+        span: slice | None,
+        ends: list[int],
+        counts: Sequence[int],
     ) -> None:
         assert self.keys is not None and self.values is not None
         nodes = keys.shape[2]

@@ -181,7 +181,8 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[
         else:
             constants[name] = value
     if "cache" not in found:
-        raise Unsupported(f"{type(call.module).__name__} is given no KV cache", "Shoal keeps the KV in its own", _REMEDY)
+        what = f"{type(call.module).__name__} is given no KV cache"
+        raise Unsupported(what, "Shoal keeps the KV in its own", _REMEDY)
     return LayerCall(
         mask=found.get("mask", "attention_mask"),
         cache=found["cache"],
@@ -256,9 +257,14 @@ def _position_tables(before: list[Call], positions: Tensor, goal: Tensor) -> Ite
     for call in before:
         places = [name for name, value in call.arguments.items() if _holds(value, positions)]
         if places and isinstance(call.output, Tensor) and call.output.shape[-1] == goal.shape[-1]:
-            others = {n: None if isinstance(v, Tensor) else v for n, v in call.arguments.items() if n not in places}
-            name = "position_ids" if "position_ids" in places else places[0]
-            yield lambda p, call=call, name=name, others=others: call.module(**others, **{name: p})
+            yield _replay_table(call, places)
+
+
+def _replay_table(call: Call, places: list[str]) -> Callable[[Tensor], Tensor]:
+    """The call with other positions; tensors that are no positions, such as a mask, are left out."""
+    others = {n: None if isinstance(v, Tensor) else v for n, v in call.arguments.items() if n not in places}
+    name = "position_ids" if "position_ids" in places else places[0]
+    return lambda positions: call.module(**others, **{name: positions})
 
 
 def _holds(value: Any, positions: Tensor) -> bool:
@@ -307,7 +313,8 @@ def _head(recording: Recording, head_module: nn.Module, config: Any) -> Callable
     raw = next(call.output for call in recording.after if call.module is head_module)
     finish = _explain(raw, recording.logits, config)
     if finish is None:
-        raise Unsupported("a model that changes its logits after the LM head", "the probe does not recognise how", _REMEDY)
+        what = "a model that changes its logits after the LM head"
+        raise Unsupported(what, "the probe does not recognise how", _REMEDY)
     return lambda hidden: finish(_through(chain, hidden))
 
 

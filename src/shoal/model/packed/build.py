@@ -51,4 +51,5 @@ def check(dtype: torch.dtype, quant: str | None) -> None:
 def worth_packing(dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules do better: float64, and float16 on a CPU."""
     if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
-        raise Unsupported(f"the packed backend in {dtype} on {device.type}", "it gains nothing there", 'Use backend="hf"')
+        what = f"the packed backend in {dtype} on {device.type}"
+        raise Unsupported(what, "it gains nothing there", 'Use backend="hf"')

@@ -30,7 +30,7 @@ class Linear(Protocol):
     nbytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, columns] times the transposed matrix: [T, rows]."""
+        """Map x [T, columns] to [T, rows]."""
         ...
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Linear(Protocol):
 
 
 class Dense:
-    """Weights as they are; on the CPU in bfloat16 they are reordered for oneDNN, which reads them at the memory roof."""
+    """Weights as they are; bfloat16 ones on the CPU are reordered for oneDNN, which then reads them at the roof."""
 
     def __init__(self, weight: Tensor, *, indexed: bool = False) -> None:
         self.rows, self.columns = weight.shape
@@ -51,6 +51,7 @@ class Dense:
             self._plain = weight if indexed else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
         if self._packed is None:
             assert self._plain is not None
             return linear(x, self._plain)
@@ -78,6 +79,7 @@ class Quantised:
         self.nbytes = self._levels.numel() * bits // 8 + self._scales.numel() * 2
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
         return linear(x, self.dequantised())
 
     def dequantised(self) -> Tensor:

@@ -136,7 +136,7 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` [T, heads, head_dim] with tables [T, rotary_dim / 2], halves paired as in transformers."""
+    """Rotate `x` [T, heads, head_dim] by tables [T, rotary_dim / 2], halves paired as in transformers."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)

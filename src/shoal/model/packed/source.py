@@ -1,4 +1,4 @@
-"""Where weights come from, by their names in the checkpoint: a loaded model, or safetensors files read layer by layer."""
+"""Where weights come from, by their names in the checkpoint: a loaded model, or safetensors read layer by layer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+/* What crosses the border to Python: the structures are mirrored in structs.py, field by field. */
+#ifndef SHOAL_H
+#define SHOAL_H
+
+#include <stdint.h>
+
+enum { KIND_FP32, KIND_BF16, KIND_INT8, KIND_INT4 };
+enum { DTYPE_FP32, DTYPE_BF16 };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
+enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
+
+#define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
+#define MAX_TOKENS 64 /* tokens of one forward: a token's ancestors are the bits of one word */
+#define MAX_THREADS 64
+#define GROUP_INT8 64 /* consecutive inputs that share a scale */
+#define GROUP_INT4 32
+
+/* A matrix [rows, cols] in row blocks of 16 rows, interleaved so that one register holds 16 rows:
+     fp32 [blocks][depth][16], bf16 [blocks][depth/2][16][2], int8 [blocks][depth/4][16][4] with zero point 128,
+     int4 [blocks][depth/32][4][16][4]: low nibbles of vector j are inputs 4j..4j+3, high ones 16+4j.. , zero point 8.
+   Scales of int8 and int4 are fp16 [blocks][depth/group][16]. Depth is cols rounded up; the padding is zero.
+   A paired matrix holds two halves (gate and up): even blocks are of the first, odd ones of the second. */
+typedef struct {
+    const void *data;
+    const uint16_t *scales;
+    int32_t kind, rows, cols, depth, blocks, paired;
+} ShoalWeight;
+
+typedef struct {
+    ShoalWeight qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
+    const float *cos, *sin; /* [positions][rotary_dim / 2], NULL in a layer without rotary embedding */
+    int32_t window;         /* 0: none */
+    int32_t positions;      /* rows of the tables */
+} ShoalLayer;
+
+typedef struct {
+    int32_t hidden, ffn, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers, activation, kv_dtype;
+    int32_t embedding_dtype;
+    float eps, attention_scale, residual_scale, embedding_scale, logit_scale;
+    const ShoalLayer *layers;
+    const float *norm;
+    ShoalWeight head;
+    const float *head_bias;
+    const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of the head */
+} ShoalModel;
+
+/* Tokens of one row follow one another and are its nodes 0, 1, ... in order; rows ascend. */
+typedef struct {
+    int32_t tokens, wanted_count, active_count, rows;
+    const int32_t *ids, *position, *row, *node, *base;
+    const uint64_t *ancestors; /* bit j: node j of the same row is visible, itself included */
+    const int32_t *wanted;     /* tokens whose logits are asked for */
+    const int32_t *layers;     /* [active_count], ascending */
+    const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
+    const int32_t *start;      /* [active_count][tokens] evicted positions, or NULL: none */
+    void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
+    void *const *values;
+    const int32_t *capacity;   /* [num_layers], 0 where there is no storage */
+} ShoalBatch;
+
+#endif
