@@ -155,7 +155,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     parts: list[Any] = [_settings(model)]
     for name, module in model.named_modules(remove_duplicate=False):
-        parts.append((name, id(module), module.training, _hooks(module), sorted(_plain(module))))
+        parts.append((name, id(module), _hooks(module), sorted(_plain(module))))
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         parts.append((name, tensor.data_ptr(), str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad,
                       tensor.grad is None, tensor.double().sum().item(), tensor.double().square().sum().item()))

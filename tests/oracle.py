@@ -132,9 +132,9 @@ def hf_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_
 
 def _hf_greedy_one(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
-    # generate replaces an eos of None by the model's own one; the vocabulary's size is a token that never comes.
+    # As an argument, None switches EOS off; inside a GenerationConfig the model's own one would replace it.
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-                            num_beams=1, eos_token_id=model.config.vocab_size, pad_token_id=0)
+                            num_beams=1, eos_token_id=None, pad_token_id=0)
     tokens: list[int] = output[0, len(prompt):].tolist()
     return tokens
 

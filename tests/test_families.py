@@ -123,8 +123,13 @@ def _tamper_mode(model: PreTrainedModel) -> None:
     decoder_layers(model)[0].mlp.train()
 
 
+def _tamper_module(model: PreTrainedModel) -> None:
+    mlp = decoder_layers(model)[0].mlp
+    mlp.act_fn = type(mlp.act_fn)()
+
+
 TAMPERINGS = [_tamper_hook, _tamper_config, _tamper_attention, _tamper_generation, _tamper_weight, _tamper_storage,
-              _tamper_list, _tamper_forward, _tamper_index, _tamper_mode]
+              _tamper_list, _tamper_forward, _tamper_index, _tamper_mode, _tamper_module]
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS)

@@ -22,7 +22,8 @@ def some_ids(length: int = LENGTH, seed: int = 1) -> Tensor:
 
 @torch.no_grad()
 def plain(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits[0]
+    logits: Tensor = model(ids, use_cache=False).logits
+    return logits[0]
 
 
 def gap(left: Tensor, right: Tensor) -> float:
