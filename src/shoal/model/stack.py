@@ -84,7 +84,6 @@ class Stack(Protocol):
         windows: sliding window of each layer in positions, or None.
         max_positions: the context length, or None where the model has none.
         head_layers: cost of the LM head in layers, by bytes.
-        can_split: whether attention and MLP of a layer can run apart.
     """
 
     num_layers: int
@@ -92,9 +91,13 @@ class Stack(Protocol):
     vocab_size: int
     max_positions: int | None
     head_layers: float
-    can_split: bool
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def can_split(self) -> bool:
+        """Whether attention and MLP of a layer can run apart."""
+        ...
 
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
