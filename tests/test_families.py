@@ -125,7 +125,7 @@ def _tamper_mode(model: PreTrainedModel) -> None:
 
 def _tamper_module(model: PreTrainedModel) -> None:
     mlp = decoder_layers(model)[0].mlp
-    mlp.act_fn = type(mlp.act_fn)()
+    mlp.act_fn = copy.deepcopy(mlp.act_fn)
 
 
 TAMPERINGS = [_tamper_hook, _tamper_config, _tamper_attention, _tamper_generation, _tamper_weight, _tamper_storage,
