@@ -112,7 +112,7 @@ drop_steps = st.lists(st.one_of(st.integers(1, NEW + 1), st.just(NEVER)), min_si
 
 
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
-@hypothesis_settings(max_examples=12)
+@hypothesis_settings(max_examples=25)
 @given(attention=drop_steps, mlp=st.one_of(st.none(), drop_steps), length=st.integers(1, 20), chunk=st.integers(1, 9))
 def test_any_nested_plan(name: str, attention: list[int], mlp: list[int] | None, length: int, chunk: int) -> None:
     plan = DepthPlan(tuple(attention), tuple(mlp or attention))
