@@ -33,7 +33,7 @@ demo: $(STAMP) ## Generate with D3 on the small model that ships with the packag
 lint: $(STAMP) ## Style, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 test: lint ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not network"
