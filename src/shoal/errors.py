@@ -1,6 +1,9 @@
-"""The one exception of Shoal's own: something that was asked for and cannot be done."""
+"""What Shoal says when it is asked for something that cannot be done."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class Unsupported(ValueError):
@@ -15,3 +18,11 @@ class Unsupported(ValueError):
     def __init__(self, what: str, why: str, remedy: str) -> None:
         super().__init__(f"{what}: {why}. {remedy}")
         self.what, self.why, self.remedy = what, why, remedy
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that nobody knows: it names the nearest known one and lists them all."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), choices, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices) or 'none'}")

@@ -1,0 +1,187 @@
+"""Removal orders: which flex layer goes first.
+
+An order is a permutation of the flex layers, so the sets that it yields for falling budgets are nested. The core,
+some layers at the head and some at the tail of the stack, always runs and never occurs in an order. Where two layers
+are equally good to drop, the deeper one goes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.errors import Unsupported, unknown
+
+Order = str | Sequence[int]
+FALLBACK = "center_out"
+"""What "auto" means for a model without a recommended order."""
+
+
+class Core(NamedTuple):
+    """How many layers at the head and at the tail of the stack always run."""
+
+    head: int
+    tail: int
+
+    @property
+    def size(self) -> int:
+        """Number of core layers."""
+        return self.head + self.tail
+
+    def flex(self, num_layers: int) -> range:
+        """The layers between head and tail; ValueError when the core does not fit into the stack."""
+        if self.head < 0 or self.tail < 0 or self.size > num_layers:
+            raise ValueError(
+                f"a core of {self.head} head and {self.tail} tail layers does not fit {num_layers} layers; "
+                f"both must be >= 0 and their sum at most {num_layers}"
+            )
+        return range(self.head, num_layers - self.tail)
+
+
+def default_core(num_layers: int) -> Core:
+    """max(4, L/8) layers, never more than L, split evenly; the head gets the odd one."""
+    return core_for(num_layers)
+
+
+def core_for(
+    num_layers: int, size: int | None = None, order: Order = FALLBACK, recommended: Order | None = None
+) -> Core:
+    """The core that goes with an order: split evenly, except that `high_first` (early exit) has no tail.
+
+    Args:
+        num_layers: L.
+        size: number of core layers; None for max(4, L/8).
+        order: as in `removal_order`.
+        recommended: as in `removal_order`.
+    """
+    total = min(max(4, num_layers // 8), num_layers) if size is None else size
+    if not 1 <= total <= num_layers:
+        raise ValueError(f"core is {total} layers; it must be in 1..{num_layers}, the model's number of layers")
+    chosen = (recommended or FALLBACK) if order == "auto" else order
+    tail = 0 if chosen == "high_first" else total // 2
+    return Core(total - tail, tail)
+
+
+def center_out(flex: range, num_layers: int) -> tuple[int, ...]:
+    """Nearest to the middle of the stack first."""
+    return tuple(sorted(flex, key=lambda layer: (abs(2 * layer - (num_layers - 1)), -layer)))
+
+
+def late_middle(flex: range, num_layers: int) -> tuple[int, ...]:
+    """A run that ends just before the tail core and grows downward."""
+    return tuple(reversed(flex))
+
+
+def low_first(flex: range, num_layers: int) -> tuple[int, ...]:
+    """The lowest flex layer first, as in SkipDecode."""
+    return tuple(flex)
+
+
+def high_first(flex: range, num_layers: int) -> tuple[int, ...]:
+    """The highest flex layer first: an early exit when the core has no tail."""
+    return tuple(reversed(flex))
+
+
+def spread(flex: range, num_layers: int) -> tuple[int, ...]:
+    """A nested form of even spacing: the reverse of filling the widest gap between kept layers in its middle."""
+    kept = [flex.start - 1, flex.stop]
+    filled: list[int] = []
+    while len(filled) < len(flex):
+        below = max(range(len(kept) - 1), key=lambda i: kept[i + 1] - kept[i])
+        middle = (kept[below] + kept[below + 1]) // 2
+        kept.insert(below + 1, middle)
+        filled.append(middle)
+    return tuple(reversed(filled))
+
+
+def ascending(scores: Sequence[float], flex: range, num_layers: int) -> tuple[int, ...]:
+    """The lowest score first.
+
+    Args:
+        scores: cost of dropping each of the L layers.
+        flex: the layers that may go.
+        num_layers: L.
+    """
+    if len(scores) != num_layers or any(math.isnan(score) for score in scores):
+        raise ValueError(f"layer scores must be {num_layers} numbers, one per layer; got {list(scores)}")
+    return tuple(sorted(flex, key=lambda layer: (scores[layer], -layer)))
+
+
+_BY_PLACE: Mapping[str, Callable[[range, int], tuple[int, ...]]] = {
+    "center_out": center_out,
+    "late_middle": late_middle,
+    "low_first": low_first,
+    "high_first": high_first,
+    "spread": spread,
+}
+_BY_SCORE = ("influence", "leave_one_out")
+ORDERS = ("auto", *_BY_PLACE, *_BY_SCORE)
+"""Every name that `removal_order` takes."""
+
+
+def removal_order(
+    order: Order,
+    num_layers: int,
+    head: int,
+    tail: int,
+    scores: Mapping[str, Sequence[float]] | None = None,
+    recommended: Order | None = None,
+) -> tuple[int, ...]:
+    """The flex layers in the order in which they are dropped.
+
+    Args:
+        order: one of `ORDERS`, or the permutation itself. "auto" is the model's recommended order, `center_out`
+            where there is none.
+        num_layers: L.
+        head: core layers at the head of the stack.
+        tail: core layers at its tail.
+        scores: cost of dropping each layer, by kind (`influence`, `leave_one_out`).
+        recommended: the order of the model's calibration card. One given as layers may have been found with another
+            core: its core layers are left out, and flex layers that it kept go last.
+
+    Raises:
+        Unsupported: the order needs scores that the model does not have.
+        ValueError: an unknown name, or layers that are not a permutation of the flex layers.
+    """
+    flex = Core(head, tail).flex(num_layers)
+    if isinstance(order, str) and order == "auto":
+        return _recommended(recommended or FALLBACK, flex, num_layers, scores or {})
+    if isinstance(order, str):
+        return _named(order, flex, num_layers, scores or {})
+    return _explicit(order, flex)
+
+
+def _recommended(
+    order: Order, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]
+) -> tuple[int, ...]:
+    if isinstance(order, str):
+        return _named(order, flex, num_layers, scores)
+    rest = [layer for layer in center_out(flex, num_layers) if layer not in order]
+    return _explicit([*(layer for layer in order if layer in flex), *rest], flex)
+
+
+def _named(name: str, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
+    if name in _BY_PLACE:
+        return _BY_PLACE[name](flex, num_layers)
+    if name not in _BY_SCORE:
+        raise unknown("removal order", name, ORDERS)
+    if name not in scores:
+        raise Unsupported(
+            f"removal order {name!r}",
+            f"the model has no {name} scores",
+            f"Measure them with shoal.calibrate.measure_layers(engine, texts), or take an order that needs none, "
+            f"such as {FALLBACK!r}",
+        )
+    return ascending(scores[name], flex, num_layers)
+
+
+def _explicit(layers: Sequence[int], flex: range) -> tuple[int, ...]:
+    if sorted(layers) != list(flex):
+        span = f"{flex.start}..{flex.stop - 1}" if flex else "none"
+        raise ValueError(
+            f"removal order {list(layers)} must name each flex layer ({span}) once; "
+            f"missing {sorted(set(flex) - set(layers))}, not flex {sorted(set(layers) - set(flex))}. "
+            f"Complete it, or change core"
+        )
+    return tuple(layers)

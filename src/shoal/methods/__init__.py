@@ -1,0 +1,95 @@
+"""The registry of methods: one file, one method, named after the file.
+
+Nothing is imported before it is asked for. Packages from outside add theirs through the entry-point group
+`shoal.methods`, each entry naming a subclass of `shoal.methods.base.Method`; the names that ship here come first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from shoal.errors import unknown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from shoal.methods.base import Method
+
+GROUP = "shoal.methods"
+
+
+def names() -> tuple[str, ...]:
+    """Every method's name, sorted."""
+    return tuple(sorted(_shipped() | set(_foreign())))
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method; ValueError with the nearest known name for an unknown one."""
+    if name in _shipped():
+        return _named_in(name)
+    foreign = _foreign()
+    if name not in foreign:
+        raise unknown("method", name, names())
+    return cast("type[Method]", foreign[name].load())
+
+
+def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str]) -> Method:
+    """A method from itself, its name, `{"method": ..., "method_args": {...}}`, or a .json card holding such a dict.
+
+    A card may hold other things beside it, or have the dict under its key "method".
+
+    Raises:
+        ValueError: an unknown method or option, a value out of range, or a card that cannot be read.
+    """
+    from shoal.methods.base import Method
+
+    if isinstance(spec, Method):
+        return spec
+    if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".json")):
+        return make(_read_card(Path(spec)))
+    if isinstance(spec, str):
+        spec = {"method": spec}
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
+        raise ValueError(
+            f"a method is a name, a Method, a .json card or a dict with a name under 'method' and its options under "
+            f"'method_args'; got {spec!r}"
+        )
+    return get(spec["method"]).from_dict(spec)
+
+
+def _shipped() -> set[str]:
+    found = {module.name for module in pkgutil.iter_modules(__path__)}
+    return {name for name in found if name != "base" and not name.startswith("_")}
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _named_in(name: str) -> type[Method]:
+    from shoal.methods.base import Method
+
+    for value in vars(import_module(f"{__name__}.{name}")).values():
+        if isinstance(value, type) and issubclass(value, Method) and vars(value).get("name") == name:
+            return value
+    raise TypeError(f"shoal/methods/{name}.py defines no Method with name = {name!r}")
+
+
+def _read_card(path: Path) -> Mapping[str, Any]:
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the method card {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(card, Mapping) or "method" not in card:
+        raise ValueError(f"the method card {str(path)!r} has no key 'method'; it needs one, beside 'method_args'")
+    if isinstance(card["method"], Mapping):
+        return cast("Mapping[str, Any]", card["method"])
+    return {key: card[key] for key in ("method", "method_args", "inner") if key in card}

@@ -1,0 +1,46 @@
+"""Knobs of methods: are they of their declared type, and how do they look in JSON."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether `value` is of the annotated type; an int serves as a float, a bool as neither."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and _tuple_fits(value, args)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """An annotated type in words fit for an error message."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(arg) for arg in get_args(hint))
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def frozen(value: Any) -> Any:
+    """Lists, as JSON has them, become tuples, at any depth."""
+    return tuple(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def plain(value: Any) -> Any:
+    """Tuples become lists, at any depth."""
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tuple_fits(value: tuple[object, ...], args: tuple[Any, ...]) -> bool:
+    hints = args[:1] * len(value) if Ellipsis in args else args
+    return len(hints) == len(value) and all(fits(item, hint) for item, hint in zip(value, hints, strict=True))

@@ -1,0 +1,124 @@
+"""What every method has: checked knobs, a recipe, a JSON form, and the seam to `transformers`' generate.
+
+Knows no method and no model; imports no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+
+from shoal.errors import unknown
+from shoal.methods._knobs import describe, fits, frozen, plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from shoal.decode.recipe import Recipe
+    from shoal.types import ModelInfo
+
+_KEYS = ("method", "method_args", "inner")
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A way of decoding: a frozen dataclass whose fields are its knobs.
+
+    A subclass checks the ranges of its knobs in `__post_init__` (after calling this one, which checks their types)
+    and returns its parts from `recipe`. Types in field annotations must be importable at run time. A method that
+    wraps another one holds it in a field called `inner`.
+
+    Attributes:
+        name: the name of its file and of its row in the registry.
+        paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
+        needs: what must be there before it runs, in words, such as ("layer scores",).
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for knob in self.knobs():
+            value = frozen(getattr(self, knob))
+            if not fits(value, hints[knob]):
+                raise ValueError(f"{knob} of {self.name} is {value!r}; it must be {describe(hints[knob])}")
+            object.__setattr__(self, knob, value)
+
+    @abstractmethod
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The parts from which the loop decodes a request on a model.
+
+        Raises:
+            ValueError: a knob is out of range for this model.
+            Unsupported: the model lacks what the method needs.
+        """
+
+    @classmethod
+    def knobs(cls) -> tuple[str, ...]:
+        """Names of the method's options."""
+        return tuple(field.name for field in fields(cls))
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"method": name, "method_args": {...}}` with JSON values only; a wrapped method under "inner"."""
+        args = {knob: plain(getattr(self, knob)) for knob in self.knobs()}
+        spec: dict[str, Any] = {"method": self.name, "method_args": args}
+        if isinstance(args.get("inner"), Method):
+            spec["inner"] = args.pop("inner").to_dict()
+        return spec
+
+    @classmethod
+    def from_dict(cls, spec: Mapping[str, Any]) -> Self:
+        """The method that `to_dict` described; ValueError for another method's dict or an unknown option."""
+        for key in spec:
+            if key not in _KEYS:
+                raise ValueError(f"{unknown('key of a method', key, _KEYS)}. Options belong under 'method_args'")
+        if spec.get("method") != cls.name:
+            raise ValueError(f"this describes method {spec.get('method')!r}, not {cls.name!r}")
+        return cls(**cls._options(spec))
+
+    @classmethod
+    def _options(cls, spec: Mapping[str, Any]) -> dict[str, Any]:
+        args = spec.get("method_args") or {}
+        if not isinstance(args, Mapping):
+            raise ValueError(f"method_args is {args!r}; it must be a mapping of options")
+        options = {**args, **({"inner": spec["inner"]} if "inner" in spec else {})}
+        for option in options:
+            if option not in cls.knobs():
+                raise unknown(f"option of {cls.name}", option, cls.knobs())
+        if "inner" in options:
+            from shoal.methods import make
+
+            options["inner"] = make(options["inner"])
+        return options
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode for `model.generate(..., custom_generate=method)`: ids [B, T], prompt included."""
+        import shoal.integrations.transformers as hf
+
+        return hf.run_custom_generate(
+            self,
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **model_kwargs,
+        )
+
+    def bind(self, *, streamer: Any = None, tokenizer: Any = None) -> Any:
+        """This method as a `custom_generate` callable that carries what `generate` does not hand on to callables."""
+        import shoal.integrations.transformers as hf
+
+        return hf.BoundMethod(self, streamer=streamer, tokenizer=tokenizer)

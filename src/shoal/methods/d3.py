@@ -1,0 +1,80 @@
+"""D3: later tokens run fewer layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.budget import PowerLaw, Rounding
+from shoal.depth.order import core_for, default_core, removal_order
+from shoal.depth.schedule import lay_out
+from shoal.depth.solve import lowest_mean, solve_alpha
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+_GENTLE = 0.85
+
+
+@dataclass(frozen=True)
+class D3(Method):
+    """Position-aware depth decay: token i runs floor(L * alpha^i) layers, dropping flex layers between a fixed core.
+
+    The paper leaves open the size of the core, the removal order and what `start` is a share of; the defaults here
+    are ours. Skipped layers store no KV: with nested sets none is ever missed.
+
+    Attributes:
+        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for a mean depth of 85 % of L.
+        start: a float in [0, 1] is the share of the horizon without decay, an int that many tokens.
+        order: a name in `shoal.depth.order.ORDERS`, or the flex layers in the order in which they are dropped.
+        core: number of layers that always run; None for max(4, L/8).
+        horizon: tokens over which the schedule is laid out; None for the request's max_new_tokens.
+        rounding: "floor", "ceil" or "round".
+        mean: instead of `alpha`, the mean depth over the horizon: in layers, or as a share of L when at most 1.
+    """
+
+    name: ClassVar[str] = "d3"
+    paper: ClassVar[str] = "arXiv 2503.08524"
+
+    alpha: float | None = None
+    start: float | int = 0.0
+    order: str | tuple[int, ...] = "auto"
+    core: int | None = None
+    horizon: int | None = None
+    rounding: Rounding = "floor"
+    mean: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PowerLaw(1.0 if self.alpha is None else self.alpha, self.start, self.rounding)
+        if self.alpha is not None and self.mean is not None:
+            raise ValueError(f"alpha is {self.alpha} and mean {self.mean}; give one, each follows from the other")
+        for knob in ("core", "horizon", "mean"):
+            value = getattr(self, knob)
+            if value is not None and not value > 0:
+                raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
+
+    @classmethod
+    def for_mean_depth(
+        cls, num_layers: int, mean: float, horizon: int, start: float | int = 0.0, **others: Any
+    ) -> D3:
+        """The schedule with a mean depth of `mean` (layers, or a share of L when at most 1) over `horizon` tokens."""
+        wanted = cls(mean=mean, horizon=horizon, start=start, **others)
+        core = default_core(num_layers).size if wanted.core is None else wanted.core
+        return cls(alpha=wanted._solve(num_layers, horizon, core), horizon=horizon, start=start, **others)
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Power law x removal order, proposing nothing."""
+        num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
+        core = core_for(num_layers, self.core, self.order, info.order)
+        removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
+        alpha = self._solve(num_layers, horizon, core.size) if self.alpha is None else self.alpha
+        budget = PowerLaw(alpha, self.start, self.rounding)
+        return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
+
+    def _solve(self, num_layers: int, horizon: int, core: int) -> float:
+        if self.mean is None:
+            mean = max(_GENTLE * num_layers, lowest_mean(num_layers, horizon, self.start, core, self.rounding))
+        else:
+            mean = self.mean * num_layers if self.mean <= 1 else self.mean
+        return solve_alpha(num_layers, mean, horizon, self.start, core, self.rounding)

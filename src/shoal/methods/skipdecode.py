@@ -1,0 +1,57 @@
+"""SkipDecode: the budget falls linearly and the lower middle goes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.budget import Linear, as_layers
+from shoal.depth.order import removal_order
+from shoal.depth.schedule import lay_out
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class SkipDecode(Method):
+    """A linear depth budget per position: a few warm-up layers, then the top of the stack.
+
+    The paper fine-tunes the model for its schedule and counts positions over the whole sequence; here the model is
+    left as it is and the schedule runs over the generated tokens, the prompt at full depth.
+
+    Attributes:
+        maximum: layers of the first decoded token: an int is a count, a float in (0, 1] a share of L.
+        minimum: layers of the last token of the horizon, written the same way.
+        warm_up: layers at the bottom of the stack that always run.
+        horizon: tokens over which the budget falls; None for the request's max_new_tokens.
+    """
+
+    name: ClassVar[str] = "skipdecode"
+    paper: ClassVar[str] = "arXiv 2307.02628"
+
+    maximum: float | int = 1.0
+    minimum: float | int = 0.7
+    warm_up: int = 1
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Linear(self.maximum, self.minimum)
+        if self.warm_up < 1:
+            raise ValueError(f"warm_up is {self.warm_up}; it must be at least 1 layer")
+        if self.horizon is not None and self.horizon < 1:
+            raise ValueError(f"horizon is {self.horizon}; it must be at least 1 token, or None for max_new_tokens")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Linear budget x lowest layer first."""
+        num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
+        least = as_layers(self.minimum, num_layers)
+        if self.warm_up > least:
+            raise ValueError(
+                f"warm_up is {self.warm_up}, above the minimum of {least} of {num_layers} layers; it must be in "
+                f"1..{least}. Lower warm_up or raise minimum"
+            )
+        removal = removal_order("low_first", num_layers, self.warm_up, 0)
+        budget = Linear(self.maximum, self.minimum)
+        return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
