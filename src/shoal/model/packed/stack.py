@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv import KVCache
 from shoal.model.masks import RowView, mask
 from shoal.model.packed import block
+from shoal.model.packed.graphs import GraphRunner
 from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Weights
 from shoal.model.stack import Feed, Span, Tap, check_lengths, mark_shallow, spans
 
@@ -38,10 +40,26 @@ class PackedStack:
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
+        self.graphs: GraphRunner | None = None
+        if device.type == "cuda":
+            self.use_graphs(capture=True)
+
+    def use_graphs(self, capture: bool) -> None:
+        """Run steps of the fixed form through a `GraphRunner`."""
+
+        def make(key: Key, cache: KVCache) -> StaticStep:
+            return StaticStep(key, self.shape, self.weights, self.rotary, cache, self.dtype)
+
+        self.graphs = GraphRunner(make, capture)
 
     @torch.no_grad()
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
+        if self.graphs is not None and tap is None:
+            logits = self.graphs.forward(feeds, cache)
+            if logits is not None:
+                mark_shallow(feeds, cache)
+                return logits
         run = _Pass(self, feeds, cache)
         for layer in range(self.num_layers):
             if tap is not None:

@@ -18,9 +18,9 @@ INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 
 INLINE __mmask16 head_mask(int count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
 
-/* e^x to 1 ulp or two; -inf gives 0. Cody-Waite reduction, Taylor's polynomial of degree 7 on |r| <= ln(2)/2. */
+/* e^x to an ulp or two; -inf gives 0, 90 and more give inf. Cody-Waite reduction, Taylor's polynomial of degree 7 on |r| <= ln(2)/2. */
 INLINE __m512 exp_ps(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+    x = _mm512_min_ps(_mm512_set1_ps(90.0f), _mm512_max_ps(_mm512_set1_ps(-106.0f), x)); /* NaN passes */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);

@@ -1,0 +1,130 @@
+"""A decoding step with fixed shapes and addresses, as CUDA graphs need it: rows x queries, chains only.
+
+Written with tensors alone, so the same function runs eagerly on a CPU, where tests compare it to the flat forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+from shoal.model.kv import KVCache
+from shoal.model.packed import block
+from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.weights import Weights
+from shoal.model.stack import Feed
+
+COLUMNS = 256
+"""KV columns come in multiples of this, so that one graph serves that many lengths."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that a captured step has baked in.
+
+    Attributes:
+        rows, queries: number of rows, and of tokens per row.
+        columns: KV columns that attention reads.
+        layers: the layers that run.
+        storage: addresses of the KV tensors.
+    """
+
+    rows: int
+    queries: int
+    columns: int
+    layers: tuple[int, ...]
+    storage: tuple[int, ...]
+
+
+def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
+    """The key of a forward, or None where it is not of the fixed form.
+
+    The form: every row of the cache, in order, with the same number of tokens in a chain; whole layers, the same for
+    all; every token's logits wanted; no column evicted; KV storage large enough already.
+    """
+    queries = len(feeds[0].tokens)
+    if [feed.row for feed in feeds] != list(range(cache.rows)):
+        return None
+    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in feeds):
+        return None
+    sets = {(f.plan.layers(step), f.plan.depth(step)) for f in feeds for step in (f.steps[0], f.steps[-1])}
+    layers, depth = next(iter(sets))
+    if len(sets) > 1 or depth != len(layers):
+        return None
+    stores = [cache.layers[layer] for layer in layers]
+    columns = -(-(max(cache.positions) + queries) // COLUMNS) * COLUMNS
+    if any(s.keys is None or s.keys.shape[2] < columns or any(s.starts) for s in stores):
+        return None
+    storage = tuple(s.keys.data_ptr() for s in stores if s.keys is not None)
+    return Key(cache.rows, queries, columns, layers, storage)
+
+
+class StaticStep:
+    """The step itself; its inputs are written in place before each run.
+
+    Attributes:
+        ids, positions: int64 [rows, queries].
+    """
+
+    def __init__(
+        self, key: Key, shape: Shape, weights: Weights, rotary: RotaryTable, cache: KVCache, dtype: torch.dtype
+    ) -> None:
+        device = weights.final_norm.device
+        self.key, self._shape, self._weights, self._dtype = key, shape, weights, dtype
+        self.ids = torch.zeros(key.rows, key.queries, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.ids)
+        rotary.reach(key.columns)
+        self._cos, self._sin = rotary.cos, rotary.sin
+        self._stores = [(cache.layers[layer].keys, cache.layers[layer].values) for layer in key.layers]
+        self._columns = torch.arange(key.columns, device=device)
+        self._rows = torch.arange(key.rows, device=device)[:, None]
+
+    def load(self, feeds: Sequence[Feed], cache: KVCache) -> None:
+        """Write the inputs of a forward."""
+        self.ids.copy_(torch.tensor([list(feed.tokens) for feed in feeds]))
+        self.positions.copy_(torch.tensor([feed.positions(cache.positions[feed.row]) for feed in feeds]))
+
+    def run(self) -> Tensor:
+        """Logits [rows * queries, V]; K and V of the tokens are in the stores afterwards."""
+        flat = self.positions.flatten()
+        tables = self._cos[flat], self._sin[flat]
+        x = self._weights.embedding.lookup(self.ids.flatten()).to(self._weights.final_norm.dtype)
+        x = x * self._shape.embedding_scale
+        masks = {window: self._mask(window) for window in {self._shape.windows[layer] for layer in self.key.layers}}
+        for number, layer in enumerate(self.key.layers):
+            weights, seen = self._weights.layers[layer], masks[self._shape.windows[layer]]
+            rotary = tables if self._shape.rotary[layer] else None
+            x = x + block.attention(x, weights, self._shape, self._dtype, rotary, self._attend(number, seen))
+            x = x + block.mlp(x, weights, self._shape, self._dtype)
+        normed = rms_norm(x, (self._shape.hidden,), self._weights.final_norm, self._shape.eps).to(self._dtype)
+        return self._weights.head(normed) * self._shape.logit_scale
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Bool [rows, 1, queries, columns]."""
+        places = self.positions[:, None, :, None]
+        seen = self._columns <= places
+        return seen if window is None else seen & (self._columns > places - window)
+
+    def _attend(self, number: int, seen: Tensor) -> block.Attend:
+        keys, values = self._stores[number]
+        assert keys is not None and values is not None
+        shape, rows, queries = self._shape, self.key.rows, self.key.queries
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[self._rows, :, self.positions] = k.view(rows, queries, *k.shape[1:])
+            values[self._rows, :, self.positions] = v.view(rows, queries, *v.shape[1:])
+            out = scaled_dot_product_attention(
+                q.view(rows, queries, shape.heads, -1).transpose(1, 2),
+                keys[:, :, : self.key.columns],
+                values[:, :, : self.key.columns],
+                attn_mask=seen,
+                scale=shape.attention_scale,
+                enable_gqa=shape.heads != shape.kv_heads,
+            )
+            return out.transpose(1, 2).reshape(rows * queries, shape.heads, -1)
+
+        return attend
