@@ -210,7 +210,9 @@ def test_a_method_is_the_callable_that_generate_takes(monkeypatch: pytest.Monkey
         "use_cache": True,
     }
     assert seen == [((method, "model", "input"), keywords)]
-    assert method.bind(streamer=1, tokenizer=2) == ("bound", method, {"streamer": 1, "tokenizer": 2})
+    carried = {"streamer": 1, "tokenizer": 2, "stop_strings": ("end",)}
+    assert method.bind(streamer=1, tokenizer=2, stop_strings="end") == ("bound", method, carried)
+    assert method.bind(streamer=1, tokenizer=2, stop_strings=["end"]) == ("bound", method, carried)
     assert list(inspect.signature(method).parameters) == [
         "model", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "model_kwargs"
     ]

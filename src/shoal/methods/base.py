@@ -6,7 +6,7 @@ Knows no method and no model; imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
@@ -117,8 +117,9 @@ class Method(ABC):
             **model_kwargs,
         )
 
-    def bind(self, *, streamer: Any = None, tokenizer: Any = None) -> Any:
+    def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: str | Sequence[str] = ()) -> Any:
         """This method as a `custom_generate` callable that carries what `generate` does not hand on to callables."""
         import shoal.integrations.transformers as hf
 
-        return hf.BoundMethod(self, streamer=streamer, tokenizer=tokenizer)
+        stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        return hf.BoundMethod(self, streamer=streamer, tokenizer=tokenizer, stop_strings=stops)
