@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class GraphRunner:
     def __init__(self, make: Callable[[Key, KVCache], StaticStep], capture: bool) -> None:
         self._make, self._capture = make, capture
         self._steps: dict[Key, tuple[StaticStep, Callable[[], Tensor]]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @property
     def graphs(self) -> int:

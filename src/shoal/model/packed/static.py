@@ -56,10 +56,14 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
     if len(sets) > 1 or depth != len(layers):
         return None
     stores = [cache.layers[layer] for layer in layers]
-    columns = -(-(max(cache.positions) + queries) // COLUMNS) * COLUMNS
-    if any(s.keys is None or s.keys.shape[2] < columns or any(s.starts) for s in stores):
+    storage = tuple(store.keys.data_ptr() for store in stores if store.keys is not None)
+    if len(storage) < len(stores) or any(any(store.starts) for store in stores):
         return None
-    storage = tuple(s.keys.data_ptr() for s in stores if s.keys is not None)
+    needed = max(cache.positions) + queries
+    room = min(store.keys.shape[2] for store in stores if store.keys is not None)
+    if room < needed:
+        return None
+    columns = min(room, -(-needed // COLUMNS) * COLUMNS)
     return Key(cache.rows, queries, columns, layers, storage)
 
 
