@@ -6,6 +6,7 @@ A matrix is packed once from [rows, columns] in the checkpoint's orientation; ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -65,22 +66,24 @@ class Dense:
 
 
 class Quantised:
-    """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns, dequantised when used.
+    """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns.
 
-    Obvious rather than fast: the native kernels read the same numbers without unpacking them first.
+    Multiplied by torch's own weight-only kernels where they take the dtype, else dequantised at every use.
     """
 
     def __init__(self, weight: Tensor, quant: Quant) -> None:
         self.rows, self.columns = weight.shape
         self._dtype = weight.dtype
         group = self.columns if quant == "int8" else GROUP
-        self._levels, self._scales = quantise(weight, group, 127 if quant == "int8" else 7)
+        levels, scales = quantise(weight, group, 127 if quant == "int8" else 7)
+        self._levels, self._scales = levels, scales.to(_scale_dtype(weight.dtype))
         bits = 8 if quant == "int8" else 4
         self.nbytes = self._levels.numel() * bits // 8 + self._scales.numel() * 2
+        self._kernel = _kernel(self._levels, self._scales, self.columns, quant)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return linear(x, self.dequantised())
+        return linear(x, self.dequantised()) if self._kernel is None else self._kernel(x)
 
     def dequantised(self) -> Tensor:
         """[rows, columns] in the dtype that the weights came in."""
@@ -91,8 +94,24 @@ class Quantised:
         return self._values(self._levels[ids], self._scales[ids])
 
     def _values(self, levels: Tensor, scales: Tensor) -> Tensor:
-        values = levels.to(scales.dtype) * scales[..., None]
+        values = levels.to(torch.float32) * scales[..., None].float()
         return values.flatten(-2)[..., : self.columns].to(self._dtype)
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Callable[[Tensor], Tensor] | None:
+    """torch's weight-only kernel for these numbers, or None where it has none."""
+    if scales.dtype != torch.bfloat16 or levels.device.type != "cpu" or columns % GROUP:
+        return None
+    if quant == "int8":
+        matrix, factors = levels.flatten(1).contiguous(), scales[:, 0].contiguous()
+        return lambda x: torch._weight_int8pack_mm(x, matrix, factors)
+    packed = torch._convert_weight_to_int4pack_for_cpu((levels.flatten(1) + 8).to(torch.int32), 1)
+    pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
 
 
 def quantise(weight: Tensor, group: int, top: int) -> tuple[Tensor, Tensor]:

@@ -82,12 +82,14 @@ INLINE float soften(State *s, float *scores, int columns) {
     __m512 peak = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
     for (int i = 0; i < columns; i += LANES) peak = _mm512_max_ps(peak, _mm512_load_ps(scores + i));
     float top = fmaxf(s->peak, _mm512_reduce_max_ps(peak));
-    if (top == -INFINITY) top = 0; /* nothing visible yet: all weights come out as zero */
+    const int blind = top == -INFINITY; /* nothing visible yet: all weights come out as zero */
+    if (blind) top = 0;
     for (int i = 0; i < columns; i += LANES) {
         __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(scores + i), _mm512_set1_ps(top)));
         total = _mm512_add_ps(total, weight);
         _mm512_store_ps(scores + i, weight);
     }
+    if (blind) return 1.0f;
     float shrink = s->peak == top ? 1.0f : expf(s->peak - top);
     s->total = s->total * shrink + _mm512_reduce_add_ps(total);
     s->peak = top;

@@ -1,0 +1,84 @@
+/* The state of one forward: where its buffers lie, which tokens a layer runs, and how attention is cut into tasks. */
+#ifndef SHOAL_RUN_H
+#define SHOAL_RUN_H
+
+#include "attention.h"
+#include "heads.h"
+#include "matmul.h"
+#include "team.h"
+
+typedef struct {
+    const ShoalModel *m;
+    const ShoalBatch *b;
+    float *x, *qkv, *hidden, *states; /* [tokens] lines each; states: [task][token][head of the task] */
+    int64_t x_line, qkv_line, hidden_line;
+    char *own; /* private memory of the threads, `own_bytes` each */
+    int64_t own_bytes, acts_bytes;
+    float *logits;
+    Team team;
+} Run;
+
+/* The tokens of a batch that run a part of a layer, in order. */
+typedef struct {
+    int count;
+    int token[MAX_TOKENS];
+} Chosen;
+
+/* Consecutive chosen tokens first..last-1 of one row, and the splits of its columns. */
+typedef struct {
+    int first, last, row, start, stored, columns, first_split, splits, state; /* state: index of its first State */
+} Segment;
+
+/* One thread's view. */
+typedef struct {
+    Run *run;
+    int id, threads;
+    Acts acts;
+    char *queries; /* [tokens][heads per KV head + 1] lines of the head dimension rounded up to 32, fp32 or bf16 */
+    float *line;   /* [heads * head_dim], one token */
+    float *tile;   /* [tokens][2][16] */
+} Worker;
+
+INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {
+    Chosen c = {0};
+    for (int t = 0; t < b->tokens; t++)
+        if (!b->active || (b->active[(int64_t)entry * b->tokens + t] & part)) c.token[c.count++] = t;
+    return c;
+}
+
+INLINE int start_of(const ShoalBatch *b, int entry, int token) {
+    return b->start ? b->start[(int64_t)entry * b->tokens + token] : 0;
+}
+
+/* The first column that a token sees. */
+INLINE int first_column(const ShoalLayer *layer, int position, int start) {
+    return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
+}
+
+/* Cut the chosen tokens into rows; returns how many there are. */
+static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const Chosen *c, Segment *out) {
+    const ShoalBatch *b = r->b;
+    int count = 0, state = 0;
+    for (int i = 0; i < c->count;) {
+        int t = c->token[i], start = start_of(b, entry, t);
+        Segment s = {.first = i, .row = b->row[t], .start = start, .stored = b->base[t] - start, .state = state};
+        int lowest = INT32_MAX;
+        for (; i < c->count && b->row[c->token[i]] == s.row; i++) {
+            s.columns = s.stored + b->node[c->token[i]] + 1;
+            lowest = min_int(lowest, first_column(layer, b->position[c->token[i]], start));
+        }
+        s.last = i;
+        s.first_split = (start + min_int(lowest, s.columns - 1)) / SPLIT;
+        s.splits = (start + s.columns - 1) / SPLIT - s.first_split + 1;
+        state += s.splits * (s.last - s.first) * r->m->heads;
+        out[count++] = s;
+    }
+    return count;
+}
+
+INLINE State *state_at(const Run *r, const Segment *s, int split, int i, int head) {
+    int64_t index = s->state + ((int64_t)(i - s->first) * r->m->heads + head) * s->splits + split;
+    return (State *)(r->states + index * state_floats(r->m->head_dim));
+}
+
+#endif
