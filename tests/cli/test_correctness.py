@@ -39,6 +39,12 @@ def test_the_plain_loop_equals_hugging_face(capsys, tiny_folder):
         assert set(row["new_tokens"].values()) == {12}
 
 
+@pytest.mark.parametrize("backend", ["hf", "packed"])
+def test_every_backend_has_its_peer(capsys, tiny_folder, backend):
+    code, report = judged(capsys, "abc", "--model", tiny_folder, "--backend", backend)
+    assert code == 0 and report["prompts"][0]["plain_vs_huggingface"]["at"] is None
+
+
 def test_a_lossy_method_is_reported_and_passes(capsys, tiny_folder):
     code, report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit", "--exit-layer", "2")
     found = report["prompts"][0]["method_vs_plain"]
@@ -67,7 +73,7 @@ def test_the_margin_is_that_of_the_reference(capsys, tiny_folder, monkeypatch):
     spoil(monkeypatch, plain=True)
     report = judged(capsys, "abc", "--model", tiny_folder, "--method", "early_exit")[1]
     found = report["prompts"][0]["plain_vs_huggingface"]
-    engine = shoal.load(tiny_folder, dtype="float32")
+    engine = shoal.load(tiny_folder, dtype="float32", backend="hf")
     ids = engine.tokenizer("abc")["input_ids"]
     tokens = engine.generate(ids, max_new_tokens=2).tokens
     with torch.inference_mode():

@@ -60,6 +60,17 @@ def load_engine(args: argparse.Namespace) -> Engine:
         raise ValueError(f"cannot load {args.model or 'the reference model'}: {error}") from error
 
 
+def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
+    """The transformers model of the engine's checkpoint, for a comparison; the engine's own where it holds one."""
+    if engine.model is not None:
+        return engine.model
+    from shoal import reference
+    from shoal.engine.checkpoint import Checkpoint
+
+    files = Checkpoint(args.model or str(reference.path()), args.revision, args.trust_remote_code)
+    return files.model(engine.stack.dtype).to(engine.stack.device).eval()
+
+
 def _hush_libraries() -> None:
     """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
     from huggingface_hub.utils import logging as hub_logging

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli import common
 from shoal.cli.divergence import TOLERANCE, Divergence, diverge
 from shoal.cli.parser import Parser
-from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -48,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, report, judge."""
     engine = common.load_engine(args)
-    peer = HuggingFace(engine)
+    peer = HuggingFace(common.load_peer(args, engine))
     exact_to = args.method.recipe(engine.info(args.max_new_tokens)).exact_to
     tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
     rows = [_compare(args, engine, peer, prompt, tolerance) for prompt in args.prompts or PROMPTS]
@@ -63,13 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class HuggingFace:
-    """The engine's model in Hugging Face's own hands: its generate, and its logits."""
+    """The same model in Hugging Face's own hands: its generate, and its logits."""
 
-    def __init__(self, engine: Engine) -> None:
-        if engine.model is None:
-            raise Unsupported("a comparison with Hugging Face", "this backend keeps no transformers model",
-                              "Use --backend hf")
-        self.model = engine.model
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     def generate(self, ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Greedy tokens after `ids`, by transformers' generate."""
