@@ -28,8 +28,10 @@ SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
 
 @functools.cache
 def stack_of(model: PreTrainedModel) -> HFStack:
-    """The model's stack, made once."""
-    return HFStack(model)
+    """The model's stack, made once, its checks done."""
+    stack = HFStack(model)
+    assert stack.can_split in (True, False)
+    return stack
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = VOCAB) -> list[int]:
@@ -81,6 +83,7 @@ def make_run(
     tokenizer: Any = None,
     chunk: int = 2048,
     release: bool = True,
+    watch: bool = True,
 ) -> Run:
     """Rows ready to decode.
 
@@ -92,6 +95,7 @@ def make_run(
         rules: the stop rules of row number i, instead of `new`.
         numbers: the rows' numbers, which key their random numbers.
         chunk, release: as in `Loop`.
+        watch: whether to keep the logits, which makes the loop treat each row's history apart.
     """
     stack = stack or stack_of(model)
     each = [recipes] * len(prompts) if isinstance(recipes, Recipe | DepthPlan) else list(recipes)
@@ -107,7 +111,7 @@ def make_run(
             recipe=Recipe(recipe) if isinstance(recipe, DepthPlan) else recipe,
             stop=StopState(limits(i), tokenizer, tokens),
             sampling=sampling,
-            processors=(seen[i],),
+            processors=(seen[i],) if watch else (),
             seed=seed,
         )
         for i, (tokens, recipe) in enumerate(zip(prompts, each, strict=True))

@@ -1,0 +1,141 @@
+"""The work that Shoal reports is the work that hooks on the model's modules count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from transformers import PreTrainedModel
+
+from drive import decode, prompt, stack_of
+from families import tiny
+from oracle import LayerCalls, decoder_layers, layer_calls
+from planted import Planted
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.engine.load import engine_for
+from shoal.methods.d3 import D3
+from shoal.methods.early_exit import EarlyExit
+from shoal.methods.skipdecode import SkipDecode
+
+IDS, NEW = prompt(9, 1), 16
+METHODS = {
+    "full": "full",
+    "d3": D3(alpha=0.93, core=2),
+    "d3, low first": D3(alpha=0.9, core=2, order="low_first", start=3),
+    "early exit": EarlyExit(exit_layer=4),
+    "skipdecode": SkipDecode(minimum=0.4),
+}
+PLANS = {
+    "full": DepthPlan.full(6),
+    "whole layers": DepthPlan.whole_layers([2, NEVER, 5, 1, 9, NEVER]),
+    "split": DepthPlan((NEVER, 4, 2, 12, NEVER, 5), (NEVER, 2, 9, 12, 6, NEVER)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _stacks_are_there() -> None:
+    """Taking a model apart costs forwards that no test is to count."""
+    stack_of(tiny("llama"))
+    stack_of(tiny("hybrid"))
+
+
+@contextmanager
+def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens each forward embeds."""
+    sizes: list[int] = []
+    embedding = model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _m, _a, output: sizes.append(output.shape[1]))
+    try:
+        yield sizes
+    finally:
+        handle.remove()
+
+
+def layer_tokens(counted: LayerCalls) -> float:
+    """Tokens through layers, a lone sublayer counting half."""
+    return (sum(counted.attention_rows) + sum(counted.mlp_rows)) / 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "hybrid", "gpt2"])
+def test_a_generation_costs_what_it_says(name: str, method: str) -> None:
+    model = tiny(name)
+    engine = engine_for(model)
+    sets = engine.plan(METHODS[method], max_new_tokens=NEW)  # also lets the engine make its checks before the count
+    with layer_calls(model) as counted, forwards(model) as sizes:
+        result = engine.generate(IDS, method=METHODS[method], max_new_tokens=NEW)
+    stats = result.stats
+    decoded = sum(counted.rows) - 6 * len(IDS)
+    assert sizes == [len(IDS)] + [1] * (NEW - 1)
+    assert stats.target_forwards == len(sizes)
+    assert counted.calls == [1 + sum(layer in kept for kept in sets[1:]) for layer in range(6)]
+    assert decoded == layer_tokens(counted) - 6 * len(IDS)
+    assert stats.layer_tokens == 6 + decoded == sum(result.depths)
+    assert stats.mean_layers == (6 + decoded) / NEW
+    assert result.depths == tuple(len(kept) for kept in sets)
+    head = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    layer = sum(p.numel() for p in decoder_layers(model).parameters()) / 6
+    assert stats.ideal_speedup == pytest.approx((6 + head / layer) / (stats.mean_layers + head / layer))
+    assert (stats.prompt_tokens, stats.new_tokens, stats.num_layers) == (len(IDS), NEW, 6)
+    assert (stats.horizon, stats.drafted, stats.accepted, stats.draft_forwards) == (NEW, 0, 0, 0)
+
+
+def test_only_what_ran_is_counted() -> None:
+    """Means are those of the tokens that came, not of the plan's horizon."""
+    engine, method = engine_for(tiny("llama")), D3(alpha=0.9, core=2)
+    free = engine.generate(IDS, method=method, max_new_tokens=NEW)
+    with layer_calls(tiny("llama")) as counted:
+        short = engine.generate(IDS, method=method, max_new_tokens=NEW, stop_token_ids=[free.tokens[5]])
+    new = free.tokens.index(free.tokens[5]) + 1
+    assert short.stats.new_tokens == new < NEW
+    assert short.stats.layer_tokens == 6 + sum(counted.rows) - 6 * len(IDS) == sum(free.depths[:new])
+    assert short.stats.mean_layers == short.stats.layer_tokens / new > free.stats.mean_layers
+    assert short.stats.horizon == NEW
+
+
+@pytest.mark.parametrize("chunk", [2, 4, 100])
+@pytest.mark.parametrize("plan", PLANS)
+def test_prompts_in_chunks_and_split_layers(plan: str, chunk: int) -> None:
+    with layer_calls(tiny("hybrid")) as counted, forwards(tiny("hybrid")) as sizes:
+        run = decode(tiny("hybrid"), [IDS], PLANS[plan], NEW, chunk=chunk)
+    ledger = run.rows[0].ledger
+    assert ledger.target_forwards == len(sizes) == -(-len(IDS) // chunk) + NEW - 1
+    assert ledger.prefill_tokens == len(IDS)
+    assert ledger.prefill_layer_tokens == 6 * len(IDS)
+    assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == layer_tokens(counted)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_drafted_nodes_are_paid_for_whether_kept_or_not(plan: str, tree: bool) -> None:
+    truth = decode(tiny("llama"), [IDS], PLANS[plan], NEW).tokens[0]
+    planted = Planted({0: truth}, 0.4, tree=tree)
+    with layer_calls(tiny("llama")) as counted, forwards(tiny("llama")) as sizes:
+        run = decode(tiny("llama"), [IDS], Recipe(PLANS[plan], planted), NEW)
+    ledger, steps = run.rows[0].ledger, run.rows[0].steps
+    assert ledger.target_forwards == len(sizes)
+    assert ledger.drafted == sum(sizes) - len(IDS) - len(sizes) + 1 > 0
+    assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == layer_tokens(counted)
+    assert ledger.accepted == NEW - ledger.target_forwards == sum(step.from_draft for step in steps) > 0
+    assert sum(ledger.accepted_at.values()) == ledger.accepted
+    assert [step.depth for step in steps] == [PLANS[plan].depth(i) for i in range(NEW)]
+
+
+def test_a_row_pays_for_itself_alone() -> None:
+    prompts = [prompt(3, 2), prompt(11, 3)]
+    plans = [PLANS["split"], PLANS["whole layers"]]
+    run = decode(tiny("llama"), prompts, plans, [5, 12], chunk=4)
+    for index in range(2):
+        single = decode(tiny("llama"), [prompts[index]], plans[index], [[5, 12][index]], chunk=4)
+        assert run.rows[index].ledger == single.rows[0].ledger
+
+
+def test_seconds_add_up() -> None:
+    result = engine_for(tiny("llama")).generate(IDS, max_new_tokens=NEW)
+    stats = result.stats
+    assert 0 < stats.prefill_seconds < stats.seconds
+    assert stats.prefill_seconds + stats.decode_seconds <= stats.seconds
+    assert stats.tokens_per_second == pytest.approx((NEW - 1) / stats.decode_seconds)
+    assert engine_for(tiny("llama")).generate(IDS, max_new_tokens=1).stats.tokens_per_second == 0
