@@ -11,7 +11,7 @@ OLDEST_BIN := $(OLDEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 PYTEST_ARGS := -q -n $(WORKERS)
-QUESTION := A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?
+QUESTION := Tom has 3 boxes with 12 pencils each. He gives 7 pencils to his sister. How many pencils does he have left?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.types import Result, Step, TokenLogprob
 
 EXAMPLES = """examples:
-  shoal generate "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many is that?"
+  shoal generate "Tom has 3 boxes with 12 pencils each and gives 7 away. How many pencils does he have left?"
   shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   cat question.txt | shoal generate --json | tail -n 1
