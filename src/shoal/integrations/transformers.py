@@ -1,0 +1,305 @@
+"""Shoal as a `custom_generate` of transformers.
+
+`model.generate(**inputs, custom_generate=shoal.D3(alpha=0.99))` prepares everything as always; then the method
+decodes with an engine of its own around the model, which is not changed. Every field of the generation configuration
+is honoured or refused (see `shoal.integrations.generation_config`).
+
+Sampled decoding draws one number from torch's global generator for the whole call, so `torch.manual_seed` makes it
+repeatable; the tokens differ from those that transformers draws from the same seed, their law is the same.
+
+What cannot be seen from here, because `generate` drops it for every callable: `streamer` and `tokenizer` (bind them
+to the method), `assistant_model` and `synced_gpus`. A streamer given to `generate` gets the prompt and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.decode.row import Row
+from shoal.decode.stop import StopRules, StopState
+from shoal.engine.engine import Engine, Stream
+from shoal.errors import Unsupported
+from shoal.integrations import _outputs
+from shoal.integrations._engines import engine_of
+from shoal.integrations._inputs import left_padding
+from shoal.integrations._rows import Ending, Record, RowProcessors, check_processors, for_row
+from shoal.integrations.generation_config import check
+from shoal.methods import make
+from shoal.methods.base import Method
+from shoal.types import Sampling
+
+KEY = "shoal"
+"""The entry of a GenerationConfig that holds a method."""
+
+
+def run_custom_generate(
+    method: Method,
+    model: Any,
+    input_ids: Tensor,
+    *,
+    logits_processor: Iterable[Any] | None = None,
+    stopping_criteria: Iterable[Any] | None = None,
+    generation_config: Any = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: Sequence[str] = (),
+    **model_kwargs: Any,
+) -> Any:
+    """Decode what `generate` has prepared for a callable.
+
+    Args:
+        method: how to decode.
+        model: the model whose `generate` calls; not changed.
+        input_ids: [B, T], padded on the left.
+        logits_processor: processors for a batch; each row is decoded with its own, called with one row at a time.
+        stopping_criteria: criteria for a batch; each row ends by its own, called with one row at a time.
+        generation_config: as prepared by `generate`.
+        streamer: gets the prompt, every token as it comes, and `end()` whatever happens.
+        tokenizer: for `stop_strings`.
+        stop_strings: text that ends a row; the ids returned include it, as in `generate`.
+        **model_kwargs: what `generate` would hand to the model's forward.
+
+    Returns:
+        Ids [B, T + longest answer] as `generate` returns them, or a GenerateDecoderOnlyOutput.
+
+    Raises:
+        Unsupported: the configuration, an argument or the model asks for something that Shoal cannot do.
+        ValueError: the call lacks something.
+    """
+    if generation_config is None:
+        raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
+    criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]
+    call = _Call(method, model, input_ids, list(logits_processor or ()), criteria, generation_config)
+    if streamer is None:
+        return call.run(None, model_kwargs)
+    try:
+        return call.run(streamer, model_kwargs)
+    finally:
+        streamer.end()
+
+
+@dataclass(frozen=True)
+class BoundMethod:
+    """A method that carries what `generate` does not hand on to a callable.
+
+    Attributes:
+        method: the method.
+        streamer: gets the prompt and the tokens; give it to this object only, not to `generate` as well.
+        tokenizer: for `stop_strings`.
+        stop_strings: text that ends a row; give it here, since `generate` refuses stop strings for callables.
+    """
+
+    method: Method
+    streamer: Any = None
+    tokenizer: Any = None
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_strings", _as_tuple(self.stop_strings))
+
+    def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: Any = ()) -> BoundMethod:
+        """The same method with what is given here in place of what it carries."""
+        given = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": _as_tuple(stop_strings) or None}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """See `Method.__call__`."""
+        return run_custom_generate(
+            self.method,
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=self.streamer,
+            tokenizer=self.tokenizer,
+            stop_strings=self.stop_strings,
+            **model_kwargs,
+        )
+
+
+def attach(generation_config: Any, method: Method | str | Mapping[str, Any]) -> Any:
+    """Store a method in a GenerationConfig, to be saved, published and loaded with it; returns the configuration."""
+    setattr(generation_config, KEY, make(method).to_dict())
+    # Of a configuration marked as derived from the model's, transformers would not load entries of one's own again.
+    generation_config._from_model_config = False
+    return generation_config
+
+
+def method_from(generation_config: Any) -> Method:
+    """The method that `attach` stored; ValueError where there is none."""
+    spec = getattr(generation_config, KEY, None)
+    if spec is None:
+        raise ValueError(
+            f"the generation_config names no method under {KEY!r}; "
+            "use shoal.integrations.transformers.attach(generation_config, method), or name a method in the call"
+        )
+    return make(spec)
+
+
+def generate(
+    model: Any,
+    input_ids: Any,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    method: Any = None,
+    method_args: Mapping[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """A `custom_generate` whose method comes with the call or with the generation configuration.
+
+    `model.generate(**inputs, custom_generate=generate)` takes the method that `attach` stored in the model's
+    generation configuration; `method="d3", method_args={"alpha": 0.99}` in the same call goes before it.
+    """
+    chosen = named(method, method_args) or method_from(generation_config)
+    return run_custom_generate(
+        chosen,
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        **model_kwargs,
+    )
+
+
+def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:
+    """The method that a call names, if it does.
+
+    Raises:
+        ValueError: options without the name of a method, or for one that has its options already.
+    """
+    if method_args is None:
+        return None if method is None else make(method)
+    if not isinstance(method, str):
+        raise ValueError(f"method_args is {dict(method_args)} beside method={method!r}; name the method as a string")
+    return make({"method": method, "method_args": method_args})
+
+
+def _as_tuple(strings: str | Iterable[str]) -> tuple[str, ...]:
+    return (strings,) if isinstance(strings, str) else tuple(strings)
+
+
+def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[Any]:
+    """The criterion for stop strings that `generate` could not prepare."""
+    strings = strings or _as_tuple(config.stop_strings or ())
+    if not strings:
+        return []
+    if tokenizer is None:
+        raise Unsupported(
+            f"stop_strings {tuple(strings)!r}",
+            "text is only known with a tokenizer",
+            "Bind one: method.bind(tokenizer=t, stop_strings=...)",
+        )
+    from transformers import StopStringCriteria
+
+    return [StopStringCriteria(tokenizer, list(strings))]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of `generate`, on its way from tensors to rows and back."""
+
+    method: Method
+    model: Any
+    input_ids: Tensor
+    processors: list[Any]
+    criteria: list[Any]
+    config: Any
+
+    @torch.no_grad()
+    def run(self, streamer: Any, model_kwargs: Mapping[str, Any]) -> Any:
+        """Decode; a refusal comes before the streamer gets anything."""
+        check(self.config)
+        ending = Ending.of(self.criteria, self.config.max_length, self.input_ids.shape[1])
+        self._check_batch(streamer, ending)
+        padding = left_padding(self.input_ids, model_kwargs)
+        engine = engine_of(self.model)
+        records = [Record() for _ in padding] if self._keeps_scores() else None
+        rows = self._rows(engine, ending, padding, records)
+        if streamer is not None:
+            streamer.put(self.input_ids.cpu())
+        cache = engine.cache_for(rows, ending.limit)
+        with Stream(engine, rows, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
+            for step in stream:
+                if streamer is not None:
+                    streamer.put(torch.tensor([step.token]))
+        ids = _outputs.sequences(self.input_ids, rows, self._pad() or 0)
+        if not self.config.return_dict_in_generate:
+            return ids
+        return _outputs.output(ids, rows, records or (), self.config)
+
+    def _rows(
+        self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
+    ) -> list[Row]:
+        sampled = bool(self.config.do_sample)
+        recipe = engine.recipe(self.method, ending.limit)
+        check_processors(self.processors, drafting=recipe.proposer is not None)
+        seed = int(torch.randint(2**63 - 1, ())) if sampled else 0
+        rows = []
+        for number, skip in enumerate(padding):
+            ids: list[int] = self.input_ids[number].tolist()
+            record = records[number] if records else None
+            criteria = ending.criteria_for(len(ids), self.input_ids.device, record)
+            rules = StopRules(eos_token_ids=ending.eos, max_new_tokens=ending.limit, criteria=criteria)
+            rows.append(
+                Row(
+                    number=number,
+                    slot=number,
+                    tokens=ids[skip:],
+                    prompt_length=len(ids) - skip,
+                    recipe=recipe,
+                    stop=StopState(rules, None, ids),
+                    sampling=Sampling(temperature=1.0 if sampled else 0.0),
+                    processors=self._processors_for(number, skip),
+                    seed=seed,
+                    record=record,
+                )
+            )
+        return rows
+
+    def _processors_for(self, row: int, skip: int) -> tuple[RowProcessors, ...]:
+        """The row's processors as one, or none, which lets the loop treat all rows at once."""
+        if not self.processors:
+            return ()
+        own = tuple(for_row(processor, row, len(self.input_ids)) for processor in self.processors)
+        return (RowProcessors(self.input_ids[row : row + 1, :skip], own),)
+
+    def _keeps_scores(self) -> bool:
+        wanted = self.config.output_scores or self.config.output_logits
+        return bool(self.config.return_dict_in_generate and wanted)
+
+    def _pad(self) -> int | None:
+        token = getattr(self.config, "_pad_token_tensor", None)
+        token = self.config.pad_token_id if token is None else token
+        return None if token is None else int(token)
+
+    def _check_batch(self, streamer: Any, ending: Ending) -> None:
+        if len(self.input_ids) == 1:
+            return
+        if streamer is not None:
+            raise Unsupported(
+                f"a streamer for {len(self.input_ids)} rows",
+                "its interface has no place for the row that a token belongs to",
+                "Give one prompt, or iterate over shoal.load(model, tokenizer).stream(prompts)",
+            )
+        if self._pad() is None and ending.criteria:
+            raise Unsupported(
+                f"stopping criteria for {len(self.input_ids)} rows without a pad_token_id",
+                "rows that end early must be filled up",
+                "Set pad_token_id",
+            )
