@@ -38,6 +38,7 @@ class Session:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._cache = KVCache(engine.stack.windows, rows=1)
         self._cached: list[int] = []
+        self._last: Turn | None = None
 
     def send(self, message: str, **options: Unpack[Options]) -> Result:
         """The answer to `message`; `options` override the session's for this turn."""
@@ -47,10 +48,17 @@ class Session:
         return turn.result
 
     def stream(self, message: str, **options: Unpack[Options]) -> Turn:
-        """The answer step by step. A turn that is left early keeps what it has said; one that fails leaves no trace."""
+        """The answer step by step.
+
+        A turn that is left early keeps what it has said once it is closed, at the latest by the next turn. One that
+        fails, or has said nothing, leaves no trace.
+        """
         request = Request.from_options({**self._options, **options})
+        if self._last is not None:
+            self._last.close()
         messages = [*self.messages, {"role": "user", "content": message}]
-        return Turn(self, messages, self._prepare(messages, request))
+        self._last = Turn(self, messages, self._prepare(messages, request))
+        return self._last
 
     def _prepare(self, messages: Sequence[Mapping[str, str]], request: Request) -> Stream:
         tokenizer, stack = self._engine.tokenizer, self._engine.stack
@@ -79,7 +87,7 @@ class Turn(Iterator[Step]):
 
     def __init__(self, session: Session, messages: list[dict[str, str]], stream: Stream) -> None:
         self._session, self._messages, self._stream = session, messages, stream
-        self._kept = False
+        self._over = False
 
     def __next__(self) -> Step:
         try:
@@ -87,11 +95,20 @@ class Turn(Iterator[Step]):
         except StopIteration:
             self._keep()
             raise
+        except BaseException:
+            self._over = True
+            raise
 
     def close(self) -> None:
         """End the answer here and keep what was said."""
         self._stream.close()
         self._keep()
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def result(self) -> Result:
@@ -99,6 +116,6 @@ class Turn(Iterator[Step]):
         return self._stream.result
 
     def _keep(self) -> None:
-        if not self._kept:
-            self._kept = True
+        if not self._over and self.result.tokens:
             self._session.keep(self._messages, self.result.text, self._stream.tokens)
+        self._over = True

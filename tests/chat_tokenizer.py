@@ -1,0 +1,28 @@
+"""A tokenizer of single characters with a chat template, for tiny models with a vocabulary of 97."""
+
+from __future__ import annotations
+
+import string
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+SPECIALS = ["<unk>", "<s>", "</s>", *ROLES]
+_LETTERS = [*string.ascii_letters, *string.digits, *" .,:;!?'\"()+-*/=<>%&#@_~^{}[]\n"][: 97 - len(SPECIALS)]
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids 0..6 are special and have no text; every other id is one character."""
+    vocab = {token: index for index, token in enumerate(SPECIALS + _LETTERS)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", additional_special_tokens=ROLES
+    )
+    words.chat_template = _TEMPLATE
+    return words
