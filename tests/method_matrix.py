@@ -1,0 +1,31 @@
+"""Every method that ships, with the settings under which the whole-matrix test runs it.
+
+A new method adds a line here; `test_matrix.py` fails until it does. The tiny models have six layers, so counts are
+small and decays steep: each lossy setting changes the number of layers within the first few tokens.
+"""
+
+from __future__ import annotations
+
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal.methods.early_exit import EarlyExit
+from shoal.methods.full import Full
+from shoal.methods.shortgpt import ShortGPT
+from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+
+MATRIX: tuple[Method, ...] = (
+    Full(),
+    D3(alpha=1.0),
+    D3(),
+    D3(alpha=0.9, core=2),
+    D3(alpha=0.8, start=3, order="leave_one_out", core=3, rounding="ceil"),
+    SkipDecode(maximum=1.0, minimum=1.0),
+    SkipDecode(maximum=0.9, minimum=0.4),
+    UnifiedLayerSkipping(speedup=1),
+    UnifiedLayerSkipping(speedup=1.5),
+    EarlyExit(6),
+    EarlyExit(3),
+    ShortGPT(removed=0),
+    ShortGPT(removed=2),
+)

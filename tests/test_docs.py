@@ -1,0 +1,90 @@
+"""The documents say what is true: their examples run, generated pages are fresh, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import test_matrix
+from documents import ROOT, blocks, registered, run_document
+from shoal import methods
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.md")])
+RUN = [path for path in PAGES if path.name != "README.md" or path.parent != ROOT]
+RUN = [path for path in RUN if blocks(path.read_text(encoding="utf-8"))]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def make_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools" / "make_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", RUN, ids=name_of)
+def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
+    assert run_document(path, tmp_path) > 0
+
+
+def test_generated_documents_are_up_to_date(make_docs: ModuleType) -> None:
+    stale = [path.name for path, text in make_docs.documents().items() if path.read_text("utf-8") != text]
+    assert not stale, f"{stale} are out of date; run: python tools/make_docs.py"
+
+
+def test_the_structure_lists_every_file_once_and_nothing_else() -> None:
+    listed: list[str] = []
+    folder = ""
+    for line in (ROOT / "docs" / "structure.md").read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            folder = line[3:]
+        elif line.startswith("- `"):
+            listed.append(f"src/{folder}/{line.split('`')[1]}")
+    found = [path for path in (ROOT / "src" / "shoal").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sorted(listed) == sorted(map(name_of, found))
+
+
+def test_every_method_and_option_is_documented() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    for name in methods.names():
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(methods.get(name).knobs())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.M | re.S)
+    targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    missing = [link for link in targets if link and not (path.parent / link).exists()]
+    assert not missing, f"{path.name} links to {missing}"
+
+
+@pytest.fixture
+def worked_example(tmp_path: Path) -> Iterator[str]:
+    """The method file of docs/adding_a_method.md, put where the registry looks."""
+    page = (ROOT / "docs" / "adding_a_method.md").read_text("utf-8")
+    (tmp_path / "two_speed.py").write_text(blocks(page)[0].text, encoding="utf-8")
+    with registered(tmp_path):
+        yield "two_speed"
+
+
+@pytest.mark.parametrize("sampling", test_matrix.SAMPLINGS)
+@pytest.mark.parametrize("model", test_matrix.MODELS)
+def test_the_worked_example_passes_the_matrix(worked_example: str, model: str, sampling: str) -> None:
+    for options in ({"share": 1.0}, {"full": 3, "share": 0.5}):
+        test_matrix.check(methods.make({"method": worked_example, "method_args": options}), model, sampling)
+
+
+def test_the_worked_example_would_be_missed_in_the_matrix(worked_example: str) -> None:
+    with pytest.raises(AssertionError, match="two_speed"):
+        test_matrix.test_every_method_is_in_the_matrix()

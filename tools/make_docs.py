@@ -1,0 +1,148 @@
+"""Write the parts of the documentation that follow from the code.
+
+    python tools/make_docs.py            writes them
+    python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
+
+Written are docs/methods.md and docs/structure.md, and in README.md the table between the `methods` marks. The facts
+come from the classes and from the first paragraph of each file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal import methods
+from shoal.cli.knobs import field_docs
+from shoal.cli.methods import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "shoal"
+PROMISE = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy", None: "depends on its options"}
+SILENT = {
+    "py.typed": "Tells type checkers that the package is annotated.",
+    "README.md": "The model card.",
+    "config.json": "The model's shape.",
+    "generation_config.json": "Its end-of-sequence and padding ids.",
+    "model.safetensors": "Its weights.",
+    "shoal.json": "Its calibration card: scores of the layers and the recommended removal order.",
+    "tokenizer.json": "Its tokenizer.",
+    "tokenizer_config.json": "Special tokens and chat template.",
+}
+"""Files that cannot say themselves what they are for."""
+NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"
+
+
+def main(words: list[str]) -> int:
+    """Write the documents, or with `--check` compare them."""
+    stale = [path for path, text in documents().items() if not path.is_file() or path.read_text("utf-8") != text]
+    for path in stale:
+        print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
+        if "--check" not in words:
+            path.write_text(documents()[path], encoding="utf-8")
+    return int(bool(stale) and "--check" in words)
+
+
+def documents() -> dict[Path, str]:
+    """Every document that is written here, with its text."""
+    readme = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "methods.md": methods_page(),
+        ROOT / "docs" / "structure.md": structure_page(),
+        readme: between(readme.read_text("utf-8"), "methods", summary_table()),
+    }
+
+
+def between(text: str, mark: str, content: str) -> str:
+    """`text` with `content` between the lines `<!-- mark:begin -->` and `<!-- mark:end -->`."""
+    pattern = re.compile(rf"(<!-- {mark}:begin -->\n).*?(<!-- {mark}:end -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the marks <!-- {mark}:begin --> and <!-- {mark}:end --> are missing")
+    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+
+
+def summary_table() -> str:
+    """One row per method: name, paper, promise, summary."""
+    rows = [describe(name, None) for name in shipped()]
+    lines = ["| method | paper | output | what it does |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| `{row['name']}` | {paper(row['paper'])} | {PROMISE[row['exact_to']]} | {row['summary']} |")
+    return "\n".join(lines)
+
+
+def methods_page() -> str:
+    """docs/methods.md."""
+    head = [NOTE, "# Methods", "", "What exact and lossy mean is defined in [correctness.md](correctness.md); how to "
+            "write a method in [adding_a_method.md](adding_a_method.md).", "", summary_table()]
+    return "\n".join([*head, *map(section, shipped())]) + "\n"
+
+
+def shipped() -> list[str]:
+    """The names of Shoal's own methods; packages from outside may have added others."""
+    return [name for name in methods.names() if methods.get(name).__module__.startswith("shoal.")]
+
+
+def section(name: str) -> str:
+    """One method: its docstring, its promise, its knobs."""
+    cls, row = methods.get(name), describe(name, None)
+    text = inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0].strip()
+    home = "shoal" if cls.__name__ in shoal.__all__ else cls.__module__
+    facts = [f"- Class: `{home}.{cls.__name__}`",
+             f"- Paper: {paper(row['paper'])}",
+             f"- Output with its defaults: {PROMISE[row['exact_to']]}",
+             f"- Needs: {', '.join(row['needs']) or 'nothing'}"]
+    return "\n".join(["", f"## {name}", "", *text.split("\n"), "", *facts, "", *knob_table(cls, row["options"])])
+
+
+def knob_table(cls: type, options: dict[str, Any]) -> list[str]:
+    """The options of a method with defaults and meaning."""
+    if not options:
+        return ["It has no options."]
+    docs = field_docs(cls)
+    rows = [f"| `{name}` | `{value}` | {docs[name]} |" for name, value in options.items()]
+    return ["| option | default | meaning |", "|---|---|---|", *rows]
+
+
+def paper(words: str) -> str:
+    """A paper as a link where it has an arXiv number."""
+    number = re.fullmatch(r"arXiv (\d{4}\.\d{5})", words)
+    return f"[{words}](https://arxiv.org/abs/{number[1]})" if number else words or "none"
+
+
+def structure_page() -> str:
+    """docs/structure.md."""
+    lines = [NOTE, "# Files", "", "One line per file of `src/shoal`. Imports run one way; see [design.md](design.md)."]
+    for folder in sorted({path.parent for path in source_files()}):
+        where = folder.relative_to(SOURCE.parent).as_posix()
+        lines += ["", f"## {where}", ""]
+        lines += [f"- `{path.name}`: {purpose(path)}" for path in source_files() if path.parent == folder]
+    return "\n".join(lines) + "\n"
+
+
+def source_files() -> list[Path]:
+    """Every file of the package, sorted."""
+    return sorted(path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def purpose(path: Path) -> str:
+    """What a file says about itself in its first paragraph, on one line; ValueError where it says nothing."""
+    if path.name in SILENT:
+        return SILENT[path.name]
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text))
+    else:
+        comment = re.match(r"\s*(?:/\*|<!--)(.*?)(?:\*/|-->)", text, re.DOTALL)
+        said = comment and comment[1]
+    if not said:
+        raise ValueError(f"{path.relative_to(ROOT)} begins with no description; write one, or name it in SILENT")
+    return " ".join(said.strip().split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
