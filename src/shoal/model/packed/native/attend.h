@@ -69,7 +69,7 @@ static void attend_token(const Worker *w, const Task *task, int i, int low, int 
     const Segment *s = task->segment;
     const int t = task->chosen->token[i], group = m->heads / m->kv_heads;
     const int64_t line = (int64_t)m->head_dim * (m->kv_dtype == DTYPE_BF16 ? 2 : 4);
-    low = max_int(low, min_int(first_column(task->layer, r->b->position[t], s->start), s->stored));
+    low = max_int(low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
     high = min_int(high, s->stored + r->b->node[t] + 1);
     if (low >= high) return;
     const int64_t at = (((int64_t)s->row * m->kv_heads + task->head) * r->b->capacity[task->number] + low) * line;

@@ -1,0 +1,27 @@
+"""Decoding kernels in C for Llama-shaped models on x86-64 with AVX-512 (BF16 and VNNI).
+
+Compiled on first use by the system's compiler and called through ctypes; never required: where they cannot run,
+`available()` is false and `why_not()` says why. A token's result does not depend, bit for bit, on how many other
+tokens a forward holds, so a verified block gives what decoding one by one gives.
+"""
+
+from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
+from shoal.model.packed.native.library import available, why_not
+from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
+from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack
+
+__all__ = [
+    "ATTENTION",
+    "MLP",
+    "KVBinding",
+    "Kind",
+    "NativeBatch",
+    "NativeLayer",
+    "NativeModel",
+    "NativeSpec",
+    "PackedWeight",
+    "available",
+    "matmul",
+    "pack",
+    "why_not",
+]

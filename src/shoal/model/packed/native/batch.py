@@ -1,0 +1,141 @@
+"""The tokens of a forward and the cache they go into, as the library takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed.native.structs import MAX_TOKENS, Batch
+
+ATTENTION, MLP = 1, 2
+"""Bits of `NativeBatch.active`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """Up to 64 tokens, row after row (ascending), each row's tokens in the order of its nodes 0, 1, ...
+
+    Attributes:
+        ids, positions: of each token.
+        rows: cache row of each token.
+        nodes: index of each token within its row's tokens.
+        bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
+        ancestors: per token, bit j says that node j of the same row is visible to it, itself included.
+        wanted: indices of the tokens whose logits are asked for.
+        layers: the layers that run, ascending; None means all.
+        active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through
+            what it does not run and stores nothing there. None: all tokens run both sublayers.
+        starts: per running layer, for each token, the positions that its row's window has evicted; None: none.
+    """
+
+    ids: Sequence[int]
+    positions: Sequence[int]
+    rows: Sequence[int]
+    nodes: Sequence[int]
+    bases: Sequence[int]
+    ancestors: Sequence[int]
+    wanted: Sequence[int]
+    layers: Sequence[int] | None = None
+    active: Sequence[Sequence[int]] | None = None
+    starts: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def chain(cls, ids: Sequence[int], base: int, wanted: Sequence[int] | None = None) -> NativeBatch:
+        """Consecutive tokens of row 0 after `base` positions; logits of the last one unless `wanted` says otherwise."""
+        count = len(ids)
+        nodes = range(count)
+        positions, ancestors = range(base, base + count), [(2 << node) - 1 for node in nodes]
+        last = [count - 1] if wanted is None else wanted
+        return cls(ids, positions, [0] * count, nodes, [base] * count, ancestors, last)
+
+    def struct(self, num_layers: int, kv: KVBinding) -> Batch:
+        """The batch in the library's form; lengths are checked here, values by the library."""
+        layers = range(num_layers) if self.layers is None else self.layers
+        self._check_lengths(len(self.ids), len(layers))
+        words = array("i", self.ids)
+        for part in (self.positions, self.rows, self.nodes, self.bases, self.wanted, layers):
+            words.extend(part)
+        for line in self.starts or ():
+            words.extend(line)
+        bits = array("Q", self.ancestors)
+        flags = None if self.active is None else array("B", b"".join(map(bytes, self.active)))
+        return self._filled(words, bits, flags, len(layers), kv)
+
+    def _filled(
+        self, words: array[int], bits: array[int], flags: array[int] | None, layers: int, kv: KVBinding
+    ) -> Batch:
+        size, at = 4 * len(self.ids), words.buffer_info()[0]
+        struct = Batch(tokens=len(self.ids), wanted_count=len(self.wanted), active_count=layers, rows=kv.rows)
+        struct.ids, struct.position, struct.row = at, at + size, at + 2 * size
+        struct.node, struct.base, struct.wanted = at + 3 * size, at + 4 * size, at + 5 * size
+        struct.layers = struct.wanted + 4 * len(self.wanted)
+        struct.start = None if self.starts is None else struct.layers + 4 * layers
+        struct.ancestors = bits.buffer_info()[0]
+        struct.active = None if flags is None else flags.buffer_info()[0]
+        struct.keys, struct.values, struct.capacity = kv.addresses
+        struct.memory = (words, bits, flags, kv)
+        return struct
+
+    def _check_lengths(self, count: int, layers: int) -> None:
+        if not 1 <= count <= MAX_TOKENS:
+            raise ValueError(f"a forward takes 1 to {MAX_TOKENS} tokens, not {count}")
+        for name in ("positions", "rows", "nodes", "bases", "ancestors"):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {count} tokens")
+        for name in ("active", "starts"):
+            table = getattr(self, name)
+            if table is not None and (len(table) != layers or any(len(line) != count for line in table)):
+                raise ValueError(f"{name} must be [{layers} running layers][{count} tokens]")
+
+
+class KVBinding:
+    """The layers' KV tensors, checked, kept alive, and their addresses. Make a new one whenever a tensor is replaced.
+
+    Attributes:
+        rows: rows of every tensor.
+        addresses: of the arrays of keys, of values and of capacities.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor | None],
+        values: Sequence[Tensor | None],
+        layers: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        if len(keys) != layers or len(values) != layers:
+            raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
+        rows = {_checked(pair, shape, dtype) for pair in zip(keys, values, strict=True)} - {0}
+        if len(rows) != 1:
+            raise ValueError(f"all KV tensors must have the same number of rows, found {sorted(rows) or 'no tensor'}")
+        self.rows = rows.pop()
+        self._tensors = (tuple(keys), tuple(values))
+        self._keys = (ctypes.c_void_p * layers)(*(t if t is None else t.data_ptr() for t in keys))
+        self._values = (ctypes.c_void_p * layers)(*(t if t is None else t.data_ptr() for t in values))
+        self._capacity = (ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys))
+        arrays = (self._keys, self._values, self._capacity)
+        self.addresses = tuple(ctypes.addressof(one) for one in arrays)
+
+
+def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """The rows of a layer's tensors, 0 if it has none."""
+    key, value = pair
+    if key is None and value is None:
+        return 0
+    for tensor in pair:
+        if tensor is None or tensor.ndim != 4 or (tensor.shape[1], tensor.shape[3]) != shape:
+            size = None if tensor is None else list(tensor.shape)
+            raise ValueError(f"a KV tensor is {size}; it must be [rows, {shape[0]}, capacity, {shape[1]}]")
+        if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            found = f"{tensor.dtype} on {tensor.device}"
+            raise ValueError(f"a KV tensor is {found}; a contiguous {dtype} on the CPU is needed")
+    assert key is not None and value is not None
+    if key.shape != value.shape:
+        raise ValueError(f"keys are {list(key.shape)} and values {list(value.shape)}; they must agree")
+    return key.shape[0]

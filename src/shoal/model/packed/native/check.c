@@ -1,0 +1,61 @@
+/* Every index of a batch against what it indexes, so that a wrong call is refused before it touches memory. */
+#include <stdio.h>
+
+#include "shoal.h"
+
+#define REFUSE(...) return snprintf(message, size, __VA_ARGS__), 1
+#define WITHIN(value, low, high) ((value) >= (low) && (value) <= (high))
+
+static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *message, int size) {
+    if (!WITHIN(b->ids[t], 0, m->vocab - 1)) REFUSE("ids[%d] is %d; it must be in [0, %d]", t, b->ids[t], m->vocab - 1);
+    if (!WITHIN(b->row[t], 0, b->rows - 1)) REFUSE("row[%d] is %d; it must be in [0, %d]", t, b->row[t], b->rows - 1);
+    if (b->base[t] < 0) REFUSE("base[%d] is %d; it must be >= 0", t, b->base[t]);
+    const int follows = t && b->row[t] == b->row[t - 1];
+    if (t && b->row[t] < b->row[t - 1]) REFUSE("row[%d] is %d after %d; rows must ascend", t, b->row[t], b->row[t - 1]);
+    if (b->node[t] != (follows ? b->node[t - 1] + 1 : 0)) REFUSE("node[%d] is %d; a row's tokens must be its nodes 0, 1, ...", t, b->node[t]);
+    if (follows && b->base[t] != b->base[t - 1]) REFUSE("base[%d] is %d; the tokens of a row share one base, here %d", t, b->base[t], b->base[t - 1]);
+    const uint64_t own = 1ull << b->node[t];
+    if (!(b->ancestors[t] & own)) REFUSE("ancestors[%d] lacks the token's own bit", t);
+    if (b->ancestors[t] & ~(own | (own - 1))) REFUSE("ancestors[%d] has a bit above the token's own", t);
+    if (!WITHIN(b->position[t], b->base[t], b->base[t] + b->node[t]))
+        REFUSE("position[%d] is %d; node %d over %d committed positions stands at one of %d..%d", t, b->position[t], b->node[t],
+               b->base[t], b->base[t], b->base[t] + b->node[t]);
+    return 0;
+}
+
+static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char *message, int size) {
+    const int number = b->layers[entry];
+    if (!WITHIN(number, 0, m->num_layers - 1)) REFUSE("layers[%d] is %d; it must be in [0, %d]", entry, number, m->num_layers - 1);
+    if (entry && number <= b->layers[entry - 1]) REFUSE("layers[%d] is %d after %d; layers must ascend", entry, number, b->layers[entry - 1]);
+    const ShoalLayer *layer = m->layers + number;
+    int missing = -1; /* the row whose nodes stopped running this layer's attention */
+    for (int t = 0; t < b->tokens; t++) {
+        if (b->active && !(b->active[(int64_t)entry * b->tokens + t] & RUN_ATTENTION)) {
+            missing = b->row[t];
+            continue;
+        }
+        if (missing == b->row[t]) REFUSE("token %d runs layer %d, but an earlier node of its row does not: the plan is not nested", t, number);
+        const int start = b->start ? b->start[(int64_t)entry * b->tokens + t] : 0;
+        if (!WITHIN(start, 0, b->base[t])) REFUSE("start of layer %d, token %d is %d; it must be in [0, %d]", number, t, start, b->base[t]);
+        if (t && b->row[t] == b->row[t - 1] && b->start && start != b->start[(int64_t)entry * b->tokens + t - 1])
+            REFUSE("start of layer %d differs between the tokens of row %d", number, b->row[t]);
+        if (b->base[t] - start + b->node[t] >= b->capacity[number])
+            REFUSE("layer %d has room for %d columns; token %d needs column %d", number, b->capacity[number], t, b->base[t] - start + b->node[t]);
+        if (layer->cos && b->position[t] >= layer->positions)
+            REFUSE("position[%d] is %d; layer %d's rotary table has %d rows", t, b->position[t], number, layer->positions);
+    }
+    return 0;
+}
+
+/* 0, or 1 with the reason in `message`. */
+int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int size) {
+    if (!WITHIN(b->tokens, 1, MAX_TOKENS)) REFUSE("a forward takes 1 to %d tokens, not %d", MAX_TOKENS, b->tokens);
+    if (!WITHIN(b->wanted_count, 0, b->tokens)) REFUSE("logits of %d tokens were asked for; there are %d", b->wanted_count, b->tokens);
+    for (int t = 0; t < b->tokens; t++)
+        if (check_token(m, b, t, message, size)) return 1;
+    for (int i = 0; i < b->wanted_count; i++)
+        if (!WITHIN(b->wanted[i], 0, b->tokens - 1)) REFUSE("wanted[%d] is %d; it must be in [0, %d]", i, b->wanted[i], b->tokens - 1);
+    for (int entry = 0; entry < b->active_count; entry++)
+        if (check_entry(m, b, entry, message, size)) return 1;
+    return 0;
+}

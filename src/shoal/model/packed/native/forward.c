@@ -1,0 +1,121 @@
+/* A whole forward in one parallel region: a handful of tokens through some layers of a Llama-shaped decoder. */
+#include <omp.h>
+
+#include "layer.h"
+#include "lookup.h"
+
+static void embed(const Worker *w) {
+    const Run *r = w->run;
+    const ShoalModel *m = r->m;
+    const int first = share(m->hidden, w->id, w->threads), last = share(m->hidden, w->id + 1, w->threads);
+    for (int t = 0; t < r->b->tokens; t++) {
+        float *x = r->x + t * r->x_line;
+        const int64_t row = (int64_t)r->b->ids[t] * m->hidden;
+        if (!m->embedding) lookup(&m->head, r->b->ids[t], first, last, x);
+        else if (m->embedding_dtype == DTYPE_FP32) memcpy(x + first, (const float *)m->embedding + row + first, 4ll * (last - first));
+        else for (int k = first; k < last; k++) x[k] = bf16_to_float(((const uint16_t *)m->embedding)[row + k]);
+        for (int k = first; k < last; k++) x[k] *= m->embedding_scale;
+        for (int k = m->hidden; w->id == 0 && k < r->x_line; k++) x[k] = 0;
+    }
+}
+
+static void run_head(const Worker *w) {
+    const Run *r = w->run;
+    const ShoalModel *m = r->m;
+    Chosen c = {.count = r->b->wanted_count};
+    for (int i = 0; i < c.count; i++) {
+        c.token[i] = r->b->wanted[i];
+        prepare(&w->acts, &m->head, r->x + c.token[i] * r->x_line, m->norm, m->eps, i);
+    }
+    if (c.count) multiply_share(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
+}
+
+static int deepest(const ShoalModel *m) {
+    return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_INT8;
+}
+
+static Worker worker_of(Run *r, int id, int threads) {
+    const ShoalModel *m = r->m;
+    const int tokens = r->b->tokens, group = m->heads / m->kv_heads;
+    Worker w = {.run = r, .id = id, .threads = threads};
+    char *at = r->own + id * r->own_bytes;
+    w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
+    w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
+    w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
+    w.tile = (float *)at;
+    return w;
+}
+
+static int64_t own_bytes(const ShoalModel *m, int tokens) {
+    int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
+    int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
+    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + 3 * 4 * MAX_TOKENS * LANES;
+}
+
+/* At most how many (token, head, split) states a layer needs. */
+static int64_t most_states(const ShoalModel *m, const ShoalBatch *b) {
+    int64_t splits = 0;
+    for (int t = 0; t < b->tokens; t++) splits += (b->base[t] + MAX_TOKENS) / SPLIT + 2;
+    return splits * m->heads;
+}
+
+/* Lay the buffers out from `memory` on; returns the bytes they take. */
+static int64_t lay_out(Run *r, char *memory, int threads) {
+    const ShoalModel *m = r->m;
+    const int64_t tokens = r->b->tokens;
+    r->x_line = round_up(m->hidden, LANES);
+    r->qkv_line = round_up((m->heads + 2 * m->kv_heads) * m->head_dim, LANES);
+    r->hidden_line = round_up(m->ffn, LANES);
+    r->own_bytes = round_up(own_bytes(m, (int)tokens), 128);
+    float *at = (float *)memory;
+    r->x = at, at += tokens * r->x_line;
+    r->qkv = at, at += tokens * r->qkv_line;
+    r->hidden = at, at += tokens * r->hidden_line;
+    r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
+    r->own = (char *)at;
+    return (char *)at - memory + threads * r->own_bytes;
+}
+
+/* Bytes of scratch memory, aligned to 64, that shoal_forward needs for this batch. */
+int64_t shoal_scratch_bytes(const ShoalModel *m, const ShoalBatch *b, int threads) {
+    Run r = {.m = m, .b = b};
+    return lay_out(&r, NULL, threads);
+}
+
+/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. */
+void shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
+    Run r = {.m = m, .b = b, .logits = logits};
+    lay_out(&r, scratch, threads);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        r.team.threads = omp_get_num_threads();
+        const Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
+        embed(&w);
+        meet(&r.team);
+        for (int entry = 0; entry < b->active_count; entry++) {
+            run_attention(&w, entry);
+            run_mlp(&w, entry);
+        }
+        run_head(&w);
+    }
+}
+
+/* out [tokens, rows] = x [tokens, cols] times the matrix transposed; scratch: threads * shoal_matmul_scratch bytes. */
+int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) {
+    return round_up(acts_bytes(tokens, w->depth) + 3 * 4 * MAX_TOKENS * LANES, 128);
+}
+
+void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, char *scratch, int threads) {
+    const int64_t own = shoal_matmul_scratch(w, tokens);
+    Run r = {.m = &(ShoalModel){.vocab = w->rows, .logit_scale = 1.0f}};
+#pragma omp parallel num_threads(threads)
+    {
+        Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};
+        Chosen c = {.count = tokens};
+        worker.tile = (float *)(scratch + worker.id * own);
+        worker.acts = acts_at((char *)(worker.tile + 3 * MAX_TOKENS * LANES), tokens, w->depth);
+        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t);
+        multiply_share(&worker, w, &c, NULL, finish_logits, out);
+    }
+}

@@ -1,0 +1,72 @@
+"""The loaded library, if this machine can have one."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
+
+from shoal.model.packed.native.build import BuildError, build
+from shoal.model.packed.native.structs import Batch, Model, Weight
+
+_log = logging.getLogger(__name__)
+_SIGNATURES = {
+    "shoal_missing_feature": (c_char_p, []),
+    "shoal_advise": (None, [c_void_p, c_int64]),
+    "shoal_pack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
+    "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_int]),
+    "shoal_check": (c_int, [POINTER(Model), POINTER(Batch), c_char_p, c_int]),
+    "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(Batch), c_int]),
+    "shoal_forward": (None, [POINTER(Model), POINTER(Batch), c_void_p, c_void_p, c_int]),
+    "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
+    "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
+}
+
+
+@functools.cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    """The library and "", or None and the reason. Found out once; the reason is logged then."""
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (BuildError, OSError) as error:
+        return _refuse(str(error))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    missing = library.shoal_missing_feature()
+    if missing is not None:
+        return _refuse(f"the processor lacks {missing.decode()}")
+    return library, ""
+
+
+def _refuse(reason: str) -> tuple[None, str]:
+    _log.info("native kernels are off: %s", reason)
+    return None, reason
+
+
+def load() -> ctypes.CDLL | None:
+    """The library, built on the first call, or None where it cannot be had. Never raises."""
+    return _open()[0]
+
+
+def available() -> bool:
+    """Whether the kernels can run here."""
+    return load() is not None
+
+
+def why_not() -> str:
+    """Why the kernels cannot run here; empty if they can."""
+    return _open()[1]
+
+
+def require() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        RuntimeError: it cannot be had; ask `available()` first.
+    """
+    library = load()
+    if library is None:
+        raise RuntimeError(f"the native kernels cannot run here: {why_not()}; use the torch path instead")
+    return library

@@ -1,0 +1,214 @@
+"""A Llama-shaped decoder in the library's hands: parts go in once, then a forward is one call."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed.native.batch import KVBinding, NativeBatch
+from shoal.model.packed.native.library import require
+from shoal.model.packed.native.structs import ACTIVATIONS, MAX_HEAD_DIM, MAX_THREADS, Layer, Model, Weight
+from shoal.model.packed.native.weights import PackedWeight
+
+_KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MESSAGE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class NativeSpec:
+    """Sizes and constants of a decoder.
+
+    Attributes:
+        ffn: inputs of the MLP's second matrix.
+        head_dim: even, at most 256.
+        rotary_dim: leading dimensions of a head that turn; dimension j together with j + rotary_dim / 2.
+        attention_scale: what scores are multiplied with, usually head_dim ** -0.5.
+        residual_scale, embedding_scale, logit_scale: factors of each sublayer's output, the embedding, the logits.
+        kv_dtype: of the cache, float32 or bfloat16; queries and weights of values are rounded to it too.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    vocab: int
+    eps: float
+    attention_scale: float
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        if self.kv_dtype not in _KV_DTYPES:
+            raise ValueError(f"kv_dtype is {self.kv_dtype}; it must be torch.float32 or torch.bfloat16")
+        if min(self.hidden, self.ffn, self.heads, self.kv_heads, self.vocab) < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"sizes must be positive and kv_heads ({self.kv_heads}) divide heads ({self.heads})")
+        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be even and in [0, {self.head_dim}]")
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLayer:
+    """One decoder layer: matrices, then vectors in float32, None where the layer has no such part.
+
+    Attributes:
+        qkv: [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values.
+        gate_up: [2 * ffn, hidden], packed with `paired=True`.
+        input_norm, post_norm: [hidden], of the RMS norms before attention and before the MLP.
+        q_norm, k_norm: [head_dim], of RMS norms over each head.
+        cos, sin: [positions, rotary_dim / 2], or None in a layer without rotary embedding.
+        window: positions that a query sees, its own included, or None.
+    """
+
+    qkv: PackedWeight
+    o: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    window: int | None = None
+
+
+class NativeModel:
+    """A decoder that the library runs.
+
+    Args:
+        head: [vocab, hidden]; it is the input embedding too where `embedding` is None.
+        embedding: [vocab, hidden], float32 or bfloat16.
+
+    Raises:
+        ValueError: a part has the wrong shape or dtype.
+        RuntimeError: the kernels cannot run here.
+    """
+
+    def __init__(
+        self,
+        spec: NativeSpec,
+        layers: Sequence[NativeLayer],
+        norm: Tensor,
+        head: PackedWeight,
+        embedding: Tensor | None = None,
+        head_bias: Tensor | None = None,
+    ) -> None:
+        self.spec, self.num_layers = spec, len(layers)
+        self._library = require()
+        self._parts: list[object] = [list(layers), head]
+        self._structs = (Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._model = self._model_struct(norm, head, embedding, head_bias)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def bind(self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> KVBinding:
+        """Check the layers' KV tensors once, for as many forwards as they stay where they are.
+
+        Args:
+            keys: per layer [rows, kv_heads, capacity, head_dim], contiguous, in the spec's kv_dtype; None for a layer
+                that stores nothing. Values likewise.
+        """
+        shape = (self.spec.kv_heads, self.spec.head_dim)
+        return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype)
+
+    def forward(self, batch: NativeBatch, kv: KVBinding, threads: int | None = None) -> Tensor:
+        """Run a batch; the keys and values of its tokens go into their columns of the cache.
+
+        Returns:
+            Logits, float32 [len(batch.wanted), vocab].
+
+        Raises:
+            ValueError: an index of the batch is out of range; nothing was touched then.
+        """
+        count = min(threads or torch.get_num_threads(), MAX_THREADS)
+        struct = batch.struct(self.num_layers, kv)
+        model, reference = ctypes.byref(self._model), ctypes.byref(struct)
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        if self._library.shoal_check(model, reference, message, _MESSAGE_BYTES):
+            raise ValueError(message.value.decode())
+        logits = torch.empty(len(batch.wanted), self.spec.vocab)
+        with self._lock:
+            needed = self._library.shoal_scratch_bytes(model, reference, count)
+            if needed > self._scratch.numel():
+                self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
+            self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+        return logits
+
+    def _layer(self, layer: NativeLayer) -> Layer:
+        spec, struct = self.spec, Layer(window=layer.window or 0)
+        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        struct.qkv = self._matrix("qkv", layer.qkv, query + 2 * kv, spec.hidden)
+        struct.o = self._matrix("o", layer.o, spec.hidden, query)
+        struct.gate_up = self._matrix("gate_up", layer.gate_up, 2 * spec.ffn, spec.hidden, paired=True)
+        struct.down = self._matrix("down", layer.down, spec.hidden, spec.ffn)
+        lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * spec.ffn}
+        lengths |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+        for name in (field.name for field in fields(layer)[4:12]):
+            setattr(struct, name, self._vector(name, getattr(layer, name), lengths.get(name, spec.hidden)))
+        if struct.input_norm is None or struct.post_norm is None:
+            raise ValueError("input_norm and post_norm must be given")
+        self._rotary(struct, layer)
+        return struct
+
+    def _rotary(self, struct: Layer, layer: NativeLayer) -> None:
+        if (layer.cos is None) != (layer.sin is None):
+            raise ValueError("cos and sin must be given together")
+        if layer.cos is None or layer.sin is None or not self.spec.rotary_dim:
+            return
+        shape = (layer.cos.shape[0], self.spec.rotary_dim // 2)
+        struct.cos, struct.sin = self._tensor("cos", layer.cos, shape), self._tensor("sin", layer.sin, shape)
+        struct.positions = shape[0]
+
+    def _model_struct(
+        self, norm: Tensor, head: PackedWeight, embedding: Tensor | None, head_bias: Tensor | None
+    ) -> Model:
+        spec, struct = self.spec, Model(num_layers=self.num_layers)
+        for field in fields(spec)[:-2]:
+            setattr(struct, field.name, getattr(spec, field.name))
+        struct.activation, struct.kv_dtype = ACTIVATIONS.index(spec.activation), _KV_DTYPES[spec.kv_dtype]
+        struct.layers = self._structs
+        struct.norm = self._vector("norm", norm, spec.hidden)
+        struct.head = self._matrix("head", head, spec.vocab, spec.hidden)
+        struct.head_bias = self._vector("head_bias", head_bias, spec.vocab)
+        if embedding is not None:
+            if embedding.dtype not in _KV_DTYPES:
+                raise ValueError(f"embedding is {embedding.dtype}; it must be torch.float32 or torch.bfloat16")
+            struct.embedding_dtype = _KV_DTYPES[embedding.dtype]
+            struct.embedding = self._tensor("embedding", embedding, (spec.vocab, spec.hidden), embedding.dtype)
+        return struct
+
+    def _matrix(self, name: str, weight: PackedWeight, rows: int, cols: int, paired: bool = False) -> Weight:
+        if (weight.rows, weight.cols, weight.paired) != (rows, cols, paired):
+            found = f"[{weight.rows}, {weight.cols}], paired={weight.paired}"
+            raise ValueError(f"{name} is {found}; it must be [{rows}, {cols}], paired={paired}")
+        return weight.struct()
+
+    def _vector(self, name: str, vector: Tensor | None, length: int) -> int | None:
+        return None if vector is None else self._tensor(name, vector, (length,))
+
+    def _tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        """The address of a tensor that is kept alive with the model."""
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{name} is {found}; a contiguous {dtype} {list(shape)} on the CPU is needed")
+        self._parts.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,105 @@
+"""The structures of shoal.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_void_p
+
+KINDS = ("fp32", "bf16", "int8", "int4")
+ACTIVATIONS = ("silu", "gelu_tanh")
+MAX_TOKENS = 64
+MAX_THREADS = 64
+MAX_HEAD_DIM = 256
+LANES = 16
+
+
+class Weight(ctypes.Structure):
+    """A packed matrix."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("depth", c_int32),
+        ("blocks", c_int32),
+        ("paired", c_int32),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer; a null pointer is an absent part."""
+
+    _fields_ = [
+        ("qkv", Weight),
+        ("o", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("o_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("window", c_int32),
+        ("positions", c_int32),
+    ]
+
+
+class Model(ctypes.Structure):
+    """A decoder."""
+
+    _fields_ = [
+        ("hidden", c_int32),
+        ("ffn", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("vocab", c_int32),
+        ("num_layers", c_int32),
+        ("activation", c_int32),
+        ("kv_dtype", c_int32),
+        ("embedding_dtype", c_int32),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("residual_scale", c_float),
+        ("embedding_scale", c_float),
+        ("logit_scale", c_float),
+        ("layers", POINTER(Layer)),
+        ("norm", c_void_p),
+        ("head", Weight),
+        ("head_bias", c_void_p),
+        ("embedding", c_void_p),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """The tokens of one forward and the cache they go into. `memory` keeps alive what the pointers point to."""
+
+    memory: object
+
+    _fields_ = [
+        ("tokens", c_int32),
+        ("wanted_count", c_int32),
+        ("active_count", c_int32),
+        ("rows", c_int32),
+        ("ids", c_void_p),
+        ("position", c_void_p),
+        ("row", c_void_p),
+        ("node", c_void_p),
+        ("base", c_void_p),
+        ("ancestors", c_void_p),
+        ("wanted", c_void_p),
+        ("layers", c_void_p),
+        ("active", c_void_p),
+        ("start", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("capacity", c_void_p),
+    ]

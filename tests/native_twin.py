@@ -1,0 +1,200 @@
+"""A slow decoder in float64, one token at a time, for the native kernels to agree with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed import native
+from shoal.model.packed.native import NativeBatch, NativeLayer, NativeModel, NativeSpec
+
+
+@dataclass
+class Case:
+    """Sizes and options of a random decoder."""
+
+    layers: int = 3
+    hidden: int = 48
+    ffn: int = 80
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    rotary_dim: int = 16
+    vocab: int = 70
+    activation: str = "silu"
+    biases: bool = False
+    head_norms: bool = False
+    embedding: bool = False
+    windows: tuple[int | None, ...] = (None, None, None)
+    no_rotary: tuple[int, ...] = ()
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    kind: str = "fp32"
+    kv_dtype: torch.dtype = torch.float32
+    positions: int = 64
+
+
+@dataclass
+class Token:
+    """A token of a forward: `path` lists the nodes of its row that it sees, itself included."""
+
+    id: int
+    position: int
+    row: int
+    node: int
+    path: tuple[int, ...]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = weight.double() @ x
+    return out if bias is None else out + bias.double()
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else x / torch.sqrt((x * x).mean() + eps) * weight.double()
+
+
+def activation(name: str, x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x) if name == "silu" else torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@dataclass
+class Twin:
+    """The same decoder twice: `native` runs it, and this class in float64."""
+
+    case: Case
+    weights: list[dict[str, Tensor | None]]
+    norm: Tensor
+    head: Tensor
+    head_bias: Tensor | None
+    embedding: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    native: NativeModel
+    spec: NativeSpec
+    store: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = field(default_factory=dict)
+
+    def committed(self, layer: int, row: int) -> list[tuple[int, Tensor, Tensor]]:
+        return self.store.setdefault((layer, row), [])
+
+    def forward(self, tokens: list[Token], active: dict[int, list[int]]) -> tuple[Tensor, dict]:
+        """Logits [tokens, vocab] and the new entries (layer, row) -> {node: (position, key, value)}."""
+        fresh: dict[tuple[int, int], dict[int, tuple[int, Tensor, Tensor]]] = {}
+        table = self.head if self.embedding is None else self.embedding
+        states = [table[token.id].double() * self.case.scales[1] for token in tokens]
+        for layer in sorted(active):
+            for index, token in enumerate(tokens):
+                if active[layer][index] & native.ATTENTION:
+                    new = fresh.setdefault((layer, token.row), {})
+                    out = self.attention(layer, token, states[index], new)
+                    states[index] = states[index] + self.case.scales[0] * out
+                if active[layer][index] & native.MLP:
+                    states[index] = states[index] + self.case.scales[0] * self.mlp(layer, states[index])
+        return torch.stack([self.logits(state) for state in states]), fresh
+
+    def logits(self, x: Tensor) -> Tensor:
+        return linear(rms_norm(x, self.norm, self.spec.eps), self.head, self.head_bias) * self.case.scales[2]
+
+    def attention(self, layer: int, token: Token, x: Tensor, new: dict[int, tuple[int, Tensor, Tensor]]) -> Tensor:
+        case, w = self.case, self.weights[layer]
+        qkv = linear(rms_norm(x, w["input_norm"], self.spec.eps), w["qkv"], w["qkv_bias"]).view(-1, case.head_dim)
+        queries, keys, values = qkv.split([case.heads, case.kv_heads, case.kv_heads])
+        queries = self.turn(layer, token.position, queries, w["q_norm"])
+        new[token.node] = (token.position, self.turn(layer, token.position, keys, w["k_norm"]), values)
+        seen = self.committed(layer, token.row) + [new[node] for node in token.path]
+        window = case.windows[layer]
+        if window is not None:
+            seen = [entry for entry in seen if entry[0] > token.position - window]
+        k = torch.stack([entry[1] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
+        v = torch.stack([entry[2] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
+        weights = torch.softmax(torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale, -1)
+        return linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
+
+    def turn(self, layer: int, position: int, heads: Tensor, norm: Tensor | None) -> Tensor:
+        heads = torch.stack([rms_norm(head, norm, self.spec.eps) for head in heads])
+        if layer in self.case.no_rotary:
+            return heads
+        half = self.case.rotary_dim // 2
+        cos, sin = self.cos[position].double(), self.sin[position].double()
+        a, b, rest = heads[:, :half], heads[:, half : 2 * half], heads[:, 2 * half :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        w = self.weights[layer]
+        gate, up = linear(rms_norm(x, w["post_norm"], self.spec.eps), w["gate_up"], w["gate_up_bias"]).chunk(2)
+        return linear(activation(self.case.activation, gate) * up, w["down"], w["down_bias"])
+
+
+def make_twin(case: Case, seed: int = 0) -> Twin:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+
+    def vector(length: int, wanted: bool) -> Tensor | None:
+        return torch.randn(length, generator=generator) * 0.3 + 1.0 if wanted else None
+
+    query, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    weights: list[dict[str, Tensor | None]] = []
+    for _ in range(case.layers):
+        w: dict[str, Tensor | None] = {
+            "qkv": draw(query + 2 * kv, case.hidden),
+            "o": draw(case.hidden, query),
+            "gate_up": draw(2 * case.ffn, case.hidden),
+            "down": draw(case.hidden, case.ffn),
+            "input_norm": vector(case.hidden, True),
+            "post_norm": vector(case.hidden, True),
+            "q_norm": vector(case.head_dim, case.head_norms),
+            "k_norm": vector(case.head_dim, case.head_norms),
+        }
+        sizes = {"qkv": query + 2 * kv, "o": case.hidden, "gate_up": 2 * case.ffn, "down": case.hidden}
+        w.update({f"{name}_bias": vector(size, case.biases) for name, size in sizes.items()})
+        weights.append(w)
+    angles = torch.arange(case.positions)[:, None] * 0.5 ** torch.arange(case.rotary_dim // 2)
+    cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
+    head, norm = draw(case.vocab, case.hidden) * 4, vector(case.hidden, True)
+    head_bias = vector(case.vocab, case.biases)
+    embedding = draw(case.vocab, case.hidden) * 4 if case.embedding else None
+    spec = NativeSpec(
+        hidden=case.hidden, ffn=case.ffn, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
+        rotary_dim=case.rotary_dim, vocab=case.vocab, eps=1e-5, attention_scale=case.head_dim**-0.5,
+        residual_scale=case.scales[0], embedding_scale=case.scales[1], logit_scale=case.scales[2],
+        activation=case.activation, kv_dtype=case.kv_dtype,
+    )  # fmt: skip
+    layers = []
+    for index, w in enumerate(weights):
+        parts = dict(w)
+        for name in ("qkv", "o", "gate_up", "down"):
+            parts[name] = native.pack(w[name], case.kind, paired=name == "gate_up")
+            w[name] = parts[name].unpack()
+        rotary = {} if index in case.no_rotary else {"cos": cos, "sin": sin}
+        layers.append(NativeLayer(**parts, **rotary, window=case.windows[index]))
+    packed_head = native.pack(head, case.kind)
+    model = NativeModel(spec, layers, norm, packed_head, embedding, head_bias)
+    return Twin(case, weights, norm, packed_head.unpack(), head_bias, embedding, cos, sin, model, spec)
+
+
+def storage(case: Case, rows: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Storage filled with junk that no result may depend on."""
+    shape = (rows, case.kv_heads, capacity, case.head_dim)
+    return tuple([torch.full(shape, 7.0, dtype=case.kv_dtype) for _ in range(case.layers)] for _ in range(2))
+
+
+def as_batch(
+    tokens: list[Token], bases: dict[int, int], active: dict[int, list[int]], starts: dict | None = None
+) -> NativeBatch:
+    layers = sorted(active)
+    return NativeBatch(
+        ids=[t.id for t in tokens],
+        positions=[t.position for t in tokens],
+        rows=[t.row for t in tokens],
+        nodes=[t.node for t in tokens],
+        bases=[bases[t.row] for t in tokens],
+        ancestors=[sum(1 << node for node in t.path) for t in tokens],
+        wanted=list(range(len(tokens))),
+        layers=layers,
+        active=[active[layer] for layer in layers],
+        starts=None if starts is None else [[starts[layer][t.row] for t in tokens] for layer in layers],
+    )
