@@ -63,6 +63,7 @@ class Loop:
         finally:
             for row in self.rows:
                 self.cache.rollback(row.slot)
+                row.bytes = self.cache.row_bytes(row.slot)
 
     def prefill(self) -> list[Step]:
         """Run what the cache lacks of each prompt at full depth and emit each row's first token."""

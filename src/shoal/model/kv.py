@@ -37,6 +37,7 @@ class KVLayer:
         scratch: entries per row that await commit or rollback.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
+        version: counts how often the tensors were replaced.
     """
 
     def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
@@ -47,6 +48,7 @@ class KVLayer:
         self.values: Tensor | None = None
         self.released = [False] * rows
         self.bytes_per_position = 0
+        self.version = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -62,7 +64,7 @@ class KVLayer:
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
         if self.keys is None:
-            self._allocate(keys, values, max(max(counts), self.reserve))
+            self.allocate(keys.new_empty(0), (keys.shape[1], keys.shape[3]), max(counts))
         self.make_room(rows, counts)
         assert self.keys is not None and self.values is not None
         ends = self._ends(rows)
@@ -98,22 +100,37 @@ class KVLayer:
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
 
-    def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        """Zeros, not empty memory: what a mask hides must still be finite."""
-        self.keys = keys.new_zeros(len(self.lengths), keys.shape[1], capacity, keys.shape[3])
-        self.values = values.new_zeros(len(self.lengths), values.shape[1], capacity, values.shape[3])
-        self.bytes_per_position = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
+    def allocate(self, like: Tensor, sizes: tuple[int, int], count: int) -> None:
+        """Make the storage, for `count` entries at least.
+
+        Zeros, not empty memory: what a mask hides must still be finite.
+
+        Args:
+            like: a tensor of the dtype and on the device that the storage shall have.
+            sizes: heads and head_dim.
+            count: entries of the first call.
+        """
+        heads, head_dim = sizes
+        shape = (len(self.lengths), heads, max(count, self.reserve), head_dim)
+        self._replace(like.new_zeros(shape), like.new_zeros(shape))
+        self.bytes_per_position = 2 * heads * head_dim * like.element_size()
+
+    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+        self.keys, self.values = keys, values
+        self.version += 1
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
         if self.keys is None or self.values is None or self._needed(rows, counts) <= self.keys.shape[2]:
             return
+        spare = 0
         if self.window is not None:
             self._evict(self.window)
-        needed = self._needed(rows, counts)
+            spare = min(self.window, _WINDOW_SLACK) // 2  # so that the next shift is not due at once
+        needed = self._needed(rows, counts) + spare
         if needed > self.keys.shape[2]:
             capacity = max(needed, int(self.keys.shape[2] * _GROWTH) + 16)
-            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+            self._replace(_grown(self.keys, capacity), _grown(self.values, capacity))
 
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
@@ -128,6 +145,13 @@ class KVLayer:
                 for store in (self.keys, self.values):
                     store[row, :, : end - gone] = store[row, :, gone:end].clone()
                 self.starts[row] += gone
+
+    def keep(self, row: int, count: int) -> None:
+        """Keep the row's first `count` scratch entries, or all if there are fewer, and forget the others."""
+        scratch = self.scratch[row]
+        if scratch:
+            self.lengths[row] += min(count, scratch)
+            self.scratch[row] = 0
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
@@ -158,9 +182,11 @@ class KVLayer:
         for name in ("lengths", "starts", "scratch", "released"):
             old = getattr(self, name)
             setattr(self, name, [old[row] for row in rows])
+        if all(self.released):
+            self._replace(None, None)
         if self.keys is not None and self.values is not None:
             index = torch.tensor(rows, device=self.keys.device, dtype=torch.long)
-            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+            self._replace(self.keys.index_select(0, index), self.values.index_select(0, index))
 
     def extend(self, rows: int) -> None:
         """Add empty rows."""
@@ -168,14 +194,14 @@ class KVLayer:
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
         if self.keys is not None and self.values is not None:
-            self.keys = torch.cat([self.keys, self.keys.new_zeros(rows, *self.keys.shape[1:])])
-            self.values = torch.cat([self.values, self.values.new_zeros(rows, *self.values.shape[1:])])
+            stores = (self.keys, self.values)
+            self._replace(*(torch.cat([store, store.new_zeros(rows, *store.shape[1:])]) for store in stores))
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
         self.released[row] = True
         if all(self.released):
-            self.keys = self.values = None
+            self._replace(None, None)
 
     def stored(self, row: int) -> int:
         """Positions kept of a row."""
@@ -244,8 +270,12 @@ class KVCache:
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the nodes of `path` in every layer that ran them."""
+        straight = path[-1] == len(path) - 1 if path else True
         for layer in self.layers:
-            layer.commit(row, path)
+            if straight:
+                layer.keep(row, len(path))
+            else:
+                layer.commit(row, path)
         self.positions[row] += len(path)
         self._forget_marks(row)
 
