@@ -42,7 +42,7 @@ def _gpt2_symbol(byte: int) -> str:
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Words with a leading-space mark and a token per byte for the rest (Llama 2 style)."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    words = ["▁", "▁▁", "▁a", "▁ab", "ab", "▁the"]
+    words = ["", "▁", "▁▁", "▁a", "▁ab", "ab", "▁the"]
     return _wrap([f"<0x{byte:02X}>" for byte in range(256)] + words + LETTERS, decoders.Sequence(steps))
 
 

@@ -57,7 +57,7 @@ settings_of_a_law = st.builds(
     Sampling,
     temperature=st.sampled_from([0.1, 0.5, 0.7, 1.0, 1.7, 10.0]),
     top_k=st.sampled_from([0, 1, 2, 5, V, V + 5]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 1e-12]),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.5, 2.0]), max_size=3),

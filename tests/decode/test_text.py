@@ -41,7 +41,8 @@ def test_broken_bytes_and_specials_among_them(name: str, data: st.DataObject) ->
     """Bytes of multi-byte characters, bad ones and skipped tokens in between: where decoders differ most."""
     tok = tokenizer(name)
     pool = tok.encode("😀世é", add_special_tokens=False) + tok.encode("a b", add_special_tokens=False)
-    pool += [tok.eos_token_id, *(i for i in (tok.convert_tokens_to_ids(t) for t in ("<0xFF>", "<0x20>", "ÿÿ")) if i)]
+    odd = [tok.convert_tokens_to_ids(name) for name in ("<0xFF>", "<0x20>", "ÿÿ", "\ufffd", "")]
+    pool += [tok.eos_token_id, *(token for token in odd if token)]
     tokens = data.draw(st.lists(st.sampled_from(pool), max_size=30))
     assert "".join(pieces_of(tok, tokens)) == whole(tok, tokens)
 
@@ -67,15 +68,32 @@ def test_words_are_not_delayed() -> None:
     assert pieces_of(tok, tok.convert_tokens_to_ids(["▁the", "▁a", "▁ab", "ab"])) == ["the", " a", " ab", "ab", ""]
 
 
-def test_a_byte_run_waits_for_its_end_and_shows_its_characters_meanwhile() -> None:
+def tails_of(names: list[str]) -> list[str]:
     tok = tokenizer("byte_fallback")
     detokenizer, tails = Detokenizer(tok), []
-    for token in tok.convert_tokens_to_ids(["▁a", "<0x41>", "<0xC3>", "<0xA9>", "<0x42>"]):
+    for token in tok.convert_tokens_to_ids(names):
         detokenizer.push(token)
         tails.append(detokenizer.tail)
-    assert tails == ["", "A", "A", "Aé", "AéB"]
-    assert detokenizer.push(tok.convert_tokens_to_ids("a")) == "AéBa"
-    assert detokenizer.tail == ""
+    return tails
+
+
+def test_a_byte_run_waits_for_its_end() -> None:
+    tok = tokenizer("byte_fallback")
+    tokens = tok.convert_tokens_to_ids(["▁a", "\ufffd", "<0x41>", "<0xC3>", "<0xA9>", "b"])
+    assert pieces_of(tok, tokens) == ["a", "", "\ufffd", "", "", "Aéb", ""]
+
+
+@pytest.mark.parametrize(
+    ("names", "tails"),
+    [
+        (["▁a", "<0x41>", "<0xC3>", "<0xA9>", "<0x42>", "b"], ["", "A", "A", "Aé", "AéB", ""]),
+        (["▁a", "<0x41>", "<0xFF>", "<0x42>", "b", "<0x42>"], ["", "A", "", "", "", "B"]),
+        (["<0x20>", "<0x20>", "<0x41>"], ["", " ", " A"]),
+        (["▁a", "<0x20>", "</s>", "<0x41>"], ["", " ", " ", " A"]),
+    ],
+)
+def test_a_byte_run_shows_its_characters_meanwhile(names: list[str], tails: list[str]) -> None:
+    assert tails_of(names) == tails
 
 
 def test_an_unfinished_character_ends_as_the_tokenizer_shows_it() -> None:
