@@ -121,8 +121,17 @@ class DepthPlan:
 
     def layers(self, step: int) -> tuple[int, ...]:
         """The layers of which at least one sublayer runs at `step`, ascending."""
-        both = zip(self.attention, self.mlp, strict=True)
-        return tuple(layer for layer, drops in enumerate(both) if step < max(drops))
+        return self._bands[bisect_right(self._band_starts, step)]
+
+    @cached_property
+    def _band_starts(self) -> list[int]:
+        return sorted(set(map(max, self.attention, self.mlp)))
+
+    @cached_property
+    def _bands(self) -> list[tuple[int, ...]]:
+        """The layers before each drop, and after the last one."""
+        last = list(map(max, self.attention, self.mlp))
+        return [tuple(i for i, drop in enumerate(last) if drop > low) for low in (0, *self._band_starts)]
 
     def dropped(self, step: int) -> tuple[int, ...]:
         """The layers whose attention does not run at `step`, ascending: their KV is not read any more."""

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from shoal.errors import Unsupported
+from shoal.model.packed import native
 from shoal.model.packed.linear import Quant, pack
+from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels, kind_of
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.packed.source import Source
 from shoal.model.packed.stack import PackedStack
@@ -19,7 +21,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def build(
-    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None
+    config: Any,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    quant: Quant | None = None,
+    *,
+    kernels: bool = True,
 ) -> PackedStack:
     """Pack a decoder.
 
@@ -29,14 +37,20 @@ def build(
         dtype: of the computation and the KV.
         device: where to put it.
         quant: how matrices are stored; None keeps them in `dtype`.
+        kernels: whether the native kernels are used where they can run.
 
     Raises:
         Unsupported: the model or the dtype does not fit the packed block.
     """
     shape = shape_of(config)
     check(dtype, quant)
-    packer = Packer(source, shape, dtype, device, partial(pack, quant=quant), partial(pack, quant=quant, indexed=True))
-    return PackedStack(shape, packer.weights(), RotaryTable(config, device, dtype), dtype, device)
+    rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
+    if kernels and fits_kernels(shape, dtype, device) and native.available():
+        kind = kind_of(dtype, quant)
+        weights = Packer(source, shape, dtype, device, partial(NativeMatrix.pack, kind=kind)).weights()
+        return NativeStack(shape, weights, rotary, dtype, device)
+    weights = Packer(source, shape, dtype, device, partial(pack, quant=quant)).weights()
+    return PackedStack(shape, weights, rotary, dtype, device)
 
 
 def check(dtype: torch.dtype, quant: str | None) -> None:

@@ -122,6 +122,6 @@ def quantise(weight: Tensor, group: int, top: int) -> tuple[Tensor, Tensor]:
     return (blocks / scales[..., None]).round_().clamp_(-top, top).to(torch.int8), scales
 
 
-def pack(weight: Tensor, quant: Quant | None, *, indexed: bool = False) -> Linear:
+def pack(weight: Tensor, role: str, quant: Quant | None) -> Linear:
     """Pack `weight` [rows, columns] in its dtype, or quantised."""
-    return Dense(weight, indexed=indexed) if quant is None else Quantised(weight, quant)
+    return Dense(weight, indexed=role == "table") if quant is None else Quantised(weight, quant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.source import Source
 
-Pack = Callable[[Tensor], Linear]
+Role = Literal["matrix", "table", "pair"]
+"""What a matrix is for: multiplied; also looked up by rows; two halves, gate and up, one above the other."""
+
+Pack = Callable[[Tensor, Role], Linear]
 
 
 @dataclass
@@ -69,23 +73,20 @@ class Packer:
         shape: what they should be.
         dtype: of the computation; quantisation starts from it.
         device: where the packed weights live.
-        pack: packs a matrix.
-        pack_table: packs a matrix whose rows are also looked up.
+        pack: packs a matrix for its role.
     """
 
-    def __init__(
-        self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack, pack_table: Pack
-    ) -> None:
+    def __init__(self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
-        self._pack, self._pack_table = pack, pack_table
+        self._pack = pack
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
 
     def weights(self) -> Weights:
         """Everything, one layer after the other."""
         layers = [self.layer(index) for index in range(self._shape.num_layers)]
-        embedding = self._pack_table(self._matrix("model.embed_tokens.weight"))
+        embedding = self._pack(self._matrix("model.embed_tokens.weight"), "table")
         tied = self._shape.tied or not self._source.has("lm_head.weight")
-        head = embedding if tied else self._pack(self._matrix("lm_head.weight"))
+        head = embedding if tied else self._pack(self._matrix("lm_head.weight"), "matrix")
         return Weights(layers, embedding, head, self._vector("model.norm.weight"))
 
     def layer(self, index: int) -> Layer:
@@ -93,10 +94,10 @@ class Packer:
         name = f"model.layers.{index}."
         attention, mlp = name + "self_attn.", name + "mlp."
         return Layer(
-            qkv=self._pack(self._joined(attention + "qkv_proj", *(attention + f"{x}_proj" for x in "qkv"))),
-            out=self._pack(self._matrix(attention + "o_proj.weight")),
-            gate_up=self._pack(self._joined(mlp + "gate_up_proj", mlp + "gate_proj", mlp + "up_proj")),
-            down=self._pack(self._matrix(mlp + "down_proj.weight")),
+            qkv=self._pack(self._joined(attention + "qkv_proj", *(attention + f"{x}_proj" for x in "qkv")), "matrix"),
+            out=self._pack(self._matrix(attention + "o_proj.weight"), "matrix"),
+            gate_up=self._pack(self._joined(mlp + "gate_up_proj", mlp + "gate_proj", mlp + "up_proj"), "pair"),
+            down=self._pack(self._matrix(mlp + "down_proj.weight"), "matrix"),
             attention_norm=self._vector(name + "input_layernorm.weight"),
             mlp_norm=self._vector(name + "post_attention_layernorm.weight"),
             q_norm=self._optional(attention + "q_norm.weight"),

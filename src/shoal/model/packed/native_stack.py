@@ -1,0 +1,265 @@
+"""The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
+
+Longer forwards (prompts) run in plain torch on matrices unpacked one at a time, which costs little beside their
+arithmetic. Python's part in a step is kept to a few loops over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shoal.model.kv import KVCache, KVLayer
+from shoal.model.packed import native
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.weights import Layer, Role, Weights
+from shoal.model.stack import Feed, Tap, mark_shallow
+
+LIMIT = 32
+"""Most tokens of a forward that the kernels run; beyond, unpacking the matrices pays."""
+
+_KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_BLOCK = 16
+
+
+def kind_of(dtype: torch.dtype, quant: Quant | None) -> native.Kind:
+    """How the kernels store matrices of that dtype and quantisation."""
+    return quant or _KINDS[dtype]
+
+
+def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels have arithmetic for such a model."""
+    even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
+    return even and device.type == "cpu" and dtype in _KINDS
+
+
+class NativeMatrix:
+    """A matrix in the kernels' layout. See `shoal.model.packed.linear.Linear`."""
+
+    def __init__(self, packed: native.PackedWeight) -> None:
+        self.packed, self.nbytes = packed, packed.nbytes
+        self.rows, self.columns = packed.rows, packed.cols
+
+    @classmethod
+    def pack(cls, weight: Tensor, role: Role, kind: native.Kind) -> NativeMatrix:
+        """Pack a matrix for its role."""
+        return cls(native.pack(weight, kind, paired=role == "pair"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`; unpacks the matrix, so it is meant for many tokens."""
+        return linear(x, self.packed.unpack(x.dtype))
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See `Linear`; float32."""
+        blocks, places = torch.unique(ids // _BLOCK, return_inverse=True)
+        whole = self.packed
+        scales = None if whole.scales is None else whole.scales[blocks].contiguous()
+        data = whole.data.view(whole.blocks, -1)[blocks].flatten()
+        some = native.PackedWeight(whole.kind, len(blocks) * _BLOCK, whole.cols, data, scales)
+        return some.unpack(torch.float32)[places * _BLOCK + ids % _BLOCK]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a forward runs: layers, per layer and feed the nodes whose attention runs, and the kernels' flags."""
+
+    layers: Sequence[int]
+    counts: Sequence[Sequence[int]]
+    active: list[list[int]] | None
+
+
+class NativeStack(PackedStack):
+    """See the module."""
+
+    def __init__(
+        self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shape, weights, rotary, dtype, device)
+        self._like = torch.empty(0, dtype=dtype)
+        self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
+        self._model = self._native_model()
+        self._reach = len(rotary.cos)
+
+    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+        """Run `feeds` through the layers that their plans name; see the protocol."""
+        if tap is not None or sum(len(feed.tokens) for feed in feeds) > LIMIT:
+            return super().forward(feeds, cache, tap)
+        work = self._work(feeds)
+        starts = self._make_room(feeds, work, cache)
+        batch = self._batch(feeds, work, cache, starts)
+        if max(batch.positions) >= self._reach:
+            self._extend_tables(max(batch.positions) + 1)
+        logits = self._model.forward(batch, self._binding(cache))
+        for layer, counts in zip(work.layers, work.counts, strict=True):
+            scratch = cache.layers[layer].scratch
+            for feed, count in zip(feeds, counts, strict=True):
+                scratch[feed.row] += count
+        mark_shallow(feeds, cache)
+        return logits
+
+    def _work(self, feeds: Sequence[Feed]) -> _Work:
+        sizes = [len(feed.tokens) for feed in feeds]
+        first, plan = feeds[0], feeds[0].plan
+        layers = plan.layers(first.steps[0])
+        if not plan.splits_layers and all(_runs(feed, layers) for feed in feeds):
+            return _Work(layers, [sizes] * len(layers), None)
+        return self._gated_work(feeds)
+
+    def _gated_work(self, feeds: Sequence[Feed]) -> _Work:
+        """The general case: tokens that differ in what they run."""
+        layers, counts, active = [], [], []
+        for layer in range(self.num_layers):
+            attention = [feed.running(feed.plan.attention[layer]) for feed in feeds]
+            mlp = [feed.running(feed.plan.mlp[layer]) for feed in feeds]
+            if any(attention) or any(mlp):
+                layers.append(layer)
+                counts.append(attention)
+                active.append(_flags(feeds, attention, mlp))
+        return _Work(layers, counts, active)
+
+    def _make_room(self, feeds: Sequence[Feed], work: _Work, cache: KVCache) -> list[list[int]] | None:
+        """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
+        sizes = (self.shape.kv_heads, self.shape.head_dim)
+        evicted = False
+        for layer, counts in zip(work.layers, work.counts, strict=True):
+            store = cache.layers[layer]
+            for feed, count in zip(feeds, counts, strict=True):
+                if count:
+                    _check(store, layer, feed, cache)
+            if store.keys is None:
+                store.allocate(self._like, sizes, max(counts))
+            store.make_room([feed.row for feed in feeds], counts)
+            evicted = evicted or (store.window is not None and any(store.starts))
+        return [_per_token(feeds, cache.layers[layer].starts) for layer in work.layers] if evicted else None
+
+    def _batch(
+        self, feeds: Sequence[Feed], work: _Work, cache: KVCache, starts: list[list[int]] | None
+    ) -> native.NativeBatch:
+        ids: list[int] = []
+        positions: list[int] = []
+        nodes: list[int] = []
+        ancestors: list[int] = []
+        wanted: list[int] = []
+        for feed in feeds:
+            ids.extend(feed.tokens)
+            positions.extend(feed.positions(cache.positions[feed.row]))
+            nodes.extend(range(len(feed.tokens)))
+            ancestors.extend(_ancestors(feed))
+            wanted.extend(range(len(ids) - feed.wanted, len(ids)))
+        rows = [feed.row for feed in feeds for _ in feed.tokens]
+        bases = [cache.positions[row] for row in rows]
+        return native.NativeBatch(
+            ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
+        )
+
+    def _binding(self, cache: KVCache) -> native.KVBinding:
+        """The addresses of the cache's storage, looked up anew when any of it was replaced."""
+        version = sum(layer.version for layer in cache.layers)
+        known = self._bindings.get(cache)
+        if known is None or known[0] != version:
+            stores = cache.layers
+            known = version, self._model.bind([s.keys for s in stores], [s.values for s in stores])
+            self._bindings[cache] = known
+        return known[1]
+
+    def _extend_tables(self, positions: int) -> None:
+        self.rotary.reach(positions)
+        self._model, self._reach = self._native_model(), len(self.rotary.cos)
+        self._bindings.clear()
+
+    def _native_model(self) -> native.NativeModel:
+        shape, weights = self.shape, self.weights
+        spec = native.NativeSpec(
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rotary_dim=shape.rotary_dim,
+            vocab=shape.vocab,
+            eps=shape.eps,
+            attention_scale=shape.attention_scale,
+            residual_scale=shape.residual_scale,
+            embedding_scale=shape.embedding_scale,
+            logit_scale=shape.logit_scale,
+            activation="silu" if shape.activation == "silu" else "gelu_tanh",
+            kv_dtype=self.dtype,
+        )
+        layers = [self._native_layer(index, layer) for index, layer in enumerate(weights.layers)]
+        embedding = None if weights.embedding is weights.head else _matrix(weights.embedding).unpack(self.dtype)
+        return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), embedding)
+
+    def _native_layer(self, index: int, layer: Layer) -> native.NativeLayer:
+        rotary = self.rotary if self.shape.rotary[index] else None
+        return native.NativeLayer(
+            qkv=_matrix(layer.qkv),
+            o=_matrix(layer.out),
+            gate_up=_matrix(layer.gate_up),
+            down=_matrix(layer.down),
+            input_norm=layer.attention_norm,
+            post_norm=layer.mlp_norm,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            qkv_bias=layer.qkv_bias,
+            o_bias=layer.out_bias,
+            gate_up_bias=layer.gate_up_bias,
+            down_bias=layer.down_bias,
+            cos=None if rotary is None else rotary.cos,
+            sin=None if rotary is None else rotary.sin,
+            window=layer_window(self.shape, index),
+        )
+
+
+def layer_window(shape: Shape, layer: int) -> int | None:
+    """The layer's sliding window."""
+    return shape.windows[layer]
+
+
+def _matrix(matrix: object) -> native.PackedWeight:
+    assert isinstance(matrix, NativeMatrix)
+    return matrix.packed
+
+
+def _runs(feed: Feed, layers: tuple[int, ...]) -> bool:
+    """Whether every token of the feed runs just these layers, whole."""
+    plan = feed.plan
+    return plan.layers(feed.steps[0]) == layers == plan.layers(feed.steps[-1]) and not plan.splits_layers
+
+
+def _flags(feeds: Sequence[Feed], attention: Sequence[int], mlp: Sequence[int]) -> list[int]:
+    """Per token, which sublayers of one layer it runs."""
+    return [
+        native.ATTENTION * (node < a) | native.MLP * (node < m)
+        for feed, a, m in zip(feeds, attention, mlp, strict=True)
+        for node in range(len(feed.tokens))
+    ]
+
+
+def _check(store: KVLayer, layer: int, feed: Feed, cache: KVCache) -> None:
+    """As `check_lengths`, and nothing may have been released."""
+    if store.lengths[feed.row] != cache.positions[feed.row] or store.released[feed.row]:
+        raise RuntimeError(
+            f"layer {layer} does not hold the KV of the {cache.positions[feed.row]} positions before the tokens that "
+            f"row {feed.row} is to run: the depth plan is not nested"
+        )
+
+
+def _per_token(feeds: Sequence[Feed], starts: Sequence[int]) -> list[int]:
+    return [starts[feed.row] for feed in feeds for _ in feed.tokens]
+
+
+def _ancestors(feed: Feed) -> list[int]:
+    """Per node, the bits of the nodes that it sees."""
+    if feed.parents is None:
+        return [(2 << node) - 1 for node in range(len(feed.tokens))]
+    seen: list[int] = []
+    for node, parent in enumerate(feed.parents):
+        seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
+    return seen
