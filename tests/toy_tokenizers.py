@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-SHARED = Path(os.environ.get("SHOAL_SHARED") or Path(__file__).parents[2] / "shared")
+from shared_models import load_tokenizer
+
 SHARED_NAMES = ("gsm16", "stories260K", "babyllama361")
 SPECIALS = ["<unk>", "<s>", "</s>"]
 LETTERS = list("abcdefghijklmnopqrstuvwxyz.,!\n\ufffdé世")
@@ -63,12 +61,7 @@ NAMES = (*BUILDERS, *SHARED_NAMES)
 @functools.cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer `name` of NAMES; skips the test where a shared model is absent."""
-    if name in BUILDERS:
-        return BUILDERS[name]()
-    folder = SHARED / "models" / name
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is absent; set SHOAL_SHARED to the folder that holds models/{name}")
-    return AutoTokenizer.from_pretrained(folder)
+    return BUILDERS[name]() if name in BUILDERS else load_tokenizer(name)
 
 
 def whole(tok: PreTrainedTokenizerFast, tokens: list[int]) -> str:
