@@ -51,4 +51,4 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 
 clean: ## Remove the virtual environments, build outputs and caches
 	rm -rf $(VENV) $(OLDEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
