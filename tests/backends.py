@@ -1,0 +1,105 @@
+"""The backends that run a decoder's layers, for tests that must hold on each of them.
+
+All of them run the weights of `reference(family)`. That is the tiny fp64 model of the family with norms that compute
+in fp64 as well: those of transformers compute in fp32 whatever the model's dtype, which would hide all below 1e-6.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from drive import stack_of
+from families import tiny
+from shoal.model.packed import native
+from shoal.model.packed.build import build
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.source import ModelSource
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
+
+PACKED = ("granite", "hybrid", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+"""The families of `families.py` whose block is the packed one."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the layers.
+
+    Attributes:
+        name: of the backend.
+        dtype: in which the tests run it.
+        exact: how far its logits may be from those of the fp64 reference; the tiny models' logits go up to about 20.
+    """
+
+    name: str
+    dtype: torch.dtype
+    exact: float
+
+    def fits(self, family: str) -> bool:
+        """Whether it runs the family."""
+        return self.name == "hf" or family in PACKED
+
+    def stack(self, family: str, **overrides: Any) -> Stack:
+        """The stack of a family, made once; skips the test where the backend cannot run on this machine."""
+        if self.name == "native" and not native.available():
+            pytest.skip(f"the native kernels do not run here: {native.why_not()}")
+        return _stack(self, family, json.dumps(overrides, sort_keys=True))
+
+
+HF = Backend("hf", torch.float64, 1e-10)
+TORCH = Backend("packed", torch.float64, 1e-10)
+NATIVE = Backend("native", torch.float32, 2e-3)
+BACKENDS = (HF, TORCH, NATIVE)
+
+
+def on_backends(*families: str, backends: tuple[Backend, ...] = BACKENDS) -> pytest.MarkDecorator:
+    """Parametrises a test's `backend` and `name` over families and the backends that run them."""
+    cases = [pytest.param(b, f, id=f"{f}-{b.name}") for f in families for b in backends if b.fits(f)]
+    return pytest.mark.parametrize(("backend", "name"), cases)
+
+
+def reference(family: str, **overrides: Any) -> PreTrainedModel:
+    """The tiny fp64 model of a family, with fp64 norms where it is one of `PACKED`; shared, never change it."""
+    return _reference(family, json.dumps(overrides, sort_keys=True))
+
+
+@functools.cache
+def _reference(family: str, overrides: str) -> PreTrainedModel:
+    model = tiny(family, **json.loads(overrides))
+    return with_exact_norms(model) if family in PACKED else model
+
+
+def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose RMSNorms compute in the model's own dtype."""
+    twin = copy.deepcopy(model)
+    norms = [(name, module) for name, module in twin.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    for name, norm in norms:
+        parent, _, child = name.rpartition(".")
+        exact = nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=norm.weight.dtype)
+        exact.weight = norm.weight
+        setattr(twin.get_submodule(parent), child, exact)
+    return twin.eval().requires_grad_(False)
+
+
+@functools.cache
+def _stack(backend: Backend, family: str, overrides: str) -> Stack:
+    options = json.loads(overrides)
+    if backend.name == "hf":
+        return stack_of(reference(family, **options))
+    return packed(tiny(family, dtype=backend.dtype, **options), kernels=backend.name == "native")
+
+
+def packed(model: PreTrainedModel, quant: Quant | None = None, *, kernels: bool = False) -> PackedStack:
+    """The packed stack of a model, in its dtype."""
+    return build(model.config, ModelSource(model), model.dtype, CPU, quant, kernels=kernels)
