@@ -35,11 +35,13 @@ class DepthPlan:
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp) or not self.attention:
-            raise ValueError(f"a plan needs one drop step per attention and per MLP of at least one layer, "
-                             f"got {len(self.attention)} and {len(self.mlp)}")
+            raise ValueError(
+                f"a plan needs one drop step per attention and per MLP of at least one layer, "
+                f"got {len(self.attention)} and {len(self.mlp)}"
+            )
         earliest = min(self.attention + self.mlp)
         if earliest < 1:
-            raise ValueError(f"a drop step is {earliest}; steps start to drop at 1, since token 0 comes from the prefill")
+            raise ValueError(f"a drop step is {earliest}; it must be at least 1, since token 0 comes from the prefill")
 
     @classmethod
     def full(cls, num_layers: int) -> DepthPlan:
@@ -68,7 +70,9 @@ class DepthPlan:
                     "Use a non-increasing budget",
                 )
         if counts and num_layers - min(counts) > len(removal):
-            raise ValueError(f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may be dropped")
+            raise ValueError(
+                f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may be dropped"
+            )
         drop = [NEVER] * num_layers
         for step, count in enumerate(counts):
             for layer in removal[: num_layers - count]:

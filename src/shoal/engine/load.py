@@ -95,7 +95,10 @@ def engine_for(
             check_parity(stack, model, _PACKED_PARITY)
     stack = stack or _modules(model)
     eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
-    name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    origin = getattr(model.config, "_name_or_path", "")
+    if card is None and os.path.isdir(origin):
+        card = read_card(origin, stack.num_layers)
+    name = name or origin or type(model).__name__
     return Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model)
 
 

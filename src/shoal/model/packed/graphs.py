@@ -66,8 +66,8 @@ class GraphRunner:
 
     def _captured(self, step: StaticStep) -> Callable[[], Tensor]:
         """Warm up on a side stream, as capture demands, then record."""
-        free, _ = torch.cuda.mem_get_info()
-        log.info("capturing a step of %s rows x %s tokens, %.1f GiB free", step.key.rows, step.key.queries, free / 2**30)
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        log.info("capturing a step of %s x %s tokens, %.1f GiB free", step.key.rows, step.key.queries, free)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

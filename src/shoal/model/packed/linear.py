@@ -103,7 +103,7 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Callable[[Tensor], Tensor] | None:
-    """torch's weight-only kernel for these numbers, or None where it has none."""
+    """A weight-only kernel of torch's for these numbers, or None where it has none."""
     if scales.dtype != torch.bfloat16 or levels.device.type != "cpu" or columns % GROUP:
         return None
     if quant == "int8":
