@@ -142,8 +142,10 @@ class KVLayer:
             gone = length - (window - 1) - start
             if gone > 0:
                 end = length - start + scratch
-                for store in (self.keys, self.values):
-                    store[row, :, : end - gone] = store[row, :, gone:end].clone()
+                stores = (self.keys, self.values)
+                kept = [store[row, :, gone:end].clone() for store in stores]  # both, before either is written to
+                for store, entries in zip(stores, kept, strict=True):
+                    store[row, :, : end - gone] = entries
                 self.starts[row] += gone
 
     def keep(self, row: int, count: int) -> None:

@@ -92,6 +92,8 @@ class NativeStack(PackedStack):
         if tap is not None or sum(len(feed.tokens) for feed in feeds) > LIMIT:
             return super().forward(feeds, cache, tap)
         work = self._work(feeds)
+        if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
+            return super().forward(feeds, cache, tap)
         starts = self._make_room(feeds, work, cache)
         batch = self._batch(feeds, work, cache, starts)
         if max(batch.positions) >= self._reach:
@@ -133,6 +135,8 @@ class NativeStack(PackedStack):
             for feed, count in zip(feeds, counts, strict=True):
                 if count:
                     _check(store, layer, feed, cache)
+            if not any(counts):
+                continue
             if store.keys is None:
                 store.allocate(self._like, sizes, max(counts))
             store.make_room([feed.row for feed in feeds], counts)

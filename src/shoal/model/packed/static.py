@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from shoal.model.kv import KVCache
+from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import block
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Weights
@@ -44,7 +44,8 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
     """The key of a forward, or None where it is not of the fixed form.
 
     The form: every row of the cache, in order, with the same number of tokens in a chain; whole layers, the same for
-    all; every token's logits wanted; no column evicted; KV storage large enough already.
+    all; every token's logits wanted; the KV of all positions before them there, none evicted, released or scratch, in
+    storage that is large enough already. Whatever else a forward is, right or wrong, is left to the flat one.
     """
     queries = len(feeds[0].tokens)
     if [feed.row for feed in feeds] != list(range(cache.rows)):
@@ -56,15 +57,21 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
     if len(sets) > 1 or depth != len(layers):
         return None
     stores = [cache.layers[layer] for layer in layers]
-    storage = tuple(store.keys.data_ptr() for store in stores if store.keys is not None)
-    if len(storage) < len(stores) or any(any(store.starts) for store in stores):
+    held = [store.keys for store in stores if store.keys is not None]
+    if not held or len(held) < len(stores) or not all(_plain(store, cache) for store in stores):
         return None
+    storage = tuple(keys.data_ptr() for keys in held)
     needed = max(cache.positions) + queries
-    room = min(store.keys.shape[2] for store in stores if store.keys is not None)
+    room = min(keys.shape[2] for keys in held)
     if room < needed:
         return None
     columns = min(room, -(-needed // COLUMNS) * COLUMNS)
     return Key(cache.rows, queries, columns, layers, storage)
+
+
+def _plain(store: KVLayer, cache: KVCache) -> bool:
+    """Whether column c of every row holds position c, up to the last committed one."""
+    return store.lengths == cache.positions and not any((*store.starts, *store.scratch, *store.released))
 
 
 class StaticStep:
