@@ -20,6 +20,10 @@ class Unsupported(ValueError):
         self.what, self.why, self.remedy = what, why, remedy
 
 
+class OutOfMemory(Unsupported):
+    """A request or a model that is too large for the memory there is; smaller ones go on working."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that nobody knows: it names the nearest known one and lists them all."""
     choices = sorted(known)

@@ -64,7 +64,7 @@ class Checkpoint:
             return Path(self.place)
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.safetensors", "*.json"]
+        wanted = ["model*.safetensors", "*.json"]  # not the second copy that some keep in the original format
         return Path(snapshot_download(self.place, revision=self.revision, allow_patterns=wanted))
 
     def tokenizer(self, given: Any = None) -> Any:

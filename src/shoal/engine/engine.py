@@ -17,6 +17,7 @@ from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine.card import Card
+from shoal.engine.memory import naming
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.result import result_of
 from shoal.methods import make
@@ -184,10 +185,17 @@ class Stream(Iterator[Step]):
 
     def __next__(self) -> Step:
         while not self._ready:
-            with self._engine.turn():
+            with self._engine.turn(), naming(self._size):
                 self._ready = list(reversed(next(self._ticks)))
             self._seconds = time.perf_counter() - self._started
         return self._ready.pop()
+
+    def _size(self) -> tuple[str, str]:
+        """What fills the memory, and what to do where it does not suffice."""
+        prompt = max(row.prompt_length for row in self._rows)
+        new = max(row.emitted + row.stop.room for row in self._rows)
+        what = f"a batch of {len(self._rows)}, prompts of up to {prompt} tokens and max_new_tokens={new}"
+        return what, "Use a smaller max_new_tokens, fewer prompts at once, or shorter ones"
 
     def close(self) -> None:
         """End the generation now: no further step comes, and its memory is free."""

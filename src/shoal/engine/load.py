@@ -13,7 +13,8 @@ from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import as_dtype, default_device, default_dtype
 from shoal.engine.engine import Engine
-from shoal.errors import Unsupported
+from shoal.engine.memory import naming
+from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
@@ -24,6 +25,7 @@ from shoal.model.stack import Stack
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
 _DECODER_REMEDY = "Use a decoder-only causal language model"
+_SMALLER = 'Use quant="int8" or "int4", a smaller dtype, or a smaller model'
 _PACKED_PARITY = 0.2
 """Packed stacks keep the residual stream in float32, so in half precision they differ from the model's own rounding."""
 
@@ -61,6 +63,7 @@ def load(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    packed.check_quant(quant)
     if quant is not None and backend == "hf":
         what = f"quant={quant!r} with backend 'hf'"
         raise Unsupported(what, "it runs the model's own weights", 'Use backend="packed"')
@@ -87,12 +90,11 @@ def engine_for(
     if model.training:
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
     _check_decoder(model.config)
-    embedding = model.get_input_embeddings().weight
-    stack: Stack | None = None
+    stack = None
     if backend != "hf":
-        stack = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend)
-        if stack is not None and quant is None:
-            check_parity(stack, model, _PACKED_PARITY)
+        embedding = model.get_input_embeddings().weight
+        source = ModelSource(model)
+        stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, twin_of=model)
     stack = stack or _modules(model)
     eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
     origin = getattr(model.config, "_name_or_path", "")
@@ -119,20 +121,42 @@ def _from_files(
     source = files.weights() if backend != "hf" else None
     stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
     if stack is None:
-        model = files.model(dtype).to(device).eval()
-        return engine_for(model, words, name=files.name, card=card, quant=quant, backend="hf" if source else backend)
+        return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
     eos = eos_ids(files.generation_config(), config, words)
     return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card)
 
 
+def _from_model(
+    files: Checkpoint, words: Any, card: Card, dtype: torch.dtype, device: torch.device, quant: Quant | None,
+    backend: Backend,
+) -> Engine:
+    """An engine by way of the transformers model, which is given up again where it was packed."""
+    with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
+        model = files.model(dtype).to(device).eval()
+    engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend)
+    if not isinstance(engine.stack, HFStack):
+        engine.model = None
+    return engine
+
+
 def _pack(
-    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend
+    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
+    twin_of: Any = None,
 ) -> Stack | None:
-    """The packed stack; under "auto" None, said once, where the model does not fit and needs no quantisation."""
+    """The packed stack, checked against the model that it is to equal if there is one.
+
+    Under "auto" None, said once, where the model does not fit and needs no quantisation.
+    """
     try:
         if backend == "auto" and quant is None:
             packed.worth_packing(dtype, device)
-        return packed.build(config, source, dtype, device, quant)
+        with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
+            stack = packed.build(config, source, dtype, device, quant)
+        if twin_of is not None and quant is None:
+            check_parity(stack, twin_of, _PACKED_PARITY)
+        return stack
+    except OutOfMemory:
+        raise
     except Unsupported as reason:
         if backend != "auto" or quant is not None:
             raise

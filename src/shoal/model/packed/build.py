@@ -55,11 +55,16 @@ def build(
 
 def check(dtype: torch.dtype, quant: str | None) -> None:
     """Refuse what the packed block has no arithmetic for."""
-    if quant is not None and quant not in QUANTS:
-        raise ValueError(f"quant is {quant!r}; it must be None or one of {', '.join(QUANTS)}")
+    check_quant(quant)
     if dtype not in _DTYPES:
         raise Unsupported(f"the packed backend in {dtype}", "its kernels are made for bfloat16 and float32",
                           'Use dtype="bfloat16", or backend="hf"')
+
+
+def check_quant(quant: str | None) -> None:
+    """Refuse an unknown quantisation."""
+    if quant is not None and quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}; it must be None or one of {', '.join(QUANTS)}")
 
 
 def worth_packing(dtype: torch.dtype, device: torch.device) -> None:

@@ -17,6 +17,8 @@ Quant = Literal["int8", "int4"]
 GROUP = 32
 """Columns that share a scale in int4."""
 
+_AT_ONCE = 2**22
+
 
 class Linear(Protocol):
     """A packed matrix.
@@ -47,7 +49,7 @@ class Dense:
         self.nbytes = weight.numel() * weight.element_size()
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        if _reorders(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
             self._plain = weight if indexed else None
 
@@ -65,21 +67,29 @@ class Dense:
         return self._plain[ids]
 
 
+def _reorders(weight: Tensor) -> bool:
+    """Whether oneDNN takes the matrix in its own order here."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
 class Quantised:
     """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns.
 
-    Multiplied by torch's own weight-only kernels where they take the dtype, else dequantised at every use.
+    Multiplied by torch's own weight-only kernels where they take the dtype, else dequantised at every use. Two levels
+    of int4 share a byte; torch's kernel keeps a copy of them in its own order.
     """
 
     def __init__(self, weight: Tensor, quant: Quant) -> None:
         self.rows, self.columns = weight.shape
-        self._dtype = weight.dtype
+        self._dtype, self._quant = weight.dtype, quant
         group = self.columns if quant == "int8" else GROUP
-        levels, scales = quantise(weight, group, 127 if quant == "int8" else 7)
-        self._levels, self._scales = levels, scales.to(_scale_dtype(weight.dtype))
-        bits = 8 if quant == "int8" else 4
-        self.nbytes = self._levels.numel() * bits // 8 + self._scales.numel() * 2
-        self._kernel = _kernel(self._levels, self._scales, self.columns, quant)
+        levels, self._scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
+        self._kernel = _kernel(levels, self._scales, self.columns, quant)
+        self._stored = levels if quant == "int8" else _paired(levels)
+        self.nbytes = sum(t.numel() * t.element_size() for t in (self._stored, self._scales))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
@@ -87,15 +97,27 @@ class Quantised:
 
     def dequantised(self) -> Tensor:
         """[rows, columns] in the dtype that the weights came in."""
-        return self._values(self._levels, self._scales)
+        return self._values(self._stored, self._scales)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._values(self._levels[ids], self._scales[ids])
+        return self._values(self._stored[ids], self._scales[ids])
 
-    def _values(self, levels: Tensor, scales: Tensor) -> Tensor:
+    def _values(self, stored: Tensor, scales: Tensor) -> Tensor:
+        levels = stored if self._quant == "int8" else _parted(stored)
         values = levels.to(torch.float32) * scales[..., None].float()
         return values.flatten(-2)[..., : self.columns].to(self._dtype)
+
+
+def _paired(levels: Tensor) -> Tensor:
+    """Levels -7..7 [..., even] as uint8 [..., half]: 8 is added; even columns in the low half of a byte."""
+    raised = (levels + 8).to(torch.uint8)
+    return raised[..., ::2] | raised[..., 1::2] << 4
+
+
+def _parted(pairs: Tensor) -> Tensor:
+    """The levels, int8, from what `_paired` made of them."""
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,12 +136,21 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
     return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
 
 
-def quantise(weight: Tensor, group: int, top: int) -> tuple[Tensor, Tensor]:
-    """Levels int8 [rows, groups, group] in -top..top and scales float32 [rows, groups] (columns padded by zeros)."""
+def quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Levels int8 [rows, groups, group] in -top..top and scales [rows, groups]; columns are padded by zeros.
+
+    Some rows at a time, since this takes several float32 copies of them.
+    """
+    pieces = weight.split(max(1, _AT_ONCE // weight.shape[1]))
+    levels, scales = zip(*(_quantise(piece, group, top, scale_dtype) for piece in pieces), strict=True)
+    return torch.cat(levels), torch.cat(scales)
+
+
+def _quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     blocks = pad(weight.float(), (0, -columns % group)).view(rows, -1, group)
-    scales = blocks.abs().amax(-1).clamp_min(1e-12) / top
-    return (blocks / scales[..., None]).round_().clamp_(-top, top).to(torch.int8), scales
+    scales = (blocks.abs().amax(-1).clamp_min(1e-12) / top).to(scale_dtype)
+    return (blocks / scales[..., None].float()).round_().clamp_(-top, top).to(torch.int8), scales
 
 
 def pack(weight: Tensor, role: str, quant: Quant | None) -> Linear:

@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite")
 """Values of `model_type` whose block is the packed one."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
-_REMEDY = 'Use backend="hf", which runs the model\'s own modules'
+REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ def shape_of(config: Any) -> Shape:
     if text.model_type not in FAMILIES:
         raise _misfit(text, f"the packed block fits {', '.join(FAMILIES)}")
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    if type(text) not in CAUSAL:
+        raise _misfit(text, "its code comes with the checkpoint, not with transformers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _misfit(text, "its weights are quantised already")
     if text.hidden_act not in activations:
         raise _misfit(text, f"its activation {text.hidden_act!r} is not among {', '.join(activations)}")
     rope = getattr(text, "rope_parameters", None) or {}
@@ -105,7 +109,7 @@ def shape_of(config: Any) -> Shape:
 
 
 def _misfit(config: Any, why: str) -> Unsupported:
-    return Unsupported(f"the packed backend for model type {config.model_type!r}", why, _REMEDY)
+    return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 
 
 class RotaryTable:

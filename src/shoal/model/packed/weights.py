@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.errors import Unsupported
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import Source
 
 Role = Literal["matrix", "table", "pair"]
@@ -82,48 +83,69 @@ class Packer:
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
 
     def weights(self) -> Weights:
-        """Everything, one layer after the other."""
-        layers = [self.layer(index) for index in range(self._shape.num_layers)]
-        embedding = self._pack(self._matrix("model.embed_tokens.weight"), "table")
-        tied = self._shape.tied or not self._source.has("lm_head.weight")
-        head = embedding if tied else self._pack(self._matrix("lm_head.weight"), "matrix")
-        return Weights(layers, embedding, head, self._vector("model.norm.weight"))
+        """Everything, one layer after the other.
+
+        Raises:
+            Unsupported: a tensor is missing, or not what the config says.
+        """
+        shape = self._shape
+        layers = [self.layer(index) for index in range(shape.num_layers)]
+        embedding = self._pack(self._matrix("model.embed_tokens.weight", shape.vocab, shape.hidden), "table")
+        head = embedding
+        if not shape.tied and self._source.has("lm_head.weight"):
+            head = self._pack(self._matrix("lm_head.weight", shape.vocab, shape.hidden), "matrix")
+        return Weights(layers, embedding, head, self._vector("model.norm.weight", shape.hidden))
 
     def layer(self, index: int) -> Layer:
         """Block `index`."""
-        name = f"model.layers.{index}."
+        shape, name = self._shape, f"model.layers.{index}."
         attention, mlp = name + "self_attn.", name + "mlp."
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        qkv = {attention + "q_proj": query, attention + "k_proj": key, attention + "v_proj": key}
+        gate_up = {mlp + "gate_proj": shape.ffn, mlp + "up_proj": shape.ffn}
         return Layer(
-            qkv=self._pack(self._joined(attention + "qkv_proj", *(attention + f"{x}_proj" for x in "qkv")), "matrix"),
-            out=self._pack(self._matrix(attention + "o_proj.weight"), "matrix"),
-            gate_up=self._pack(self._joined(mlp + "gate_up_proj", mlp + "gate_proj", mlp + "up_proj"), "pair"),
-            down=self._pack(self._matrix(mlp + "down_proj.weight"), "matrix"),
-            attention_norm=self._vector(name + "input_layernorm.weight"),
-            mlp_norm=self._vector(name + "post_attention_layernorm.weight"),
-            q_norm=self._optional(attention + "q_norm.weight"),
-            k_norm=self._optional(attention + "k_norm.weight"),
-            qkv_bias=self._joined_bias(*(attention + f"{x}_proj.bias" for x in "qkv")),
-            out_bias=self._optional(attention + "o_proj.bias"),
-            gate_up_bias=self._joined_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
-            down_bias=self._optional(mlp + "down_proj.bias"),
+            qkv=self._pack(self._joined(attention + "qkv_proj", qkv), "matrix"),
+            out=self._pack(self._matrix(attention + "o_proj.weight", shape.hidden, query), "matrix"),
+            gate_up=self._pack(self._joined(mlp + "gate_up_proj", gate_up), "pair"),
+            down=self._pack(self._matrix(mlp + "down_proj.weight", shape.hidden, shape.ffn), "matrix"),
+            attention_norm=self._vector(name + "input_layernorm.weight", shape.hidden),
+            mlp_norm=self._vector(name + "post_attention_layernorm.weight", shape.hidden),
+            q_norm=self._optional(attention + "q_norm.weight", shape.head_dim),
+            k_norm=self._optional(attention + "k_norm.weight", shape.head_dim),
+            qkv_bias=self._joined_bias(qkv),
+            out_bias=self._optional(attention + "o_proj.bias", shape.hidden),
+            gate_up_bias=self._joined_bias(gate_up),
+            down_bias=self._optional(mlp + "down_proj.bias", shape.hidden),
         )
 
-    def _matrix(self, name: str) -> Tensor:
-        return self._source[name].to(self._device, self._dtype, copy=True)
+    def _tensor(self, name: str, *size: int) -> Tensor:
+        if not self._source.has(name):
+            why = "the packed backend finds weights by the names that transformers gives them"
+            raise Unsupported(f"a checkpoint without {name!r}", why, REMEDY)
+        tensor = self._source[name]
+        if tensor.is_meta:
+            raise Unsupported(f"a model whose {name!r} is on the meta device", "there is nothing to pack", REMEDY)
+        if tensor.shape != size:
+            found = f"a checkpoint whose {name!r} is {list(tensor.shape)}"
+            raise Unsupported(found, f"its config asks for {list(size)}", REMEDY)
+        return tensor
 
-    def _joined(self, fused: str, *parts: str) -> Tensor:
-        """A matrix that the checkpoint holds fused (Phi-3) or in parts."""
+    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        return self._tensor(name, rows, columns).to(self._device, self._dtype, copy=True)
+
+    def _joined(self, fused: str, parts: dict[str, int]) -> Tensor:
+        """A matrix of `hidden` columns that the checkpoint holds fused (Phi-3) or in parts, given with their rows."""
         if self._source.has(fused + ".weight"):
-            return self._matrix(fused + ".weight")
-        return torch.cat([self._matrix(part + ".weight") for part in parts])
+            return self._matrix(fused + ".weight", sum(parts.values()), self._shape.hidden)
+        return torch.cat([self._matrix(part + ".weight", rows, self._shape.hidden) for part, rows in parts.items()])
 
-    def _vector(self, name: str) -> Tensor:
-        return self._source[name].to(self._device, self._vectors, copy=True)
+    def _vector(self, name: str, size: int) -> Tensor:
+        return self._tensor(name, size).to(self._device, self._vectors, copy=True)
 
-    def _optional(self, name: str) -> Tensor | None:
-        return self._vector(name) if self._source.has(name) else None
+    def _optional(self, name: str, size: int) -> Tensor | None:
+        return self._vector(name, size) if self._source.has(name) else None
 
-    def _joined_bias(self, *names: str) -> Tensor | None:
-        if not any(self._source.has(name) for name in names):
+    def _joined_bias(self, parts: dict[str, int]) -> Tensor | None:
+        if not any(self._source.has(part + ".bias") for part in parts):
             return None
-        return torch.cat([self._vector(name) for name in names])
+        return torch.cat([self._vector(part + ".bias", rows) for part, rows in parts.items()])
