@@ -16,6 +16,8 @@ from generate_calls import PAD, PROMPTS, an_eos, batch, both, generate, single
 from oracle import greedy_under_plan
 from shoal import D3, EarlyExit, Unsupported
 from shoal.integrations import _engines
+from shoal.integrations._inputs import left_padding
+from shoal.integrations._rows import Ending
 from shoal.methods.full import Full
 
 
@@ -90,8 +92,6 @@ def test_a_prompt_of_padding_alone_is_refused(llama: PreTrainedModel) -> None:
 
 
 def test_a_mask_that_is_longer_than_the_prompt_is_refused(llama: PreTrainedModel) -> None:
-    from shoal.integrations._inputs import left_padding
-
     with pytest.raises(Unsupported, match=r"\(1, 6\)"):
         left_padding(torch.tensor([[3, 4, 5]]), {"attention_mask": torch.ones(1, 6)})
 
@@ -103,11 +103,12 @@ def test_a_cache_of_the_callers_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(Unsupported, match="past_key_values.*session"):
         generate(llama, input_ids=torch.tensor([[3, 4, 5, 6]]), past_key_values=cache, custom_generate=Full())
     assert cache.get_seq_length() == 3
+    cache._is_user_defined = False
+    with pytest.raises(Unsupported, match="DynamicCache"):
+        left_padding(torch.tensor([[3]]), {"past_key_values": cache})
 
 
 def test_an_empty_cache_of_the_callers_is_refused_where_transformers_marks_it(llama: PreTrainedModel) -> None:
-    from shoal.integrations._inputs import left_padding
-
     cache = DynamicCache(config=llama.config)
     assert left_padding(torch.tensor([[3]]), {"past_key_values": cache}) == [0]
     cache._is_user_defined = True
@@ -205,10 +206,16 @@ def test_criteria_for_several_rows_need_a_pad_id(llama: PreTrainedModel) -> None
     generate(llama, **batch(), pad_token_id=None, custom_generate=Full())
 
 
-def test_beyond_the_context_is_warned_of_and_decoded_as_in_transformers(caplog: pytest.LogCaptureFixture) -> None:
+def test_beyond_the_context_decoding_goes_on_as_in_transformers() -> None:
     model = tiny("llama", max_position_embeddings=12)
     theirs, ours = both(model, **single(), max_new_tokens=8)
     assert torch.equal(theirs, ours)
+
+
+def test_the_criterion_that_warns_beyond_the_context_is_called() -> None:
+    warns = MaxLengthCriteria(16, max_position_embeddings=12)
+    assert Ending.of([warns], None, 8) == Ending(frozenset(), 8, (warns,))
+    assert Ending.of([MaxLengthCriteria(12, max_position_embeddings=12)], None, 8).criteria == ()
 
 
 def test_scores_and_logits_are_returned(llama: PreTrainedModel) -> None:

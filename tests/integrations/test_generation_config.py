@@ -12,6 +12,7 @@ from families import VOCAB, tiny
 from generate_calls import PROMPTS, an_eos, batch, both, generate, single
 from shoal import D3, Unsupported
 from shoal.integrations import generation_config as table
+from shoal.integrations._rows import RowProcessors
 from shoal.integrations.generation_config import TABLE, check
 from shoal.methods.full import Full
 
@@ -346,3 +347,15 @@ def test_the_page_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == table.markdown(), remedy
     for name, field in TABLE.items():
         assert name.startswith("_") or f"| `{name}` |" in page.read_text(encoding="utf-8"), field
+
+
+def test_processors_run_where_the_prompt_is() -> None:
+    devices: list[str] = []
+
+    def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        devices.extend([ids.device.type, scores.device.type])
+        return scores
+
+    padding = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    RowProcessors(padding, (note,))(torch.ones(1, 3).long(), torch.ones(1, 9))
+    assert devices == ["meta", "meta"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ def output(ids: Tensor, rows: Sequence[Row], records: Sequence[Record], config: 
     """The record that `generate` returns with `return_dict_in_generate`, scores and logits as asked for."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    width = max(row.emitted for row in rows)
-    scores = _steps([record.scores for record in records], width) if config.output_scores else None
-    logits = _steps([record.logits for record in records], width) if config.output_logits else None
+    kept = [(record, row.emitted) for record, row in zip(records, rows, strict=False)]  # a cut block recorded more
+    scores = _steps([record.scores[:size] for record, size in kept]) if config.output_scores else None
+    logits = _steps([record.logits[:size] for record, size in kept]) if config.output_logits else None
     return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits)
 
 
-def _steps(rows: Sequence[list[Tensor]], width: int) -> tuple[Tensor, ...]:
+def _steps(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
     """One tensor [B, V] per step; zeros where a row has ended."""
     ended = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[i] if i < len(row) else ended for row in rows]) for i in range(width))
+    return tuple(torch.stack(step) for step in zip_longest(*rows, fillvalue=ended))

@@ -42,7 +42,7 @@ class RowProcessors:
     """The processors of one row, as one.
 
     Attributes:
-        padding: ids [1, P] that `generate` holds before the row's prompt.
+        padding: ids [1, P] that `generate` holds before the row's prompt; processors run on their device.
         processors: called in turn with ids [1, P + T] and scores [1, V] in float32, as `generate` does.
     """
 
@@ -52,7 +52,7 @@ class RowProcessors:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] after all processors."""
         ids = torch.cat([self.padding, ids.to(self.padding.device)], 1)
-        scores = scores.to(torch.float32)
+        scores = scores.to(self.padding.device, torch.float32)
         for processor in self.processors:
             scores = processor(ids, scores)
         return scores

@@ -205,6 +205,27 @@ _INTRODUCTION = (
 )
 
 
+_ARGUMENTS = {
+    "`attention_mask`": "padding on the left is taken off each row; padding elsewhere and holes are refused",
+    "`past_key_values`": "a cache of your own is refused; sessions (`shoal.load(...).session()`) keep theirs",
+    "`position_ids`": "checked to be the usual ones",
+    "other model inputs": "refused",
+    "`logits_processor`, `prefix_allowed_tokens_fn`": (
+        "called after those of the configuration, with one row at a time ([1, T] and [1, V]), its padding included; "
+        "one that counts its calls is shared by the rows and sees drafted tokens too"
+    ),
+    "`stopping_criteria`": "called with one row at a time; a row that has ended is filled with `pad_token_id`",
+    "`streamer`, `tokenizer`": (
+        "dropped by transformers for every callable, except that the streamer gets the prompt; bind them: "
+        "`method.bind(streamer=s, tokenizer=t)`. The repository form takes them as `generate` does"
+    ),
+    "`assistant_model`, `synced_gpus`": (
+        "dropped by transformers for every callable, unseen by Shoal; the repository form refuses them"
+    ),
+    "`torch.manual_seed`": "makes samples repeatable; they are not those that transformers draws from the same seed",
+}
+
+
 def markdown() -> str:
     """The table as a page."""
     return "\n".join(_page()) + "\n"
@@ -223,6 +244,9 @@ def _page() -> Iterator[str]:
         for name, field in TABLE.items():
             if field.verdict == verdict and not name.startswith("_"):
                 yield _line(name, field)
+    yield from ("", "## Beside the configuration", "", "| argument of `generate` | what becomes of it |", "|---|---|")
+    for name, fate in _ARGUMENTS.items():
+        yield f"| {name} | {fate} |"
 
 
 def _line(name: str, field: Field) -> str:
