@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -59,7 +60,7 @@ class Engine:
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids, self.card = eos_token_ids, card or Card()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""
@@ -150,8 +151,8 @@ class Engine:
         reserve = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         return KVCache(self.stack.windows, len(rows), reserve)
 
-    def turn(self) -> threading.Lock:
-        """The lock that a forward holds."""
+    def turn(self) -> AbstractContextManager[bool]:
+        """The lock that a forward holds; a logits processor may use the engine itself."""
         return self._turn
 
 
