@@ -61,6 +61,7 @@ HF = Backend("hf", torch.float64, 1e-10)
 TORCH = Backend("packed", torch.float64, 1e-10)
 NATIVE = Backend("native", torch.float32, 2e-3)
 BACKENDS = (HF, TORCH, NATIVE)
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 
 def on_backends(*families: str, backends: tuple[Backend, ...] = BACKENDS) -> pytest.MarkDecorator:

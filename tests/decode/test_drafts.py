@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from drive import Run, decode, gap, make_run, oracle_logits, prompt, stack_of
+from backends import HF, Backend, on_backends, reference
+from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
@@ -19,7 +20,7 @@ from shoal.model.stack import Feed
 from shoal.types import Sampling
 from toy_tokenizers import metaspace
 
-NEW, EXACT = 24, 1e-10
+NEW = 24
 PLANS = {
     "full": DepthPlan.full(6),
     "d3": DepthPlan.whole_layers([NEVER, 14, 5, 3, 9, NEVER]),
@@ -36,42 +37,46 @@ plans = pytest.mark.parametrize("plan", PLANS)
 
 
 def drafted(
-    name: str, ids: list[list[int]], plan: DepthPlan, shape: str, error: float = 0.3, **options: Any
+    backend: Backend, name: str, ids: list[list[int]], plan: DepthPlan, shape: str, error: float = 0.3, **options: Any
 ) -> tuple[Run, Run, Planted]:
     """A plain run, the same with drafts, and the proposer that made these."""
-    plain = decode(tiny(name), ids, plan, **{"new": NEW, **options})
+    options = {"new": NEW, "stack": backend.stack(name), **options}
+    plain = decode(None, ids, plan, **options)
     planted = Planted(dict(enumerate(plain.tokens)), error, tree=SHAPES[shape], seed=len(ids))
-    return plain, decode(tiny(name), ids, Recipe(plan, planted), **{"new": NEW, **options}), planted
+    return plain, decode(None, ids, Recipe(plan, planted), **options), planted
 
 
 @plans
 @shapes
-@pytest.mark.parametrize("name", ["llama", "hybrid", "gpt2", "gemma3"])
-def test_drafts_change_no_token_and_no_logit(name: str, shape: str, plan: str) -> None:
+@on_backends("llama", "hybrid", "gpt2", "gemma3")
+def test_drafts_change_no_token_and_no_logit(backend: Backend, name: str, shape: str, plan: str) -> None:
     met: Counter[str] = Counter()
     for ids in ([prompt(5, 1)], [prompt(13, 2), prompt(2, 3), prompt(8, 4)]):
-        plain, run, planted = drafted(name, ids, PLANS[plan], shape)
+        plain, run, planted = drafted(backend, name, ids, PLANS[plan], shape)
         assert run.tokens == plain.tokens
         met += planted.met
         for index, tokens in enumerate(run.tokens):
-            assert gap(run.logits(index)[:NEW], oracle_logits(tiny(name), ids[index], PLANS[plan], tokens)) <= EXACT
+            expected = oracle_logits(reference(name), ids[index], PLANS[plan], tokens)
+            assert gap(run.logits(index)[:NEW], expected) <= backend.exact
     assert {kind for kind, times in met.items() if times} == {"none", "some", "all"}
 
 
 @shapes
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_drafts_change_no_sample(sampling: str, shape: str) -> None:
+@on_backends("hybrid")
+def test_drafts_change_no_sample(backend: Backend, name: str, sampling: str, shape: str) -> None:
     ids = [prompt(5, 1), prompt(11, 2)]
     for plan in ("full", "d3"):
-        plain, run, planted = drafted("hybrid", ids, PLANS[plan], shape, sampling=SAMPLINGS[sampling], seed=3)
+        plain, run, planted = drafted(backend, name, ids, PLANS[plan], shape, sampling=SAMPLINGS[sampling], seed=3)
         assert run.tokens == plain.tokens
         assert {*planted.met} == {"none", "some", "all"}
 
 
 @pytest.mark.parametrize("error", [0.0, 1.0])
 @shapes
-def test_all_right_and_all_wrong(shape: str, error: float) -> None:
-    plain, run, planted = drafted("llama", [prompt(6)], PLANS["d3"], shape, error)
+@on_backends("llama")
+def test_all_right_and_all_wrong(backend: Backend, name: str, shape: str, error: float) -> None:
+    plain, run, planted = drafted(backend, name, [prompt(6)], PLANS["d3"], shape, error)
     assert run.tokens == plain.tokens
     ledger = run.rows[0].ledger
     assert planted.met["none" if error == 0.0 else "all"] == 0
@@ -81,7 +86,7 @@ def test_all_right_and_all_wrong(shape: str, error: float) -> None:
 
 def test_a_tree_of_right_and_wrong_siblings_at_every_place() -> None:
     """Trees do branch, and accepted nodes are not always first children: gathers are exercised."""
-    _, run, planted = drafted("llama", [prompt(6)], PLANS["full"], "trees", 0.1)
+    _, run, planted = drafted(HF, "llama", [prompt(6)], PLANS["full"], "trees", 0.1)
     assert any(not tree.is_chain for tree in planted.trees)
     assert run.rows[0].ledger.accepted > 3
 
@@ -96,10 +101,10 @@ def kept(run: Run, layer: int) -> tuple[int, torch.Tensor]:
 
 @plans
 @shapes
-@pytest.mark.parametrize("name", ["llama", "hybrid", "mistral"])
-def test_the_kv_is_that_of_a_run_without_drafts(name: str, shape: str, plan: str) -> None:
+@on_backends("llama", "hybrid", "mistral")
+def test_the_kv_is_that_of_a_run_without_drafts(backend: Backend, name: str, shape: str, plan: str) -> None:
     ids = prompt(9, 1)
-    plain, run, _ = drafted(name, [ids], PLANS[plan], shape, release=False)
+    plain, run, _ = drafted(backend, name, [ids], PLANS[plan], shape, release=False)
     assert run.cache.positions == [len(ids) + NEW - 1]
     for layer, drop in enumerate(PLANS[plan].attention):
         store = run.cache.layers[layer]
@@ -108,17 +113,18 @@ def test_the_kv_is_that_of_a_run_without_drafts(name: str, shape: str, plan: str
         (a, ours), (b, theirs) = kept(run, layer), kept(plain, layer)
         first = max(a, b)
         assert store.lengths[0] - first >= min(store.lengths[0], (store.window or 10**6) - 1)
-        assert gap(ours[:, :, first - a :], theirs[:, :, first - b :]) <= EXACT
+        assert gap(ours[:, :, first - a :], theirs[:, :, first - b :]) <= backend.exact
 
 
 @shapes
-def test_rows_with_and_without_drafts_share_a_batch(shape: str) -> None:
+@on_backends("hybrid")
+def test_rows_with_and_without_drafts_share_a_batch(backend: Backend, name: str, shape: str) -> None:
     ids = [prompt(5, 1), prompt(12, 2), prompt(3, 3)]
     each = [PLANS["d3"], PLANS["full"], PLANS["split"]]
-    plain = decode(tiny("hybrid"), ids, each, [NEW, 9, 17])
+    plain = decode(None, ids, each, [NEW, 9, 17], stack=backend.stack(name))
     planted = Planted(dict(enumerate(plain.tokens)), tree=SHAPES[shape])
     recipes = [Recipe(each[0], planted), Recipe(each[1]), Recipe(each[2], planted)]
-    run = decode(tiny("hybrid"), ids, recipes, [NEW, 9, 17])
+    run = decode(None, ids, recipes, [NEW, 9, 17], stack=backend.stack(name))
     assert run.tokens == plain.tokens
     assert run.rows[1].ledger.target_forwards == 9
     assert run.rows[0].ledger.target_forwards < NEW
@@ -127,7 +133,7 @@ def test_rows_with_and_without_drafts_share_a_batch(shape: str) -> None:
 @shapes
 @pytest.mark.parametrize("limit", range(1, 12))
 def test_max_new_tokens_is_never_passed(limit: int, shape: str) -> None:
-    plain, run, planted = drafted("llama", [prompt(5, 1)], PLANS["d3"], shape, 0.0, new=limit)
+    plain, run, planted = drafted(HF, "llama", [prompt(5, 1)], PLANS["d3"], shape, 0.0, new=limit)
     assert run.tokens == plain.tokens
     assert len(run.tokens[0]) == limit
     assert run.rows[0].finish_reason == "length"
@@ -147,7 +153,8 @@ def test_eos_ends_a_block_exactly_there(place: int, shape: str) -> None:
     assert run.rows[0].finish_reason == "stop"
     assert run.rows[0].ledger.accepted == sum(step.from_draft for step in run.rows[0].steps)
     assert run.cache.positions == [5 + len(wanted) - 1]
-    full = [layer.lengths[0] for layer, drop in zip(run.cache.layers, PLANS["d3"].attention, strict=True) if drop == NEVER]
+    drops = zip(run.cache.layers, PLANS["d3"].attention, strict=True)
+    full = [layer.lengths[0] for layer, drop in drops if drop == NEVER]
     assert full == [run.cache.positions[0]] * len(full)
 
 
@@ -183,23 +190,25 @@ def test_shallow_positions_of_trees_are_known() -> None:
                 assert run.cache.first_shallow(0) == min(committed, len(ids) - 1 + drop)
 
 
-@pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_a_window_slides_under_long_drafts(name: str) -> None:
+@on_backends("mistral", "hybrid")
+def test_a_window_slides_under_long_drafts(backend: Backend, name: str) -> None:
     """Blocks longer than the window, rejected again and again, while old positions are shifted out."""
     ids, new = prompt(30, 1), 60
-    plain = decode(tiny(name), [ids], PLANS["full"], new)
+    plain = decode(None, [ids], PLANS["full"], new, stack=backend.stack(name))
     planted = Planted({0: plain.tokens[0]}, 0.12, depth=14)
-    run = decode(tiny(name), [ids], Recipe(PLANS["full"], planted), new)
+    run = decode(None, [ids], Recipe(PLANS["full"], planted), new, stack=backend.stack(name))
     assert run.tokens == plain.tokens
-    assert gap(run.logits(0)[:new], plain.logits(0)) <= EXACT
+    assert gap(run.logits(0)[:new], plain.logits(0)) <= backend.exact
+    assert gap(plain.logits(0), oracle_logits(reference(name), ids, PLANS["full"], plain.tokens[0])) <= backend.exact
     assert {*planted.met} == {"none", "some", "all"}
     slid = [layer.starts[0] for layer in run.cache.layers if layer.window]
     assert min(slid) > 0
 
 
-def test_rollback_forgets_a_tick() -> None:
+@on_backends("mistral")
+def test_rollback_forgets_a_tick(backend: Backend, name: str) -> None:
     ids, plan = prompt(9, 1), PLANS["full"]
-    stack = stack_of(tiny("mistral"))
+    stack = backend.stack(name)
     cache = KVCache(stack.windows, 1)
     stack.forward([Feed(0, ids, [0] * 9, plan)], cache)
     cache.commit(0, range(9))
@@ -208,4 +217,4 @@ def test_rollback_forgets_a_tick() -> None:
     cache.rollback(0)
     stack.forward([Feed(0, prompt(20, 2), list(range(1, 21)), plan)], cache)
     cache.rollback(0)
-    assert gap(stack.forward([block], cache), once) <= EXACT
+    assert gap(stack.forward([block], cache), once) <= backend.exact

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from backends import Backend, each_backend, on_backends, reference
 from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from shoal.decode.loop import Loop
@@ -25,35 +26,36 @@ PLANS = [
     DepthPlan.whole_layers([2, 9, NEVER, 1, 1, 4]),
 ]
 NEW = [12, 7, 10, 3]
-EXACT = 1e-10
 
 
-def alone(name: str, index: int, **options: object) -> Run:
-    numbers = [index] if "sampling" in options else None
-    return decode(tiny(name), [PROMPTS[index]], PLANS[index], NEW[index], numbers=numbers, **options)
+def alone(backend: Backend, name: str, index: int, **options: object) -> Run:
+    numbers, stack = [index] if "sampling" in options else None, backend.stack(name)
+    return decode(None, [PROMPTS[index]], PLANS[index], NEW[index], stack=stack, numbers=numbers, **options)
 
 
 @pytest.mark.parametrize("chunk", [3, 2048])
-@pytest.mark.parametrize("name", ["llama", "hybrid", "gpt2", "gemma3", "gpt_neox", "gemma2"])
-def test_each_row_of_a_batch_is_its_own_run(name: str, chunk: int) -> None:
-    together = decode(tiny(name), PROMPTS, PLANS, NEW, chunk=chunk)
+@on_backends("llama", "hybrid", "gpt2", "gemma3", "gpt_neox", "gemma2", "granite", "phi3", "qwen2", "smollm3")
+def test_each_row_of_a_batch_is_its_own_run(backend: Backend, name: str, chunk: int) -> None:
+    together = decode(None, PROMPTS, PLANS, NEW, stack=backend.stack(name), chunk=chunk)
     for index in range(4):
-        single = alone(name, index)
+        single = alone(backend, name, index)
         assert together.tokens[index] == single.tokens[0]
-        assert gap(together.logits(index), single.logits(0)) <= EXACT
-        assert gap(single.logits(0), oracle_logits(tiny(name), PROMPTS[index], PLANS[index], single.tokens[0])) <= EXACT
+        assert gap(together.logits(index), single.logits(0)) <= backend.exact
+        expected = oracle_logits(reference(name), PROMPTS[index], PLANS[index], single.tokens[0])
+        assert gap(single.logits(0), expected) <= backend.exact
 
 
-@pytest.mark.parametrize("name", ["llama", "hybrid"])
-def test_the_order_of_the_rows_does_not_matter(name: str) -> None:
-    expected = [alone(name, index).tokens[0] for index in range(4)]
+@on_backends("llama", "hybrid")
+def test_the_order_of_the_rows_does_not_matter(backend: Backend, name: str) -> None:
+    expected, stack = [alone(backend, name, index).tokens[0] for index in range(4)], backend.stack(name)
     for order in itertools.islice(itertools.permutations(range(4)), 1, None, 5):
-        run = decode(tiny(name), *([one[i] for i in order] for one in (PROMPTS, PLANS, NEW)))
+        run = decode(None, *([one[i] for i in order] for one in (PROMPTS, PLANS, NEW)), stack=stack)
         assert run.tokens == [expected[i] for i in order]
 
 
-def test_rows_leave_when_they_are_done() -> None:
-    run = make_run(tiny("llama"), PROMPTS, PLANS, NEW)
+@on_backends("llama")
+def test_rows_leave_when_they_are_done(backend: Backend, name: str) -> None:
+    run = make_run(None, PROMPTS, PLANS, NEW, stack=backend.stack(name))
     widths = [(len(steps), run.cache.rows) for steps in run.loop.run()]
     assert [width for width, _ in widths] == [sum(new > tick for new in NEW) for tick in range(max(NEW))]
     assert [rows for _, rows in widths[:-1]] == [sum(new > tick + 1 for new in NEW) for tick in range(max(NEW) - 1)]
@@ -85,44 +87,50 @@ def test_eos_that_is_also_a_padding_or_prompt_token() -> None:
     assert len({len(tokens) for tokens in together.tokens}) > 1
 
 
-def test_sampled_rows_do_not_depend_on_their_mates() -> None:
+@each_backend
+def test_sampled_rows_do_not_depend_on_their_mates(backend: Backend) -> None:
+    """Nor on the backend."""
     hot = Sampling(temperature=1.2, top_p=0.95, top_k=40, repetition_penalty=1.1)
-    together = decode(tiny("hybrid"), PROMPTS, PLANS, NEW, sampling=hot, seed=5)
+    together = decode(reference("hybrid"), PROMPTS, PLANS, NEW, sampling=hot, seed=5)
     for index in range(4):
-        assert together.tokens[index] == alone("hybrid", index, sampling=hot, seed=5).tokens[0]
-    twins = decode(tiny("hybrid"), [PROMPTS[0]] * 3, PLANS[0], 8, sampling=hot, seed=5).tokens
+        assert together.tokens[index] == alone(backend, "hybrid", index, sampling=hot, seed=5).tokens[0]
+    stack = backend.stack("hybrid")
+    twins = decode(None, [PROMPTS[0]] * 3, PLANS[0], 8, stack=stack, sampling=hot, seed=5).tokens
     assert len({tuple(tokens) for tokens in twins}) == 3
 
 
-def test_random_batches() -> None:
+@on_backends("hybrid")
+def test_random_batches(backend: Backend, name: str) -> None:
     """Any mix of lengths, plans and limits, some of them equal."""
-    dice = random.Random(3)
-    model = tiny("hybrid")
+    dice, stack = random.Random(3), backend.stack(name)
     for _ in range(6):
         picks = [dice.randrange(4) for _ in range(dice.randint(2, 6))]
         plans = [PLANS[dice.randrange(4)] for _ in picks]
         news = [dice.randint(1, 9) for _ in picks]
-        run = decode(model, [PROMPTS[i] for i in picks], plans, news, chunk=dice.randint(1, 12))
+        run = decode(None, [PROMPTS[i] for i in picks], plans, news, stack=stack, chunk=dice.randint(1, 12))
         for index, (pick, plan, new) in enumerate(zip(picks, plans, news, strict=True)):
-            assert gap(run.logits(index), decode(model, [PROMPTS[pick]], plan, new).logits(0)) <= EXACT
+            single = decode(None, [PROMPTS[pick]], plan, new, stack=stack)
+            assert gap(run.logits(index), single.logits(0)) <= backend.exact
 
 
-def test_a_cache_that_holds_the_beginning_already() -> None:
-    model, full = tiny("hybrid"), DepthPlan.full(6)
-    first = decode(model, [PROMPTS[3]], full, 1)
+@on_backends("hybrid")
+def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -> None:
+    stack, full = backend.stack(name), DepthPlan.full(6)
+    first = decode(None, [PROMPTS[3]], full, 1, stack=stack)
     cache: KVCache = first.cache
     cache.truncate(0, 11)
-    rest = make_run(model, [PROMPTS[3]], PLANS[0], 9)
+    rest = make_run(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
     loop = Loop(rest.loop.stack, cache, rest.rows)
     for _ in loop.run():
         pass
     assert rest.rows[0].ledger.prefill_tokens == 6
-    fresh = decode(model, [PROMPTS[3]], PLANS[0], 9)
-    assert gap(rest.logits(0), fresh.logits(0)) <= EXACT
+    fresh = decode(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
+    assert gap(rest.logits(0), fresh.logits(0)) <= backend.exact
 
 
-def test_leaving_early_keeps_committed_positions_only() -> None:
-    run = make_run(tiny("llama"), PROMPTS[:1], DepthPlan.full(6), 9)
+@on_backends("llama")
+def test_leaving_early_keeps_committed_positions_only(backend: Backend, name: str) -> None:
+    run = make_run(None, PROMPTS[:1], DepthPlan.full(6), 9, stack=backend.stack(name))
     ticks = run.loop.run()
     for _ in range(4):
         next(ticks)
@@ -131,13 +139,14 @@ def test_leaving_early_keeps_committed_positions_only() -> None:
     assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
 
 
-def test_one_layer_one_token_one_row() -> None:
-    model = tiny("llama", layers=1)
+@on_backends("llama")
+def test_one_layer_one_token_one_row(backend: Backend, name: str) -> None:
     for plan in (DepthPlan.full(1), DepthPlan.whole_layers([1])):
-        run = decode(model, [[7]], plan, 3)
-        assert gap(run.logits(0), oracle_logits(model, [7], plan, run.tokens[0])) <= EXACT
+        run = decode(None, [[7]], plan, 3, stack=backend.stack(name, layers=1))
+        expected = oracle_logits(reference(name, layers=1), [7], plan, run.tokens[0])
+        assert gap(run.logits(0), expected) <= backend.exact
 
 
 def test_a_recipe_without_parts_is_a_plan() -> None:
-    bare, full = decode(tiny("llama"), PROMPTS[:1], Recipe(PLANS[0]), 5), decode(tiny("llama"), PROMPTS[:1], PLANS[0], 5)
+    bare, full = (decode(tiny("llama"), PROMPTS[:1], recipe, 5) for recipe in (Recipe(PLANS[0]), PLANS[0]))
     assert torch.equal(bare.logits(0), full.logits(0))

@@ -12,14 +12,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drive import gap, oracle_logits, prompt, stack_of
-from families import VOCAB, tiny
+from backends import Backend, on_backends, reference
+from drive import gap, oracle_logits, prompt
+from families import VOCAB
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed
 
-PROMPT, NEW, EXACT = 7, 14, 1e-10
+PROMPT, NEW = 7, 14
 PLANS = {
     "full": DepthPlan.full(6),
     "whole layers": DepthPlan.whole_layers([NEVER, 11, 1, 3, 6, NEVER]),
@@ -28,9 +29,9 @@ PLANS = {
 TOKENS = prompt(PROMPT + NEW, 5)
 
 
-def blocks(name: str, plan: DepthPlan, sizes: Sequence[int]) -> Tensor:
+def blocks(backend: Backend, name: str, plan: DepthPlan, sizes: Sequence[int]) -> Tensor:
     """Logits [NEW, V] of the last tokens of TOKENS, fed in blocks of these sizes."""
-    stack = stack_of(tiny(name))
+    stack = backend.stack(name)
     cache, pieces, done = KVCache(stack.windows, 1), [], 0
     for size in sizes:
         chosen = range(done, min(done + size, len(TOKENS)))
@@ -45,23 +46,23 @@ def blocks(name: str, plan: DepthPlan, sizes: Sequence[int]) -> Tensor:
 
 
 def wanted(name: str, plan: DepthPlan) -> Tensor:
-    return oracle_logits(tiny(name), TOKENS[:PROMPT], plan, [*TOKENS[PROMPT:], 0])[1:]
+    return oracle_logits(reference(name), TOKENS[:PROMPT], plan, [*TOKENS[PROMPT:], 0])[1:]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["llama", "hybrid", "gemma2", "gpt_neox"])
-def test_a_whole_sequence_at_once_or_token_by_token(name: str, plan: str) -> None:
+@on_backends("llama", "hybrid", "gemma2", "gpt_neox")
+def test_a_whole_sequence_at_once_or_token_by_token(backend: Backend, name: str, plan: str) -> None:
     """Prompt and answer may even share a block."""
     expected = wanted(name, PLANS[plan])
     for sizes in ([99], [1] * 99, [PROMPT, 99], [PROMPT + 3, 2, 1, 99]):
-        assert gap(blocks(name, PLANS[plan], sizes), expected) <= EXACT
+        assert gap(blocks(backend, name, PLANS[plan], sizes), expected) <= backend.exact
 
 
-@pytest.mark.parametrize("name", ["llama", "hybrid"])
+@on_backends("llama", "hybrid")
 @hypothesis_settings(max_examples=40)
 @given(plan=st.sampled_from(sorted(PLANS)), sizes=st.lists(st.integers(1, 9), min_size=21, max_size=21))
-def test_any_split_into_blocks(name: str, plan: str, sizes: list[int]) -> None:
-    assert gap(blocks(name, PLANS[plan], sizes), wanted(name, PLANS[plan])) <= EXACT
+def test_any_split_into_blocks(backend: Backend, name: str, plan: str, sizes: list[int]) -> None:
+    assert gap(blocks(backend, name, PLANS[plan], sizes), wanted(name, PLANS[plan])) <= backend.exact
 
 
 def random_tree(dice: random.Random, nodes: int) -> TokenTree:
@@ -70,10 +71,9 @@ def random_tree(dice: random.Random, nodes: int) -> TokenTree:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["llama", "hybrid", "mistral", "gpt2", "gemma2"])
-def test_every_node_of_a_tree_sees_its_own_path_alone(name: str, plan: str) -> None:
-    model, dice = tiny(name), random.Random(3)
-    stack = stack_of(model)
+@on_backends("llama", "hybrid", "mistral", "gpt2", "gemma2")
+def test_every_node_of_a_tree_sees_its_own_path_alone(backend: Backend, name: str, plan: str) -> None:
+    model, dice, stack = reference(name), random.Random(3), backend.stack(name)
     for nodes, given_steps in ((9, 1), (14, 4)):
         tree = random_tree(dice, nodes)
         assert not tree.is_chain
@@ -88,13 +88,13 @@ def test_every_node_of_a_tree_sees_its_own_path_alone(name: str, plan: str) -> N
         for node in range(nodes):
             path = [tree.tokens[i] for i in tree.path(node)]
             expected = oracle_logits(model, TOKENS[:PROMPT], PLANS[plan], [*before[PROMPT:], *path, 0])[-1]
-            assert gap(logits[node], expected) <= EXACT
+            assert gap(logits[node], expected) <= backend.exact
 
 
-@pytest.mark.parametrize("name", ["hybrid", "gemma2"])
-def test_blocks_and_trees_of_different_rows_in_one_forward(name: str) -> None:
-    """Each feed of a forward comes out as if it were alone: chain, tree, single token, prompt, under different plans."""
-    stack, tree = stack_of(tiny(name)), random_tree(random.Random(5), 10)
+@on_backends("hybrid", "gemma2")
+def test_blocks_and_trees_of_different_rows_in_one_forward(backend: Backend, name: str) -> None:
+    """Each feed of a forward comes out as if it were alone: chain, tree, one token, prompt, under different plans."""
+    stack, tree = backend.stack(name), random_tree(random.Random(5), 10)
     plans = list(PLANS.values())
     befores = [prompt(3, 1), prompt(12, 2), prompt(8, 3), []]
     feeds = [
@@ -115,6 +115,6 @@ def test_blocks_and_trees_of_different_rows_in_one_forward(name: str) -> None:
     together = stack.forward(feeds, filled(range(4))).split([feed.wanted for feed in feeds])
     for row, feed in enumerate(feeds):
         single = Feed(0, feed.tokens, feed.steps, feed.plan, feed.parents, feed.depths, feed.wanted)
-        assert gap(stack.forward([single], filled([row])), together[row]) <= EXACT
+        assert gap(stack.forward([single], filled([row])), together[row]) <= backend.exact
     some = stack.forward([feeds[1], feeds[3]], filled(range(4)))
-    assert gap(some, torch.cat([together[1], together[3]])) <= EXACT
+    assert gap(some, torch.cat([together[1], together[3]])) <= backend.exact

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from backends import BACKENDS, Backend, on_backends, reference
+from backends import Backend, each_backend, on_backends, reference
 from drive import decode, gap, oracle_logits, prompt
 from families import FAMILIES, fingerprint, tiny
 from oracle import greedy_under_plan
@@ -62,7 +62,7 @@ def check_on(backend: Backend, name: str, plan: DepthPlan, length: int, **option
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@each_backend
 def test_every_budget_and_order(backend: Backend, budget: str, order: str) -> None:
     plan = laid_out(budget, order)
     assert not plan.is_full
