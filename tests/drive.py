@@ -26,6 +26,9 @@ SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
 """Prompts of different lengths around the tiny models' window of 8."""
 
 
+_GREEDY = Sampling()
+
+
 @functools.cache
 def stack_of(model: PreTrainedModel) -> HFStack:
     """The model's stack, made once, its checks done."""
@@ -77,7 +80,7 @@ def make_run(
     *,
     stack: Any = None,
     rules: Callable[[int], StopRules] | None = None,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = _GREEDY,
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     tokenizer: Any = None,
@@ -129,7 +132,7 @@ def decode(*args: Any, **options: Any) -> Run:
 
 
 def oracle_logits(model: PreTrainedModel, ids: Sequence[int], plan: DepthPlan, tokens: Sequence[int]) -> Tensor:
-    """Logits [len(tokens), V] before each of `tokens`, which follow the prompt `ids`: one uncached pass of the oracle."""
+    """Logits [len(tokens), V] before each of `tokens`, which follow the prompt: one uncached pass of the oracle."""
     whole = [*ids, *tokens[:-1]]
     counts = [prefix_counts(drops, len(ids), len(whole)) for drops in (plan.attention, plan.mlp)]
     return prefix_oracle(model, torch.tensor([whole]), *counts)[len(ids) - 1 :]

@@ -5,8 +5,10 @@ Plain frozen dataclasses without torch, so that anything may import them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal
 
@@ -35,7 +37,8 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, self.temperature >= 0, ">= 0 (0 is greedy)")
+        self._check_kinds()
+        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, ">= 0 and finite (0 is greedy)")
         _check("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
@@ -45,10 +48,24 @@ class Sampling:
             _check(name, value, -2 <= value <= 2, "in [-2, 2]")
         _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or >= 0")
 
+    def _check_kinds(self) -> None:
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            _check(name, getattr(self, name), _is(getattr(self, name), Real), "a number")
+        _check("top_k", self.top_k, _is(self.top_k, Integral), "a whole number")
+        whole = self.logprobs is None or _is(self.logprobs, Integral)
+        _check("logprobs", self.logprobs, whole, "None or a whole number")
+        ids = all(isinstance(token, Integral) for token in self.logit_bias)
+        _check("logit_bias", dict(self.logit_bias), ids, "a mapping from token ids, whole numbers, to numbers")
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken without a draw."""
         return self.temperature == 0
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:

@@ -230,7 +230,9 @@ def test_a_turn_that_said_nothing_leaves_no_trace() -> None:
     check_turn(chat, QUESTIONS[1])
 
 
-@pytest.mark.parametrize("bad", [{"max_new_token": 3}, {"method": "d4"}, {"method": D3(alpha=0.5, core=9)}, {"top_p": 2.0}])
+@pytest.mark.parametrize(
+    "bad", [{"max_new_token": 3}, {"method": "d4"}, {"method": D3(alpha=0.5, core=9)}, {"top_p": 2.0}]
+)
 def test_a_turn_with_bad_options_leaves_no_trace(bad: dict[str, Any]) -> None:
     chat = begin("llama", SHALLOW)
     check_turn(chat, QUESTIONS[0])

@@ -17,6 +17,7 @@ from families import fingerprint, tiny
 from oracle import decoder_layers
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
+from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.model.kv import KVLayer
@@ -100,13 +101,13 @@ def test_streams_and_closings_at_once() -> None:
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
     """Weak references to the storage of every key tensor that is allocated."""
     made: list[weakref.ref[Tensor]] = []
-    allocate = KVLayer._allocate
+    allocate = KVLayer.allocate
 
     def watched(self: KVLayer, *args: Any) -> None:
         allocate(self, *args)
         made.append(weakref.ref(self.keys))
 
-    monkeypatch.setattr(KVLayer, "_allocate", watched)
+    monkeypatch.setattr(KVLayer, "allocate", watched)
     return made
 
 
@@ -166,7 +167,7 @@ def failing(at: int, error: BaseException) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_a_failure_in_a_layer_harms_nothing(error: BaseException, at: int, stored: list[weakref.ref[Tensor]]) -> None:
     before, one = fingerprint(tiny("hybrid")), engine()
     ids, options = CALLS[2]
@@ -225,7 +226,7 @@ def test_loading_leaves_no_hooks_behind() -> None:
         handle = decoder_layers(model)[2].register_forward_hook(fail)
         try:
             engine_for(model)
-        except RuntimeError:
+        except (RuntimeError, Unsupported):
             failures += 1
         finally:
             handle.remove()

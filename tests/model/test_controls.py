@@ -90,7 +90,7 @@ def test_a_wrong_mask_is_seen(name: str, change: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_siblings_that_see_each_other_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = truth(name)
-    monkeypatch.setattr(masks, "ancestors", lambda parents, device: torch.ones(len(parents), len(parents)).tril().bool())
+    monkeypatch.setattr(masks, "ancestors", lambda parents, _: torch.ones(len(parents), len(parents)).tril().bool())
     assert error(name, draft=draft) > FAR
 
 

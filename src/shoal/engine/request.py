@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import operator
+import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
-
-import torch
 
 from shoal.decode.stop import StopRules
 from shoal.types import Sampling
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 Prompt = str | Sequence[int]
+_LISTS: Mapping[str, tuple[Any, str]] = {
+    "stop": (str, "strings"),
+    "stop_token_ids": (Integral, "token ids"),
+    "logits_processor": (Callable, "callables"),
+    "stopping_criteria": (Callable, "callables"),
+}
 
 
 class Options(TypedDict, total=False):
@@ -77,11 +84,9 @@ class Request:
                 raise ValueError(f"unknown option {name!r}.{hint} The options are {', '.join(known)}")
         given = {name: value for name, value in options.items() if value is not None or name == "logprobs"}
         sampled = {f.name: given.pop(f.name) for f in fields(Sampling) if f.name in given}
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
-        for name in ("stop", "logits_processor", "stopping_criteria"):
-            given[name] = tuple(given.get(name, ()))
-        given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+        given.update({name: _items(name, given.get(name, ())) for name in _LISTS})
+        given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
+        given.update({name: _whole(name, given[name]) for name in ("max_new_tokens", "seed") if name in given})
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
@@ -99,18 +104,44 @@ class Request:
         )
 
 
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """An option that is a list; a string stands for the list that has it alone."""
+    kind, words = _LISTS[name]
+    values = (value,) if isinstance(value, str) else value
+    items = tuple(values) if isinstance(values, Iterable) and not isinstance(values, Mapping | bytes) else (None,)
+    if not all(isinstance(item, kind) for item in items):
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list of {words}")
+    return items
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    return int(value)
+
+
 def is_batch(prompt: Any) -> bool:
-    """Whether `prompt` is a list of prompts rather than one."""
+    """Whether `prompt` is a list of prompts rather than one; ValueError if it is neither."""
     if isinstance(prompt, str):
         return False
-    if isinstance(prompt, torch.Tensor):
-        return prompt.ndim == 2
-    return len(prompt) > 0 and not isinstance(prompt[0], int)
+    if hasattr(prompt, "ndim"):
+        return bool(prompt.ndim == 2)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise _no_prompt(prompt)
+    return len(prompt) > 0 and not _is_id(prompt[0])
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0
+
+
+def _no_prompt(value: Any) -> ValueError:
+    return ValueError(f"the prompt is {reprlib.repr(value)}; it must be text, whole token ids, or a list of either")
 
 
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | None) -> list[int]:
     """Token ids of one prompt, checked against vocabulary and context."""
-    ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else [int(token) for token in prompt]
+    ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else _whole_ids(prompt)
     if not ids:
         raise ValueError("the prompt is empty; give at least one token, such as the model's beginning-of-sequence id")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
@@ -122,6 +153,13 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
             "shorten the prompt"
         )
     return ids
+
+
+def _whole_ids(prompt: Any) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise _no_prompt(prompt) from None
 
 
 def _tokenize(prompt: str, tokenizer: Any) -> list[int]:

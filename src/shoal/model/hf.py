@@ -20,7 +20,7 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
 from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, mark_shallow, spans
-from shoal.model.windows import windows_of
+from shoal.model.windows import context_of, windows_of
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class HFStack:
         _check_attention(model)
         self.num_layers = int(config.num_hidden_layers)
         self.vocab_size = int(config.vocab_size)
-        self.max_positions = getattr(config, "max_position_embeddings", None)
+        self.max_positions = context_of(config)
         self.windows = windows_of(config)
         layers = find_layers(model, self.num_layers)
         self.device = model.get_input_embeddings().weight.device
@@ -60,9 +60,12 @@ class HFStack:
             return False
         feed = Feed(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
         cache = KVCache(self.windows, rows=1)
-        call = _Call(self, [feed], cache, self._hidden([feed], cache))
         with torch.no_grad():
-            return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
+            call = _Call(self, [feed], cache, self._hidden([feed], cache))
+            try:
+                return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
+            except (RuntimeError, TypeError, ValueError):  # a sublayer that returns something else than zeros stand for
+                return False
 
     @torch.no_grad()
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:

@@ -64,7 +64,7 @@ class KVLayer:
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
         if self.keys is None:
-            self.allocate(keys.new_empty(0), (keys.shape[1], keys.shape[3]), max(counts))
+            self.allocate(keys.new_empty(0), (keys.shape[1], keys.shape[3]), max(counts), values.shape[3])
         self.make_room(rows, counts)
         assert self.keys is not None and self.values is not None
         ends = self._ends(rows)
@@ -100,7 +100,7 @@ class KVLayer:
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
 
-    def allocate(self, like: Tensor, sizes: tuple[int, int], count: int) -> None:
+    def allocate(self, like: Tensor, sizes: tuple[int, int], count: int, value_dim: int | None = None) -> None:
         """Make the storage, for `count` entries at least.
 
         Zeros, not empty memory: what a mask hides must still be finite.
@@ -109,11 +109,13 @@ class KVLayer:
             like: a tensor of the dtype and on the device that the storage shall have.
             sizes: heads and head_dim.
             count: entries of the first call.
+            value_dim: head_dim of the values where it is another than that of the keys.
         """
         heads, head_dim = sizes
-        shape = (len(self.lengths), heads, max(count, self.reserve), head_dim)
-        self._replace(like.new_zeros(shape), like.new_zeros(shape))
-        self.bytes_per_position = 2 * heads * head_dim * like.element_size()
+        value_dim = head_dim if value_dim is None else value_dim
+        shape = (len(self.lengths), heads, max(count, self.reserve))
+        self._replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
+        self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
 
     def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
         self.keys, self.values = keys, values

@@ -86,6 +86,9 @@ def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
 @torch.no_grad()
 def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
     """Probe `model` with the token ids [1, T] and return its parts."""
+    head_module = model.get_output_embeddings()
+    if head_module is None:
+        raise Unsupported(f"{type(model).__name__} has no LM head", "it is no causal language model", _REMEDY)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     recording = _record(model, layers, ids, positions)
     if len(recording.layers) != len(layers):
@@ -96,9 +99,6 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         )
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
-    head_module = model.get_output_embeddings()
-    if head_module is None:
-        raise Unsupported(f"{type(model).__name__} has no LM head", "it is no causal language model", _REMEDY)
     return Parts(
         layers=layers,
         calls=calls,
@@ -229,7 +229,7 @@ def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor)
     base = _through(chain, ids)
     if base.shape == goal.shape:
         for table in _position_tables(recording.before, positions, goal):
-            if _same(base + table(positions), goal):
+            if _fits(base, table, positions, goal):
                 return lambda t, p: _through(chain, t) + table(p)
         change = _explain(base, goal, model.config)
         if change is not None:
@@ -239,6 +239,14 @@ def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor)
         "Shoal must be able to feed the first layer itself",
         _REMEDY,
     )
+
+
+def _fits(base: Tensor, table: Callable[[Tensor], Tensor], positions: Tensor, goal: Tensor) -> bool:
+    """Whether adding the table explains the first layer's input; a call that fails explains nothing."""
+    try:
+        return _same(base + table(positions), goal)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _through(chain: list[nn.Module], value: Tensor) -> Tensor:
