@@ -1,4 +1,6 @@
-"""Captured decoding steps: one CUDA graph per key, all in one memory pool, a bounded number of them.
+"""Captured decoding steps: one CUDA graph per cache and key, all in one memory pool, a bounded number of them.
+
+A step holds on to the KV storage that it was made for, so it goes when its cache does, or has moved to other storage.
 
 Not yet measured on a GPU. On a CPU the runner keeps the steps and runs them eagerly, which is what the tests do.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ LIMIT = 32
 """Most graphs kept; the oldest is given up for a new one."""
 
 _WARM_UPS = 2
+
+Steps = dict[Key, tuple[StaticStep, Callable[[], Tensor]]]
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +39,24 @@ class GraphRunner:
 
     def __init__(self, make: Callable[[Key, KVCache], StaticStep], capture: bool) -> None:
         self._make, self._capture = make, capture
-        self._steps: dict[Key, tuple[StaticStep, Callable[[], Tensor]]] = {}
+        self._steps: WeakKeyDictionary[KVCache, Steps] = WeakKeyDictionary()
         self._pool: Any = None
 
     @property
     def graphs(self) -> int:
         """Number of steps held."""
-        return len(self._steps)
+        return sum(map(len, self._steps.values()))
 
     def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor | None:
         """Logits as of `Stack.forward`, or None where the forward is not of the fixed form."""
         key = key_of(feeds, cache)
         if key is None:
             return None
-        if key not in self._steps:
-            self._add(key, feeds, cache)
-        step, run = self._steps[key]
+        steps = self._steps.setdefault(cache, {})
+        if key not in steps:
+            self._make_room(steps, cache)
+            steps[key] = self._made(key, feeds, cache)
+        step, run = steps[key]
         step.load(feeds, cache)
         logits = run()
         for layer in key.layers:
@@ -57,12 +64,19 @@ class GraphRunner:
                 cache.layers[layer].scratch[feed.row] += key.queries
         return logits.clone()
 
-    def _add(self, key: Key, feeds: Sequence[Feed], cache: KVCache) -> None:
-        if len(self._steps) >= LIMIT:
-            del self._steps[next(iter(self._steps))]
+    def _make_room(self, steps: Steps, cache: KVCache) -> None:
+        """Give up what the cache has left behind, and the oldest step where there are too many."""
+        live = {layer.keys.data_ptr() for layer in cache.layers if layer.keys is not None}
+        for key in [key for key in steps if not live.issuperset(key.storage)]:
+            del steps[key]
+        if self.graphs >= LIMIT:
+            oldest = next(filter(None, self._steps.values()))
+            del oldest[next(iter(oldest))]
+
+    def _made(self, key: Key, feeds: Sequence[Feed], cache: KVCache) -> tuple[StaticStep, Callable[[], Tensor]]:
         step = self._make(key, cache)
         step.load(feeds, cache)
-        self._steps[key] = step, self._captured(step) if self._capture else step.run
+        return step, self._captured(step) if self._capture else step.run
 
     def _captured(self, step: StaticStep) -> Callable[[], Tensor]:
         """Warm up on a side stream, as capture demands, then record."""

@@ -1,0 +1,201 @@
+"""The packed stacks compute what transformers' own forward computes, for every model that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal.model.packed.build as build_module
+from backends import (
+    HF,
+    NATIVE,
+    PACKED,
+    TORCH,
+    Backend,
+    each_backend,
+    on_backends,
+    packed,
+    reference,
+    with_exact_norms,
+)
+from drive import gap, prompt, stack_of
+from families import WINDOW, fingerprint, tiny
+from packed_variants import DYNAMIC, LLAMA3, LONGROPE, VARIANTS, YARN
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.model.kv import KVCache
+from shoal.model.packed import native
+from shoal.model.packed.shape import RotaryTable, shape_of
+from shoal.model.parity import chunked_logits
+from shoal.model.stack import Feed
+
+CHUNKS = {
+    "at once": (40,),
+    "chunks": (5, 20, 1, 14),
+    "tokens": (1,) * 12,
+    "shorter than the window": (WINDOW - 3,),
+    "just the window": (WINDOW, 1),
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+fast_backends = pytest.mark.parametrize("backend", (TORCH, NATIVE), ids=lambda backend: backend.name)
+
+
+@torch.no_grad()
+def own(model: Any, ids: list[int]) -> Tensor:
+    """Logits [T, V] of the model's own forward."""
+    logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def rms(actual: Tensor, expected: Tensor) -> float:
+    """Root of the mean square difference, relative to that of the expected logits."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@fast_backends
+@variants
+def test_every_variant_equals_transformers(backend: Backend, variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    model, stack = reference(family, **changes), backend.stack(family, **changes)
+    for seed, sizes in enumerate(CHUNKS.values()):
+        ids = prompt(sum(sizes), seed)
+        assert gap(chunked_logits(stack, ids, sizes), own(model, ids)) <= backend.exact
+
+
+@fast_backends
+@pytest.mark.parametrize("changes", [{}, LLAMA3, YARN], ids=["default", "llama3", "yarn"])
+def test_positions_far_beyond_the_first_table(backend: Backend, changes: dict[str, Any]) -> None:
+    """The rotary table holds 256 positions at first, and grows between and within forwards."""
+    ids = prompt(700, 1)
+    changes = {**changes, "max_position_embeddings": 1024}
+    logits = chunked_logits(backend.stack("llama", **changes), ids, (250, 1, 9, 300, 1, 139))
+    assert gap(logits, own(reference("llama", **changes), ids)) <= backend.exact
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
+@variants
+def test_fp32_is_as_good_as_transformers_own(variant: str, kernels: bool) -> None:
+    family, changes = VARIANTS[variant]
+    if kernels:
+        NATIVE.stack(family, **changes)
+    model, ids = tiny(family, dtype=torch.float32, **changes), prompt(40, 3)
+    stack, truth, theirs = packed(model, kernels=kernels), own(reference(family, **changes), ids), own(model, ids)
+    for sizes in (CHUNKS["at once"], CHUNKS["chunks"]):
+        ours = chunked_logits(stack, ids, sizes)
+        assert rms(ours, theirs) <= 1e-5
+        assert rms(ours, truth) <= 1.5 * rms(theirs, truth) + 1e-6
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("family", PACKED)
+def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None:
+    """Both against the same weights in fp64, over several models, since one alone may be lucky."""
+    if kernels:
+        NATIVE.stack(family)
+    ours, theirs = [], []
+    for seed in range(4):
+        half, ids = tiny(family, seed, torch.bfloat16, 3), prompt(40, seed)
+        truth = own(_widened(family, seed), ids)
+        ours.append(rms(chunked_logits(packed(half, kernels=kernels), ids, CHUNKS["chunks"]), truth))
+        theirs.append(rms(own(half, ids), truth))
+    assert 1e-3 < sum(theirs) / 4 < 0.2
+    assert sum(ours) <= 1.2 * sum(theirs)
+
+
+def _widened(family: str, seed: int) -> Any:
+    """The fp64 model whose weights are those of the bf16 one."""
+    model = with_exact_norms(tiny(family, seed, layers=3))
+    model.load_state_dict(tiny(family, seed, torch.bfloat16, 3).state_dict())
+    return model
+
+
+@pytest.mark.parametrize(("changes", "kind"), [(DYNAMIC, "dynamic"), (LONGROPE, "longrope")])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_rotary_tables_that_move_are_refused(family: str, changes: dict[str, Any], kind: str) -> None:
+    with pytest.raises(Unsupported, match=rf"model type '{family}'.*rotary table \({kind}\) changes.*backend=\"hf\""):
+        packed(tiny(family, **changes))
+
+
+@variants
+def test_the_rotary_table_is_the_models_own(variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    model = tiny(family, dtype=torch.float32, **changes)
+    table, places = RotaryTable(model.config, torch.device("cpu")), torch.arange(600)
+    table.reach(600)
+    cos, sin = model.model.rotary_emb(torch.empty(0), places[None])
+    width = 2 * table.cos.shape[1]
+    assert width == shape_of(model.config).rotary_dim == cos.shape[-1]
+    assert torch.equal(torch.cat([table.cos] * 2, dim=-1)[:600], cos[0])
+    assert torch.equal(torch.cat([table.sin] * 2, dim=-1)[:600], sin[0])
+
+
+@on_backends(*PACKED)
+def test_a_tap_sees_what_enters_each_layer(backend: Backend, name: str) -> None:
+    model, stack = reference(name), backend.stack(name)
+    rows = [prompt(11, 1), prompt(6, 2)]
+    seen: dict[int, Tensor] = {}
+    cache = KVCache(stack.windows, 2)
+    feeds = [Feed(row, ids, [0] * len(ids), DepthPlan.full(6)) for row, ids in enumerate(rows)]
+    with_tap = stack.forward(feeds, cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    assert sorted(seen) == list(range(7))
+    assert gap(with_tap, stack.forward(feeds, KVCache(stack.windows, 2))) <= backend.exact
+    for row, ids in enumerate(rows):
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
+            last = model.model.norm(seen[6][row : row + 1, : len(ids)].double())
+        for layer in range(6):
+            assert gap(seen[layer][row, : len(ids)], states[layer][0]) <= backend.exact
+        assert gap(last, states[-1]) <= backend.exact
+
+
+@each_backend
+def test_a_tap_sees_dropped_layers_pass_their_input_on(backend: Backend) -> None:
+    stack, ids = backend.stack("llama"), prompt(7)
+    cache, seen = KVCache(stack.windows, 1), {}
+    plan = DepthPlan.whole_layers([9, 9, 1, 1, 9, 9])
+    stack.forward([Feed(0, ids, [0] * 7, plan)], cache)
+    cache.commit(0, range(7))
+    stack.forward([Feed(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    same = [torch.equal(seen[a], seen[b]) for a, b in pairwise(range(7))]
+    assert same == [False, False, True, True, False, False]
+
+
+def test_packing_leaves_the_model_alone_and_is_left_alone_by_it() -> None:
+    model = tiny("llama", seed=9, dtype=torch.float32, tie_word_embeddings=True)
+    before, ids = fingerprint(model), prompt(9)
+    stacks = [packed(model)]
+    if native.available():
+        stacks.append(packed(model, kernels=True))
+    logits = [chunked_logits(stack, ids, (9,)) for stack in stacks]
+    assert fingerprint(model) == before
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in model.state_dict().values():
+        value.add_(1)
+    try:
+        assert gap(own(model, ids), logits[0]) > 1
+        for stack, then in zip(stacks, logits, strict=True):
+            assert torch.equal(chunked_logits(stack, ids, (9,)), then)
+    finally:
+        model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("variant", ["mistral", "granite", "phi3, partial rotary", "smollm3"])
+def test_the_comparison_has_power(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sets these families apart from Llama, left out, is far outside the tolerance."""
+    family, changes = VARIANTS[variant]
+    right = shape_of(tiny(family, **changes).config)
+    wrongs: dict[str, dict[str, Any]] = {
+        "mistral": {"windows": (None,) * 6},
+        "granite": {"logit_scale": 1.0},
+        "phi3, partial rotary": {"attention_scale": 0.5},
+        "smollm3": {"rotary": (True,) * 6},
+    }
+    monkeypatch.setattr(build_module, "shape_of", lambda _: replace(right, **wrongs[variant]))
+    ids, model = prompt(20), reference(family, **changes)
+    assert gap(chunked_logits(packed(tiny(family, **changes)), ids, (20,)), own(model, ids)) > 1e-2
+    assert gap(chunked_logits(stack_of(model), ids, (20,)), own(model, ids)) <= HF.exact
