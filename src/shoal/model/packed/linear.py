@@ -18,6 +18,8 @@ GROUP = 32
 """Columns that share a scale in int4."""
 
 _AT_ONCE = 2**22
+_INT4_ROWS, _INT4_BLOCK = 16, 64
+"""torch's int4 kernel takes multiples of the first and orders rows in blocks of the second."""
 
 
 class Linear(Protocol):
@@ -131,7 +133,10 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
     if quant == "int8":
         matrix, factors = levels.flatten(1).contiguous(), scales[:, 0].contiguous()
         return lambda x: torch._weight_int8pack_mm(x, matrix, factors)
-    packed = torch._convert_weight_to_int4pack_for_cpu((levels.flatten(1) + 8).to(torch.int32), 1)
+    if len(levels) % _INT4_ROWS:
+        return None
+    pieces = levels.flatten(1).split(_INT4_BLOCK * max(1, _AT_ONCE // (_INT4_BLOCK * columns)))
+    packed = torch.cat([torch._convert_weight_to_int4pack_for_cpu((p + 8).to(torch.int32), 1) for p in pieces])
     pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
     return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
 

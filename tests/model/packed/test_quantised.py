@@ -1,0 +1,133 @@
+"""Quantised decoders compute what a model with the dequantised weights computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends import NATIVE, packed, with_exact_norms
+from drive import decode, prompt
+from families import tiny
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.model.packed.native_stack import NativeMatrix
+from shoal.model.packed.stack import PackedStack
+from shoal.model.parity import chunked_logits
+
+LAYERS = 3
+CHUNKS = (7, 1, 1, 12, 3)
+STATED = {("torch", "fp32"): 1e-5, ("torch", "bf16"): 0.12, ("native", "fp32"): 0.2, ("native", "bf16"): 0.25}
+"""Root mean square error of logits, relative. The native kernels quantise activations to int8 as well."""
+MEAN = {("torch", "fp32"): 1e-5, ("torch", "bf16"): 0.06, ("native", "fp32"): 0.1, ("native", "bf16"): 0.1}
+"""The same in the mean over models; these are more sensitive than trained ones."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, odd sizes": ("llama", {"hidden_size": 36, "intermediate_size": 41, "head_dim": 10, "vocab_size": 101}),
+    "llama, even sizes": ("llama", {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}),
+    "qwen2": ("qwen2", {}),
+    "hybrid": ("hybrid", {}),
+    "phi3": ("phi3", {}),
+    "granite": ("granite", {}),
+}
+executors = pytest.mark.parametrize("executor", ["torch", "native"])
+quants = pytest.mark.parametrize("quant", ["int8", "int4"])
+
+
+def stack_for(shape: str, dtype: str, quant: Any, executor: str) -> PackedStack:
+    family, changes = SHAPES[shape]
+    if executor == "native":
+        NATIVE.stack("llama")  # skips where the kernels do not run
+    return packed(tiny(family, dtype=DTYPES[dtype], layers=LAYERS, **changes), quant, kernels=executor == "native")
+
+
+def plain(matrix: Any) -> Tensor:
+    """The dequantised matrix."""
+    return matrix.packed.unpack(torch.float32) if isinstance(matrix, NativeMatrix) else matrix.dequantised()
+
+
+def dequantised(shape: str, stack: PackedStack) -> Any:
+    """The fp64 transformers model with the weights that the stack holds."""
+    family, changes = SHAPES[shape]
+    model = with_exact_norms(tiny(family, layers=LAYERS, **changes))
+    state = dict(model.state_dict())
+    sizes = [stack.shape.heads * stack.shape.head_dim] + [stack.shape.kv_heads * stack.shape.head_dim] * 2
+    for index, layer in enumerate(stack.weights.layers):
+        name = f"model.layers.{index}."
+        fused = f"{name}self_attn.qkv_proj.weight" in state
+        qkv, gate_up = plain(layer.qkv), plain(layer.gate_up)
+        parts = {"self_attn.qkv_proj": qkv, "mlp.gate_up_proj": gate_up} if fused else {
+            **dict(zip((f"self_attn.{x}_proj" for x in "qkv"), qkv.split(sizes), strict=True)),
+            **dict(zip(("mlp.gate_proj", "mlp.up_proj"), gate_up.chunk(2), strict=True)),
+        }
+        parts |= {"self_attn.o_proj": plain(layer.out), "mlp.down_proj": plain(layer.down)}
+        state |= {f"{name}{part}.weight": matrix for part, matrix in parts.items()}
+    state |= {"model.embed_tokens.weight": plain(stack.weights.embedding), "lm_head.weight": plain(stack.weights.head)}
+    model.load_state_dict(state)
+    return model
+
+
+@torch.no_grad()
+def error(stack: PackedStack, model: Any, chunks: tuple[int, ...] = CHUNKS) -> float:
+    ids = prompt(sum(chunks), 4)
+    expected = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return float((chunked_logits(stack, ids, chunks).double() - expected).norm() / expected.norm())
+
+
+@executors
+@quants
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_the_dequantised_model(shape: str, dtype: str, quant: str, executor: str) -> None:
+    stack = stack_for(shape, dtype, quant, executor)
+    model = dequantised(shape, stack)
+    assert error(stack, model) <= STATED[executor, dtype]
+    assert error(stack, model, (40,)) <= STATED[executor, dtype]
+
+
+@executors
+@quants
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_the_mean_the_error_is_small(dtype: str, quant: str, executor: str) -> None:
+    stacks = {shape: stack_for(shape, dtype, quant, executor) for shape in SHAPES}
+    errors = [error(stack, dequantised(shape, stack)) for shape, stack in stacks.items()]
+    assert sum(errors) / len(errors) <= MEAN[executor, dtype]
+
+
+@executors
+def test_more_bits_are_closer_to_the_model_itself(executor: str) -> None:
+    """And the weights do differ from the originals, so the test above compares something."""
+    for shape in SHAPES:
+        family, changes = SHAPES[shape]
+        whole = with_exact_norms(tiny(family, layers=LAYERS, **changes))
+        eight, four = (error(stack_for(shape, "fp32", quant, executor), whole) for quant in ("int8", "int4"))
+        assert 1e-3 < eight < 0.2 < four < 1.2
+
+
+@executors
+@quants
+def test_quantised_models_are_smaller(quant: str, executor: str) -> None:
+    changes = "llama, even sizes"
+    whole = packed(tiny(SHAPES[changes][0], dtype=torch.bfloat16, layers=LAYERS, **SHAPES[changes][1]))
+    small = stack_for(changes, "bf16", quant, executor)
+    assert small.weights.nbytes < whole.weights.nbytes * (0.6 if quant == "int8" else 0.35)
+    assert small.head_layers == pytest.approx(whole.head_layers, rel=0.1)
+
+
+@executors
+@quants
+def test_decoding_under_a_plan(quant: str, executor: str) -> None:
+    """Steps, batches and plans of a quantised model agree with one uncached pass of the same stack."""
+    stack = stack_for("hybrid", "fp32", quant, executor)
+    plan = DepthPlan.whole_layers([NEVER, 4, NEVER])
+    rows = [prompt(5, 1), prompt(11, 2)]
+    run = decode(None, rows, plan, 12, stack=stack)
+    for row, ids in enumerate(rows):
+        alone = decode(None, [ids], plan, 12, stack=stack, chunk=4)
+        bound = STATED[executor, "fp32"] * float(alone.logits(0).norm())
+        assert alone.tokens[0] == run.tokens[row] or executor == "native"
+        if alone.tokens[0] == run.tokens[row]:
+            assert float((run.logits(row) - alone.logits(0)).norm()) <= bound
