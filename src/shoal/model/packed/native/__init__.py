@@ -5,6 +5,7 @@ Compiled on first use by the system's compiler and called through ctypes; never 
 tokens a forward holds, so a verified block gives what decoding one by one gives.
 """
 
+from shoal.model.packed.native.arena import Arena
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
@@ -12,6 +13,7 @@ from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack
 
 __all__ = [
     "ATTENTION",
+    "Arena",
     "MLP",
     "KVBinding",
     "Kind",

@@ -1,35 +1,41 @@
-/* Activations as a matrix kernel wants them: normalised, then rounded or quantised, one line per token.
-   Every thread prepares its own copy: that costs less than a barrier and keeps the lines in its own cache. */
+/* Activations as a matrix kernel wants them: normalised, rounded or quantised, and woven. A word is what one lane of a
+   kernel takes at a time: one fp32, two bf16 or four s8. Tokens go in tiles of 8; in a tile, word 0 of all its tokens
+   comes first, then word 1, and so on: one stream through the cache, where a line for each token would be eight.
+   Every thread prepares its own copy: that costs less than a barrier and keeps it in the thread's own cache. */
 #ifndef SHOAL_ACTS_H
 #define SHOAL_ACTS_H
 
-#include "simd.h"
+#include "layout.h"
+
+#define TILE_TOKENS 8 /* tokens of one pass over a row block: their accumulators fill half of the registers */
 
 typedef struct {
-    char *values;   /* [tokens] lines of `stride` bytes: fp32, bf16, or s8 */
+    int32_t *words; /* [tiles][depth in words][width of the tile] */
     float *scales;  /* [tokens][groups] */
     int32_t *sums;  /* [tokens][groups]: minus zero point times the sum of the group's s8 values */
     float *line;    /* one token in fp32, zero up to the padded depth */
-    int64_t stride; /* an odd number of cache lines: tokens must not fall on the same sets of the first-level cache */
-    int groups;
+    int32_t *plain; /* [TILE_TOKENS] lines of words: a tile before it is woven */
+    int64_t depth;  /* values that a line has room for */
+    int groups;     /* that a token has room for */
 } Acts;
 
-INLINE int group_size(int kind) { return kind == KIND_INT8 ? GROUP_INT8 : GROUP_INT4; }
+/* Tokens that a tile has room for: kernels know this number, and weaving goes by powers of two. */
+INLINE int width_of(int tokens) { return tokens == 1 ? 1 : tokens == 2 ? 2 : tokens <= 4 ? 4 : 8; }
 
-INLINE int64_t acts_stride(int depth) { return round_up(4ll * depth, 128) + 64; }
+INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP_INT4, LANES); }
 
-/* Bytes of the activations of `tokens` tokens of at most `depth` values, whatever the kind. */
+/* Bytes of the activations of `tokens` tokens of `depth` values at most, whatever the kind. */
 INLINE int64_t acts_bytes(int tokens, int depth) {
-    int64_t groups = round_up(depth / GROUP_INT4 + 1, LANES);
-    return tokens * (acts_stride(depth) + 8 * groups) + 4 * round_up(depth, LANES) + 64;
+    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 8 * tokens * acts_groups(depth);
 }
 
 INLINE Acts acts_at(char *memory, int tokens, int depth) {
-    int64_t groups = round_up(depth / GROUP_INT4 + 1, LANES);
-    Acts a = {.values = memory, .stride = acts_stride(depth), .groups = (int)groups};
-    a.scales = (float *)(memory + tokens * a.stride);
-    a.sums = (int32_t *)(a.scales + tokens * groups);
-    a.line = (float *)(a.sums + tokens * groups);
+    Acts a = {.depth = round_up(depth, LANES), .groups = (int)acts_groups(depth)};
+    a.words = (int32_t *)memory;
+    a.plain = a.words + round_up(tokens, TILE_TOKENS) * a.depth;
+    a.line = (float *)(a.plain + TILE_TOKENS * a.depth);
+    a.scales = a.line + a.depth;
+    a.sums = (int32_t *)(a.scales + (int64_t)tokens * a.groups);
     return a;
 }
 
@@ -42,13 +48,13 @@ INLINE float inverse_rms(const float *x, int count, float eps) {
     return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / count + eps);
 }
 
-INLINE void quantise_group(const float *x, int size, int zero, int8_t *to, float *scale, int32_t *sum) {
+INLINE void quantise_group(const float *x, const int size, int zero, int8_t *to, float *scale, int32_t *sum) {
     __m512 peak = _mm512_setzero_ps();
-    for (int k = 0; k < size; k += LANES) peak = _mm512_max_ps(peak, _mm512_abs_ps(_mm512_load_ps(x + k)));
+    UNROLL for (int k = 0; k < size; k += LANES) peak = _mm512_max_ps(peak, _mm512_abs_ps(_mm512_load_ps(x + k)));
     float largest = _mm512_reduce_max_ps(peak);
     __m512 inverse = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
     __m512i total = _mm512_setzero_si512();
-    for (int k = 0; k < size; k += LANES) {
+    UNROLL for (int k = 0; k < size; k += LANES) {
         __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + k), inverse));
         total = _mm512_add_epi32(total, q);
         _mm_store_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(q));
@@ -57,29 +63,37 @@ INLINE void quantise_group(const float *x, int size, int zero, int8_t *to, float
     *sum = -zero * _mm512_reduce_add_epi32(total);
 }
 
-static void quantise_line(const Acts *a, int kind, int depth, int token) {
-    int size = group_size(kind), zero = kind == KIND_INT8 ? 128 : 8;
-    int8_t *to = (int8_t *)(a->values + token * a->stride);
+INLINE void quantise_line(const Acts *a, int kind, int depth, int token, int8_t *to) {
     float *scales = a->scales + (int64_t)token * a->groups;
     int32_t *sums = a->sums + (int64_t)token * a->groups;
-    for (int g = 0; g * size < depth; g++)
-        quantise_group(a->line + g * size, size, zero, to + g * size, scales + g, sums + g);
+    if (kind == KIND_INT8)
+        for (int g = 0; g * GROUP_INT8 < depth; g++)
+            quantise_group(a->line + g * GROUP_INT8, GROUP_INT8, 128, to + g * GROUP_INT8, scales + g, sums + g);
+    else
+        for (int g = 0; g * GROUP_INT4 < depth; g++)
+            quantise_group(a->line + g * GROUP_INT4, GROUP_INT4, 8, to + g * GROUP_INT4, scales + g, sums + g);
 }
 
-/* Round a->line to what kernels of this kind multiply with. */
-static void convert_line(const Acts *a, int kind, int depth, int token) {
-    char *to = a->values + token * a->stride;
-    if (kind >= KIND_INT8) {
-        quantise_line(a, kind, depth, token);
-    } else if (kind == KIND_FP32) {
-        memcpy(to, a->line, sizeof(float) * depth);
-    } else {
-        for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, _mm512_load_ps(a->line + k), 0xffff);
+/* Round a->line to the words of one token. */
+INLINE void convert_line(const Acts *a, int kind, int depth, int token, int32_t *to) {
+    if (kind >= KIND_INT8) quantise_line(a, kind, depth, token, (int8_t *)to);
+    else if (kind == KIND_FP32) memcpy(to, a->line, sizeof(float) * depth);
+    else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, _mm512_load_ps(a->line + k), 0xffff);
+}
+
+INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, int32_t *to) {
+    for (int k = 0; k < words; k += LANES) {
+        __m512i v[8];
+        UNROLL for (int t = 0; t < width; t++)
+            v[t] = t < tokens ? _mm512_load_si512(a->plain + t * a->depth + k) : _mm512_setzero_si512();
+        weave(v, width);
+        UNROLL for (int t = 0; t < width; t++) _mm512_store_si512(to + k * width + t * LANES, v[t]);
     }
 }
 
-/* RMS-normalise x [cols] by `norm`, or take it as it is if that is NULL, and put it down as line `token`. */
-static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token) {
+/* RMS-normalise x [cols] by `norm`, or take it as it is if that is NULL, and put it down as token `token` of `tokens`.
+   Tokens come in order; the last one of a tile weaves it. */
+static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token, int tokens) {
     __m512 scale = _mm512_set1_ps(norm ? inverse_rms(x, w->cols, eps) : 1.0f);
     for (int k = 0; k < w->depth; k += LANES) {
         __mmask16 mask = k < w->cols ? head_mask(w->cols - k) : 0;
@@ -87,7 +101,14 @@ static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const f
         if (norm) v = _mm512_mul_ps(_mm512_mul_ps(v, scale), _mm512_maskz_loadu_ps(mask, norm + k));
         _mm512_store_ps(a->line + k, v);
     }
-    convert_line(a, w->kind, w->depth, token);
+    const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS);
+    const int words = w->depth / values_per_word(w->kind), width = width_of(count);
+    int32_t *to = a->words + (int64_t)first * words;
+    convert_line(a, w->kind, w->depth, token, width == 1 ? to : a->plain + (token - first) * a->depth);
+    if (token - first < count - 1 || width == 1) return;
+    if (width == 2) weave_tile(a, words, count, 2, to);
+    else if (width == 4) weave_tile(a, words, count, 4, to);
+    else weave_tile(a, words, count, 8, to);
 }
 
 #endif

@@ -25,7 +25,7 @@ static void run_head(const Worker *w) {
     Chosen c = {.count = r->b->wanted_count};
     for (int i = 0; i < c.count; i++) {
         c.token[i] = r->b->wanted[i];
-        prepare(&w->acts, &m->head, r->x + c.token[i] * r->x_line, m->norm, m->eps, i);
+        prepare(&w->acts, &m->head, r->x + c.token[i] * r->x_line, m->norm, m->eps, i, c.count);
     }
     if (c.count) multiply_share(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }
@@ -42,14 +42,14 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
-    w.tile = (float *)at;
+    w.sums = (float *)at;
     return w;
 }
 
 static int64_t own_bytes(const ShoalModel *m, int tokens) {
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + 3 * 4 * MAX_TOKENS * LANES;
+    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + 4 * SUMS;
 }
 
 /* At most how many (token, head, split) states a layer needs. */
@@ -101,21 +101,21 @@ void shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char
     }
 }
 
-/* out [tokens, rows] = x [tokens, cols] times the matrix transposed; scratch: threads * shoal_matmul_scratch bytes. */
-int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) {
-    return round_up(acts_bytes(tokens, w->depth) + 3 * 4 * MAX_TOKENS * LANES, 128);
-}
+/* Bytes of scratch memory of one thread, for shoal_matmul. */
+int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) { return round_up(acts_bytes(tokens, w->depth) + 4 * SUMS, 128); }
 
+/* out [tokens, rows] = x [tokens, cols] times the matrix transposed. */
 void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, char *scratch, int threads) {
     const int64_t own = shoal_matmul_scratch(w, tokens);
-    Run r = {.m = &(ShoalModel){.vocab = w->rows, .logit_scale = 1.0f}};
+    const ShoalModel model = {.vocab = w->rows, .logit_scale = 1.0f};
+    Run r = {.m = &model};
 #pragma omp parallel num_threads(threads)
     {
         Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};
-        Chosen c = {.count = tokens};
-        worker.tile = (float *)(scratch + worker.id * own);
-        worker.acts = acts_at((char *)(worker.tile + 3 * MAX_TOKENS * LANES), tokens, w->depth);
-        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t);
+        const Chosen c = {.count = tokens};
+        worker.sums = (float *)(scratch + worker.id * own);
+        worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
+        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
         multiply_share(&worker, w, &c, NULL, finish_logits, out);
     }
 }

@@ -14,8 +14,10 @@ _log = logging.getLogger(__name__)
 _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
     "shoal_advise": (None, [c_void_p, c_int64]),
+    "shoal_lay_out": (None, [POINTER(Weight), POINTER(c_int64), POINTER(c_int64)]),
+    "shoal_pack_scratch": (c_int64, [POINTER(Weight)]),
     "shoal_pack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
-    "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_int]),
+    "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_check": (c_int, [POINTER(Model), POINTER(Batch), c_char_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(Batch), c_int]),
     "shoal_forward": (None, [POINTER(Model), POINTER(Batch), c_void_p, c_void_p, c_int]),

@@ -1,39 +1,51 @@
-/* Which kernel runs on how many tokens and row blocks at a time. */
+/* Which kernel runs on how many tokens, and in which order tiles and row blocks follow. */
 #ifndef SHOAL_MATMUL_H
 #define SHOAL_MATMUL_H
 
 #include "matmul_float.h"
 #include "matmul_int.h"
 
-#define TILE_TOKENS 8 /* tokens of one pass over a row block: their accumulators fill half of the registers */
+#define SUMS (PANEL * MAX_TOKENS * 2 * LANES) /* floats of the sums of a panel */
 
-typedef void Tile(const ShoalWeight *, const Acts *, int first, int block, float *out);
+typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums);
 
-/* Few tokens leave registers free for two row blocks at a time: two chains hide the latency of one. */
-#define TILE(kind, tokens, blocks)                                                                           \
-    static void kind##_##tokens##_##blocks(const ShoalWeight *w, const Acts *a, int first, int b, float *out) { \
-        tile_##kind(w, a, first, b, out, tokens, blocks);                                                    \
+#define TILE(kind, tokens)                                                                                               \
+    static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *s) { \
+        tile_##kind(w, p, a, first, x, s, tokens);                                                                       \
     }
-#define TILES(kind)                                                                                          \
-    TILE(kind, 1, 1) TILE(kind, 2, 1) TILE(kind, 3, 1) TILE(kind, 4, 1)                                      \
-    TILE(kind, 5, 1) TILE(kind, 6, 1) TILE(kind, 7, 1) TILE(kind, 8, 1)                                      \
-    TILE(kind, 1, 2) TILE(kind, 2, 2) TILE(kind, 3, 2) TILE(kind, 4, 2)
-#define TILE_ROW(kind)                                                                                       \
-    {{kind##_1_1, kind##_2_1, kind##_3_1, kind##_4_1, kind##_5_1, kind##_6_1, kind##_7_1, kind##_8_1},       \
-     {kind##_1_2, kind##_2_2, kind##_3_2, kind##_4_2}}
+#define TILES(kind)                                         \
+    TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4) \
+    TILE(kind, 5) TILE(kind, 6) TILE(kind, 7) TILE(kind, 8)
+#define ROW(kind) {kind##_1, kind##_2, kind##_3, kind##_4, kind##_5, kind##_6, kind##_7, kind##_8}
 
 TILES(fp32) TILES(bf16) TILES(int8) TILES(int4)
 
-static Tile *const TILE_TABLE[4][2][TILE_TOKENS] = {TILE_ROW(fp32), TILE_ROW(bf16), TILE_ROW(int8), TILE_ROW(int4)};
+static Tile *const TILE_TABLE[4][TILE_TOKENS] = {ROW(fp32), ROW(bf16), ROW(int8), ROW(int4)};
 
-INLINE int blocks_at_once(int tokens) { return tokens <= 4 ? 2 : 1; }
-
-/* out[t][count][16]: `count` (1 or 2) row blocks from `block` on, for all tokens. */
-static void multiply(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, float *out) {
+/* All tokens with one tile of one row block. */
+INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
     for (int first = 0; first < tokens; first += TILE_TOKENS) {
-        int tile = min_int(tokens - first, TILE_TOKENS);
-        TILE_TABLE[w->kind][count - 1][tile - 1](w, a, first, block, out + first * count * LANES);
+        const int count = min_int(tokens - first, TILE_TOKENS);
+        const int32_t *x = a->words + (int64_t)first * words_of(w) + (int64_t)p->first * width_of(count);
+        TILE_TABLE[w->kind][count - 1](w, p, a, first, x, sums + first * 2 * LANES);
     }
+}
+
+/* sums [count][tokens][2][16] = `count` row blocks of one panel, from `block` on, times all tokens; the two halves of a
+   sum are to be added. */
+static void multiply(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, float *sums) {
+    const int words = words_of(w), step = tokens * 2 * LANES;
+    memset(sums, 0, sizeof(float) * count * step);
+    for (int first = 0; first < words; first += w->tile)
+        for (int b = 0; b < count; b++) {
+            const Part p = part_of(w, block + b, first);
+            multiply_tile(w, &p, a, tokens, sums + b * step);
+        }
+}
+
+INLINE __m512 sum_at(const float *sums, int tokens, int b, int t) {
+    const float *at = sums + (int64_t)(b * tokens + t) * 2 * LANES;
+    return _mm512_add_ps(_mm512_load_ps(at), _mm512_load_ps(at + LANES));
 }
 
 /* The share of `count` equal pieces of work that falls to thread `id` of `threads`. */

@@ -1,93 +1,76 @@
 /* Products of int8 and int4 row blocks with a few tokens, in integers within a group: weights are unsigned with a
-   zero point, activations signed, as vpdpbusd wants; the zero point's share starts the accumulator. */
+   zero point, activations signed, as vpdpbusd wants; the zero point's share starts the sum. Groups are added in order,
+   so that a token's result does not depend on which others are in the batch. */
 #ifndef SHOAL_MATMUL_INT_H
 #define SHOAL_MATMUL_INT_H
 
 #include "acts.h"
 
-/* Bytes that the reader of scales asks for ahead: their stream is too thin for the hardware to run ahead of. */
-#define SCALES_AHEAD 512
+/* What an integer kernel reads of the activations beside their words: entry t * step + group of each. */
+typedef struct {
+    const float *scales;
+    const int32_t *starts;
+    int64_t step;
+} Groups;
 
-INLINE __m512i four_inputs(const int8_t *x) {
-    int32_t word;
-    memcpy(&word, x, 4);
-    return _mm512_set1_epi32(word);
+INLINE Groups groups_at(const Acts *a, int first, int group) {
+    int64_t at = (int64_t)first * a->groups + group;
+    return (Groups){.scales = a->scales + at, .starts = a->sums + at, .step = a->groups};
 }
 
-INLINE void tile_int8(const ShoalWeight *w, const Acts *a, int first, int block, float *out, const int T, const int B) {
-    const int groups = w->depth / GROUP_INT8;
-    const char *weights = (const char *)w->data + (int64_t)block * w->depth * LANES;
-    const int64_t step = (int64_t)w->depth * LANES;
-    const uint16_t *scales = w->scales + (int64_t)block * groups * LANES;
-    __m512 sum[8][4];
-    UNROLL for (int t = 0; t < T; t++) UNROLL for (int b = 0; b < B; b++) sum[t][b] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i part[8][4];
-        UNROLL for (int t = 0; t < T; t++) {
-            __m512i zero = _mm512_set1_epi32(a->sums[(int64_t)(first + t) * a->groups + g]);
-            UNROLL for (int b = 0; b < B; b++) part[t][b] = zero;
-        }
-        UNROLL for (int j = 0; j < GROUP_INT8 / 4; j++) {
-            UNROLL for (int b = 0; b < B; b++) {
-                __m512i row = _mm512_load_si512(weights + b * step + (g * GROUP_INT8 / 4 + j) * 64);
-                UNROLL for (int t = 0; t < T; t++) {
-                    const int8_t *x = (const int8_t *)a->values + (first + t) * a->stride + g * GROUP_INT8;
-                    part[t][b] = _mm512_dpbusd_epi32(part[t][b], row, four_inputs(x + 4 * j));
-                }
-            }
-        }
-        UNROLL for (int b = 0; b < B; b++) {
-            const uint16_t *line = scales + (b * groups + g) * LANES;
-            _mm_prefetch((const char *)line + SCALES_AHEAD, _MM_HINT_T0);
-            __m512 scale = load_half(line);
-            UNROLL for (int t = 0; t < T; t++) {
-                __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(a->scales[(int64_t)(first + t) * a->groups + g]));
-                sum[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[t][b]), by, sum[t][b]);
-            }
-        }
+INLINE void add_group(const Groups *groups, const uint16_t *scales, int64_t g, const __m512i *part, __m512 *sum, const int T) {
+    const __m512 scale = load_half(scales + g * LANES);
+    UNROLL for (int t = 0; t < T; t++) {
+        __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(groups->scales[t * groups->step + g]));
+        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[t]), both, sum[t]);
     }
-    UNROLL for (int t = 0; t < T; t++)
-        UNROLL for (int b = 0; b < B; b++) _mm512_store_ps(out + (t * B + b) * LANES, sum[t][b]);
 }
 
-INLINE void tile_int4(const ShoalWeight *w, const Acts *a, int first, int block, float *out, const int T, const int B) {
-    const int groups = w->depth / GROUP_INT4;
+/* Add the products of one tile to sums [T][2][16], of which these kernels use the first half. */
+INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+    enum { WORDS = GROUP_INT8 / 4 };
+    const int W = width_of(T), count = p->words / WORDS;
+    const Groups groups = groups_at(a, first, p->first / WORDS);
+    const char *lines = lines_at(w, p);
+    const uint16_t *scales = scales_at(w, p);
+    __m512 sum[8];
+    UNROLL for (int t = 0; t < T; t++) sum[t] = _mm512_load_ps(sums + 2 * t * LANES);
+    for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += WORDS * 64) {
+        __m512i part[8];
+        UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
+        UNROLL for (int j = 0; j < WORDS; j++) {
+            __m512i row = _mm512_load_si512(lines + j * 64);
+            UNROLL for (int t = 0; t < T; t++)
+                part[t] = _mm512_dpbusd_epi32(part[t], row, _mm512_set1_epi32(x[j * W + t]));
+        }
+        add_group(&groups, scales, g, part, sum, T);
+    }
+    UNROLL for (int t = 0; t < T; t++) _mm512_store_ps(sums + 2 * t * LANES, sum[t]);
+}
+
+INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+    enum { WORDS = GROUP_INT4 / 4, HALF = WORDS / 2 };
+    const int W = width_of(T), count = p->words / WORDS;
+    const Groups groups = groups_at(a, first, p->first / WORDS);
     const __m512i nibble = _mm512_set1_epi8(15);
-    const char *weights = (const char *)w->data + (int64_t)block * w->depth * LANES / 2;
-    const int64_t step = (int64_t)w->depth * LANES / 2;
-    const uint16_t *scales = w->scales + (int64_t)block * groups * LANES;
-    __m512 sum[8][4];
-    UNROLL for (int t = 0; t < T; t++) UNROLL for (int b = 0; b < B; b++) sum[t][b] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i part[8][4];
-        UNROLL for (int t = 0; t < T; t++) {
-            __m512i zero = _mm512_set1_epi32(a->sums[(int64_t)(first + t) * a->groups + g]);
-            UNROLL for (int b = 0; b < B; b++) part[t][b] = zero;
-        }
-        UNROLL for (int j = 0; j < 4; j++) {
-            UNROLL for (int b = 0; b < B; b++) {
-                __m512i both = _mm512_load_si512(weights + b * step + (g * 4 + j) * 64);
-                __m512i low = _mm512_and_si512(both, nibble);
-                __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-                UNROLL for (int t = 0; t < T; t++) {
-                    const int8_t *x = (const int8_t *)a->values + (first + t) * a->stride + g * GROUP_INT4;
-                    part[t][b] = _mm512_dpbusd_epi32(part[t][b], low, four_inputs(x + 4 * j));
-                    part[t][b] = _mm512_dpbusd_epi32(part[t][b], high, four_inputs(x + 16 + 4 * j));
-                }
-            }
-        }
-        UNROLL for (int b = 0; b < B; b++) {
-            const uint16_t *line = scales + (b * groups + g) * LANES;
-            _mm_prefetch((const char *)line + SCALES_AHEAD, _MM_HINT_T0);
-            __m512 scale = load_half(line);
+    const char *lines = lines_at(w, p);
+    const uint16_t *scales = scales_at(w, p);
+    __m512 sum[8];
+    UNROLL for (int t = 0; t < T; t++) sum[t] = _mm512_load_ps(sums + 2 * t * LANES);
+    for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += HALF * 64) {
+        __m512i part[8];
+        UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
+        UNROLL for (int j = 0; j < HALF; j++) {
+            __m512i both = _mm512_load_si512(lines + j * 64);
+            __m512i low = _mm512_and_si512(both, nibble), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
             UNROLL for (int t = 0; t < T; t++) {
-                __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(a->scales[(int64_t)(first + t) * a->groups + g]));
-                sum[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[t][b]), by, sum[t][b]);
+                part[t] = _mm512_dpbusd_epi32(part[t], low, _mm512_set1_epi32(x[j * W + t]));
+                part[t] = _mm512_dpbusd_epi32(part[t], high, _mm512_set1_epi32(x[(j + HALF) * W + t]));
             }
         }
+        add_group(&groups, scales, g, part, sum, T);
     }
-    UNROLL for (int t = 0; t < T; t++)
-        UNROLL for (int b = 0; b < B; b++) _mm512_store_ps(out + (t * B + b) * LANES, sum[t][b]);
+    UNROLL for (int t = 0; t < T; t++) _mm512_store_ps(sums + 2 * t * LANES, sum[t]);
 }
 
 #endif

@@ -1,10 +1,19 @@
-/* Between plain matrices [rows, cols] and row blocks. Offline work, but whole models pass through it. */
+/* Between plain matrices [rows, cols] and packed ones. Offline work, but whole models pass through it. */
 #include <omp.h>
 
 #include "lookup.h"
 
+/* Fill in what follows from kind, rows, cols and paired. */
+void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
+    const int step = w->kind >= KIND_INT8 ? group_size(w->kind) : LANES * values_per_word(w->kind), half = w->rows / 2;
+    w->depth = (int)round_up(w->cols, step);
+    w->blocks = w->paired ? 2 * ((half + LANES - 1) / LANES) : (w->rows + LANES - 1) / LANES;
+    w->tile = tile_words(words_of(w));
+    *data_bytes = (int64_t)w->blocks * words_of(w) * line_bytes(w->kind);
+    *scale_bytes = w->kind >= KIND_INT8 ? (int64_t)w->blocks * (w->depth / step) * LANES * 2 : 0;
+}
 
-/* The row of the plain matrix that lane `lane` of a block holds, or -1 for padding. */
+/* The row of the plain matrix that a lane of a block holds, or -1 for padding. */
 static int64_t row_of(const ShoalWeight *w, int64_t block, int lane) {
     if (!w->paired) return block * LANES + lane < w->rows ? block * LANES + lane : -1;
     int64_t within = block / 2 * LANES + lane, half = w->rows / 2;
@@ -13,104 +22,179 @@ static int64_t row_of(const ShoalWeight *w, int64_t block, int lane) {
 
 /* One row in fp32, zero up to the padded depth. */
 static void load_row(const ShoalWeight *w, const void *from, int dtype, int64_t row, float *line) {
-    memset(line, 0, sizeof(float) * w->depth);
-    if (row < 0) return;
+    const int cols = row < 0 ? 0 : w->cols;
     const int64_t at = row * w->cols;
-    if (dtype == DTYPE_FP32) memcpy(line, (const float *)from + at, sizeof(float) * w->cols);
-    else for (int k = 0; k < w->cols; k++) line[k] = bf16_to_float(((const uint16_t *)from)[at + k]);
+    for (int k = 0; k < w->depth; k += LANES) {
+        __mmask16 mask = k < cols ? head_mask(cols - k) : 0;
+        const __m512 v = dtype == DTYPE_BF16 ? load_bf16((const uint16_t *)from + at + k, mask)
+                                             : _mm512_maskz_loadu_ps(mask, (const float *)from + at + k);
+        _mm512_store_ps(line + k, v);
+    }
 }
 
 static uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 static float peak_of(const float *x, int size) {
-    float peak = 0;
-    for (int k = 0; k < size; k++) peak = fmaxf(peak, fabsf(x[k]));
-    return peak;
+    __m512 peak = _mm512_setzero_ps();
+    for (int k = 0; k < size; k += LANES) peak = _mm512_max_ps(peak, _mm512_abs_ps(_mm512_load_ps(x + k)));
+    return _mm512_reduce_max_ps(peak);
 }
 
-/* Scales are rounded to fp16 before they divide, so that the rounding costs nothing. Below its range: zero. */
-static void pack_group_int8(const float *x, int lane, uint8_t *to, uint16_t *scale) {
-    scale[lane] = to_half(peak_of(x, GROUP_INT8) / 127.0f);
-    const float rounded = half_to_float(scale[lane]), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
-    for (int k = 0; k < GROUP_INT8; k++) {
-        float q = fminf(fmaxf(rintf(x[k] * inverse), -127.0f), 127.0f);
-        to[k / 4 * 4 * LANES + 4 * lane + k % 4] = (uint8_t)((int)q + 128);
+/* x / scale, rounded into low..high, shifted to be unsigned. The scale was rounded to fp16 before, so that this makes no
+   error of its own; where fp16 makes it zero, so are the weights. */
+static void round_group(const float *x, int size, uint16_t scale, int low, int high, uint8_t *out) {
+    const float rounded = half_to_float(scale);
+    const __m512 inverse = _mm512_set1_ps(rounded != 0 ? 1.0f / rounded : 0.0f);
+    for (int k = 0; k < size; k += LANES) {
+        __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + k), inverse));
+        q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(low)), _mm512_set1_epi32(high));
+        _mm_storeu_si128((__m128i *)(out + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(q, _mm512_set1_epi32(high + 1))));
     }
 }
 
-/* The scale whose nearest grid -8..7 explains most of x: a scale d after least squares leaves |x|^2 - <x,q>^2 / <q,q>.
-   The grid is lopsided, so both signs are tried for where -8 falls. */
+/* The scale whose nearest grid -8..7 explains most of x: after least squares, <x,q>/<q,q>, what is left of |x|^2 is
+   less by <x,q>^2 / <q,q>. The grid is lopsided, so both signs are tried for where -8 falls. */
 static float best_scale_int4(const float *x) {
-    __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + LANES);
+    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + LANES);
     const __m512 low = _mm512_set1_ps(-8), high = _mm512_set1_ps(7);
     const float peak = peak_of(x, GROUP_INT4);
-    float best = 0, scale = 0;
-    for (int i = 0; peak > 0 && i < 16; i++) {
+    if (peak == 0) return 0;
+    __m512 dots[16], squares[16];
+    for (int i = 0; i < 16; i++) {
         __m512 by = _mm512_set1_ps((i & 1 ? -1.0f : 1.0f) * (6.0f + 0.4f * (i / 2)) / peak);
         __m512 p = _mm512_roundscale_ps(_mm512_mul_ps(a, by), 0), q = _mm512_roundscale_ps(_mm512_mul_ps(b, by), 0);
         p = _mm512_min_ps(_mm512_max_ps(p, low), high), q = _mm512_min_ps(_mm512_max_ps(q, low), high);
-        float dot = _mm512_reduce_add_ps(_mm512_fmadd_ps(a, p, _mm512_mul_ps(b, q)));
-        float square = _mm512_reduce_add_ps(_mm512_fmadd_ps(p, p, _mm512_mul_ps(q, q)));
-        if (square > 0 && dot * dot > best * square) best = dot * dot / square, scale = dot / square;
+        dots[i] = _mm512_fmadd_ps(a, p, _mm512_mul_ps(b, q));
+        squares[i] = _mm512_fmadd_ps(p, p, _mm512_mul_ps(q, q));
     }
-    return scale;
+    const __m512 dot = sum_lanes(dots), scale = _mm512_div_ps(dot, sum_lanes(squares)), gain = _mm512_mul_ps(dot, scale);
+    const __mmask16 best = _mm512_cmp_ps_mask(gain, _mm512_set1_ps(_mm512_reduce_max_ps(gain)), _CMP_EQ_OQ);
+    return best ? _mm512_cvtss_f32(_mm512_maskz_compress_ps(best, scale)) : 0.0f;
 }
 
-static void pack_group_int4(const float *x, int lane, uint8_t *to, uint16_t *scale) {
-    scale[lane] = to_half(best_scale_int4(x));
-    const float rounded = half_to_float(scale[lane]), inverse = rounded != 0 ? 1.0f / rounded : 0.0f;
-    uint8_t q[GROUP_INT4];
-    for (int k = 0; k < GROUP_INT4; k++) q[k] = (uint8_t)(fminf(fmaxf(rintf(x[k] * inverse), -8.0f), 7.0f) + 8.0f);
-    for (int k = 0; k < 16; k++) to[k / 4 * 64 + 4 * lane + k % 4] = (uint8_t)(q[k] | q[k + 16] << 4);
+static void pack_group(int kind, const float *x, uint16_t *scale, uint8_t *out) {
+    uint8_t q[GROUP_INT8];
+    if (kind == KIND_INT8) {
+        *scale = to_half(peak_of(x, GROUP_INT8) / 127.0f);
+        round_group(x, GROUP_INT8, *scale, -127, 127, out);
+        return;
+    }
+    *scale = to_half(best_scale_int4(x));
+    round_group(x, GROUP_INT4, *scale, -8, 7, q);
+    for (int k = 0; k < 16; k++) out[k] = (uint8_t)(q[k] | q[k + 16] << 4);
 }
 
-static void pack_lane(const ShoalWeight *w, int64_t block, int lane, const float *line) {
-    const int64_t at = block * w->depth;
-    if (w->kind == KIND_FP32) {
-        float *to = (float *)w->data + at * LANES + lane;
-        for (int k = 0; k < w->depth; k++) to[(int64_t)k * LANES] = line[k];
-    } else if (w->kind == KIND_BF16) {
-        uint32_t *to = (uint32_t *)w->data + at / 2 * LANES + lane;
-        uint32_t pairs[LANES] ALIGNED;
-        for (int k = 0; k < w->depth; k += 2 * LANES) {
-            store_bf16((uint16_t *)pairs, _mm512_load_ps(line + k), 0xffff);
-            store_bf16((uint16_t *)pairs + LANES, _mm512_load_ps(line + k + LANES), 0xffff);
-            for (int i = 0; i < LANES; i++) to[(int64_t)(k / 2 + i) * LANES] = pairs[i];
+/* One lane's words of a row, before they are woven: the bytes that lie 16 lanes apart in the packed matrix. */
+static void convert_row(const ShoalWeight *w, const float *line, char *words, uint16_t *scales) {
+    if (w->kind == KIND_FP32) memcpy(words, line, sizeof(float) * w->depth);
+    else if (w->kind == KIND_BF16)
+        for (int k = 0; k < w->depth; k += LANES) store_bf16((uint16_t *)words + k, _mm512_load_ps(line + k), 0xffff);
+    else
+        for (int size = group_size(w->kind), g = 0; g * size < w->depth; g++)
+            pack_group(w->kind, line + g * size, scales + g, (uint8_t *)words + g * (size == GROUP_INT8 ? size : size / 2));
+}
+
+/* 16 rows of words, `from_step` words apart, become columns `to_step` apart: lanes' words to lines or back. */
+static void transpose(const int32_t *from, int64_t from_step, int32_t *to, int64_t to_step, int rows, int columns) {
+    for (int first = 0; first < rows; first += LANES)
+        for (int k = 0; k < columns; k += LANES) {
+            __m512i v[16];
+            const __mmask16 width = head_mask(columns - k);
+            for (int i = 0; i < LANES; i++)
+                v[i] = _mm512_maskz_loadu_epi32(first + i < rows ? width : 0, from + (first + i) * from_step + k);
+            weave(v, 16);
+            for (int i = 0; i < LANES && k + i < columns; i++)
+                _mm512_mask_storeu_epi32(to + (k + i) * to_step + first, head_mask(rows - first), v[i]);
         }
-    } else {
-        const int size = w->kind == KIND_INT8 ? GROUP_INT8 : GROUP_INT4;
-        for (int64_t g = 0; g < w->depth / size; g++) {
-            uint16_t *scale = (uint16_t *)w->scales + (at / size + g) * LANES;
-            if (w->kind == KIND_INT8) pack_group_int8(line + g * size, lane, (uint8_t *)w->data + (at + g * size) * LANES, scale);
-            else pack_group_int4(line + g * size, lane, (uint8_t *)w->data + (at + g * size) * LANES / 2, scale);
-        }
+}
+
+static void weave_block(const ShoalWeight *w, int64_t block, const char *words, int64_t step, const uint16_t *scales) {
+    const int groups = w->depth / GROUP_INT4, packed = line_bytes(w->kind) / 16;
+    for (int first = 0; first < words_of(w); first += w->tile) {
+        const Part p = part_of(w, block, first);
+        const int32_t *from = (const int32_t *)(words + first * packed);
+        transpose(from, step / 4, (int32_t *)lines_at(w, &p), LANES, LANES, p.words * packed / 4);
+        if (w->kind < KIND_INT8) continue;
+        const int per_group = group_size(w->kind) / 4;
+        uint16_t *to = (uint16_t *)scales_at(w, &p);
+        for (int g = 0; g < p.words / per_group; g++)
+            for (int lane = 0; lane < LANES; lane++) to[g * LANES + lane] = scales[lane * groups + first / per_group + g];
     }
 }
 
-/* line: threads * depth floats. */
-void shoal_pack(const ShoalWeight *w, const void *from, int dtype, float *lines, int threads) {
+/* Bytes of scratch memory of one thread, for shoal_pack. */
+int64_t shoal_pack_scratch(const ShoalWeight *w) { return round_up(w->depth * (4 + LANES * 4 + LANES), 128); }
+
+void shoal_pack(const ShoalWeight *w, const void *from, int dtype, char *scratch, int threads) {
+    const int groups = w->depth / GROUP_INT4;
+    const int64_t own = shoal_pack_scratch(w), step = 4ll * w->depth;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < w->blocks; block++) {
-        float *line = lines + (int64_t)omp_get_thread_num() * w->depth;
+        float *line = (float *)(scratch + omp_get_thread_num() * own);
+        char *words = (char *)(line + w->depth);
+        uint16_t *scales = (uint16_t *)(words + LANES * step);
         for (int lane = 0; lane < LANES; lane++) {
             load_row(w, from, dtype, row_of(w, block, lane), line);
-            pack_lane(w, block, lane, line);
+            convert_row(w, line, words + lane * step, scales + lane * groups);
+        }
+        weave_block(w, block, words, step, scales);
+    }
+}
+
+/* `count` inputs of one lane, from the words that convert_row made. */
+static void restore_row(const ShoalWeight *w, const char *words, const uint16_t *scales, float *line) {
+    for (int k = 0; k < w->depth; k += LANES) {
+        if (w->kind == KIND_FP32) _mm512_store_ps(line + k, _mm512_loadu_ps(words + 4 * k));
+        else if (w->kind == KIND_BF16) _mm512_store_ps(line + k, load_bf16((const uint16_t *)words + k, 0xffff));
+        else {
+            const int four = w->kind == KIND_INT4, high = four && k % GROUP_INT4 >= LANES;
+            __m128i bytes = _mm_loadu_si128((const __m128i *)(words + (four ? k / GROUP_INT4 * LANES : k)));
+            __m512i q = _mm512_srl_epi32(_mm512_cvtepu8_epi32(bytes), _mm_cvtsi32_si128(4 * high));
+            if (four) q = _mm512_and_si512(q, _mm512_set1_epi32(15));
+            q = _mm512_sub_epi32(q, _mm512_set1_epi32(four ? 8 : 128));
+            __m512 scale = _mm512_set1_ps(half_to_float(scales[k / group_size(w->kind)]));
+            _mm512_store_ps(line + k, _mm512_mul_ps(_mm512_cvtepi32_ps(q), scale));
         }
     }
 }
 
-static void store_one(void *to, int dtype, int64_t at, float value) {
-    if (dtype == DTYPE_FP32) ((float *)to)[at] = value;
-    else store_bf16((uint16_t *)to + at, _mm512_set1_ps(value), 1);
+static void unweave_block(const ShoalWeight *w, int64_t block, char *words, int64_t step, uint16_t *scales) {
+    const int groups = w->depth / GROUP_INT4, packed = line_bytes(w->kind) / 16;
+    for (int first = 0; first < words_of(w); first += w->tile) {
+        const Part p = part_of(w, block, first);
+        int32_t *to = (int32_t *)(words + first * packed);
+        transpose((const int32_t *)lines_at(w, &p), LANES, to, step / 4, p.words * packed / 4, LANES);
+        if (w->kind < KIND_INT8) continue;
+        const int per_group = group_size(w->kind) / 4;
+        const uint16_t *from = scales_at(w, &p);
+        for (int g = 0; g < p.words / per_group; g++)
+            for (int lane = 0; lane < LANES; lane++) scales[lane * groups + first / per_group + g] = from[g * LANES + lane];
+    }
 }
 
-/* to [rows, cols], dequantised. */
-void shoal_unpack(const ShoalWeight *w, void *to, int dtype, int threads) {
+static void store_row(const float *line, int cols, void *to, int dtype, int64_t at) {
+    for (int k = 0; k < cols; k += LANES) {
+        const __mmask16 mask = head_mask(cols - k);
+        if (dtype == DTYPE_BF16) store_bf16((uint16_t *)to + at + k, _mm512_load_ps(line + k), mask);
+        else _mm512_mask_storeu_ps((float *)to + at + k, mask, _mm512_load_ps(line + k));
+    }
+}
+
+/* to [rows, cols], dequantised. Scratch memory as for shoal_pack. */
+void shoal_unpack(const ShoalWeight *w, void *to, int dtype, char *scratch, int threads) {
+    const int groups = w->depth / GROUP_INT4;
+    const int64_t own = shoal_pack_scratch(w), step = 4ll * w->depth;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < w->blocks; block++)
+    for (int64_t block = 0; block < w->blocks; block++) {
+        float *line = (float *)(scratch + omp_get_thread_num() * own);
+        char *words = (char *)(line + w->depth);
+        uint16_t *scales = (uint16_t *)(words + LANES * step);
+        unweave_block(w, block, words, step, scales);
         for (int lane = 0; lane < LANES; lane++) {
-            int64_t row = row_of(w, block, lane);
-            for (int k = 0; row >= 0 && k < w->cols; k++)
-                store_one(to, dtype, row * w->cols + k, lookup_one(w, block, lane, k));
+            const int64_t row = row_of(w, block, lane);
+            if (row < 0) continue;
+            restore_row(w, words + lane * step, scales + lane * groups, line);
+            store_row(line, w->cols, to, dtype, row * w->cols);
         }
+    }
 }

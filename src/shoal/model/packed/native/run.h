@@ -34,9 +34,9 @@ typedef struct {
     Run *run;
     int id, threads;
     Acts acts;
-    char *queries; /* [tokens][heads per KV head + 1] lines of the head dimension rounded up to 32, fp32 or bf16 */
+    char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *line;   /* [heads * head_dim], one token */
-    float *tile;   /* [tokens][2][16] */
+    float *sums;   /* of a panel, see multiply() */
 } Worker;
 
 INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {

@@ -15,15 +15,13 @@ enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 #define GROUP_INT8 64 /* consecutive inputs that share a scale */
 #define GROUP_INT4 32
 
-/* A matrix [rows, cols] in row blocks of 16 rows, interleaved so that one register holds 16 rows:
-     fp32 [blocks][depth][16], bf16 [blocks][depth/2][16][2], int8 [blocks][depth/4][16][4] with zero point 128,
-     int4 [blocks][depth/32][4][16][4]: low nibbles of vector j are inputs 4j..4j+3, high ones 16+4j.. , zero point 8.
-   Scales of int8 and int4 are fp16 [blocks][depth/group][16]. Depth is cols rounded up; the padding is zero.
-   A paired matrix holds two halves (gate and up): even blocks are of the first, odd ones of the second. */
+/* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
+   A paired matrix holds two halves (gate and up): even row blocks are of the first, odd ones of the second. */
 typedef struct {
     const void *data;
     const uint16_t *scales;
-    int32_t kind, rows, cols, depth, blocks, paired;
+    int32_t kind, rows, cols, paired;
+    int32_t depth, blocks, tile; /* filled in by shoal_lay_out */
 } ShoalWeight;
 
 typedef struct {

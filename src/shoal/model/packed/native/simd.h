@@ -69,6 +69,21 @@ INLINE __m512 load_half(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from));
 }
 
+/* `width` (1, 2, 4, 8, 16) registers of 16 words: first word 0 of each, then word 1 of each, and so on. Each round is a
+   perfect shuffle of all words, which rotates the bits of their places by one; with 16 it is a transpose. */
+INLINE void weave(__m512i *v, const int width) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512i out[16];
+    UNROLL for (int round = 1; round < width; round *= 2) {
+        UNROLL for (int i = 0; i < width / 2; i++) {
+            out[2 * i] = _mm512_permutex2var_epi32(v[i], low, v[i + width / 2]);
+            out[2 * i + 1] = _mm512_permutex2var_epi32(v[i], high, v[i + width / 2]);
+        }
+        UNROLL for (int i = 0; i < width; i++) v[i] = out[i];
+    }
+}
+
 /* Sums of 16 vectors: lane i of the result is the sum of v[i]. */
 INLINE __m512 sum_lanes(__m512 v[16]) {
     __m512d two[8];

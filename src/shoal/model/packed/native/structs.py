@@ -10,7 +10,6 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_TOKENS = 64
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
-LANES = 16
 
 
 class Weight(ctypes.Structure):
@@ -22,9 +21,10 @@ class Weight(ctypes.Structure):
         ("kind", c_int32),
         ("rows", c_int32),
         ("cols", c_int32),
+        ("paired", c_int32),
         ("depth", c_int32),
         ("blocks", c_int32),
-        ("paired", c_int32),
+        ("tile", c_int32),
     ]
 
 

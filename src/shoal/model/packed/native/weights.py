@@ -1,4 +1,4 @@
-"""Matrices in the layout of the kernels: 16 rows interleaved, so that one register holds 16 rows (see shoal.h)."""
+"""Matrices in the layout of the kernels: 16 rows interleaved, so that one register holds 16 rows (see layout.h)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shoal.model.packed.native.arena import Arena
 from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import KINDS, LANES, MAX_TOKENS, Weight
+from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, Weight
 
 Kind = Literal["fp32", "bf16", "int8", "int4"]
-_DEPTH_STEP = {"fp32": 16, "bf16": 32, "int8": 64, "int4": 32}
-_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
-_GROUP = {"int8": 64, "int4": 32}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_HUGE = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +23,9 @@ class PackedWeight:
 
     Attributes:
         kind: `fp32`, `bf16`, `int8` (symmetric, one scale per 64 inputs of a row) or `int4` (symmetric, one per 32).
-        data: uint8 [bytes], row blocks of 16 rows.
-        scales: fp16 [blocks, groups, 16], or None.
-        paired: whether it holds two halves (gate, up) whose blocks alternate; rows count both.
+        data: uint8 [bytes].
+        scales: float16 [number], or None.
+        paired: whether it holds two halves (gate, up) whose row blocks alternate; rows count both.
     """
 
     kind: Kind
@@ -39,40 +36,35 @@ class PackedWeight:
     paired: bool = False
 
     @property
-    def depth(self) -> int:
-        """Inputs, rounded up to what a kernel takes at a time."""
-        return _round_up(self.cols, _DEPTH_STEP[self.kind])
-
-    @property
-    def blocks(self) -> int:
-        """Row blocks, padding included."""
-        return 2 * _blocks(self.rows // 2) if self.paired else _blocks(self.rows)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that a product reads: data and scales, padding included."""
         return self.data.numel() + (0 if self.scales is None else 2 * self.scales.numel())
 
     def struct(self) -> Weight:
         """What the library takes; valid as long as this object lives."""
-        scales = None if self.scales is None else self.scales.data_ptr()
-        kind = KINDS.index(self.kind)
-        return Weight(self.data.data_ptr(), scales, kind, self.rows, self.cols, self.depth, self.blocks, self.paired)
+        struct, _, _ = _laid_out(self.kind, self.rows, self.cols, self.paired)
+        struct.data = self.data.data_ptr()
+        struct.scales = None if self.scales is None else self.scales.data_ptr()
+        return struct
 
-    def unpack(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The plain matrix [rows, cols], dequantised, in `dtype` (float32 or bfloat16)."""
-        out = torch.empty(self.rows, self.cols, dtype=dtype)
-        require().shoal_unpack(ctypes.byref(self.struct()), out.data_ptr(), _dtype_code(dtype), torch.get_num_threads())
+    def unpack(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """The plain matrix [rows, cols], dequantised, in `dtype` (float32 or bfloat16); into `out` if it is given."""
+        if out is None:
+            out = torch.empty(self.rows, self.cols, dtype=dtype)
+        elif out.shape != (self.rows, self.cols) or not out.is_contiguous() or out.device.type != "cpu":
+            raise ValueError(f"out is {list(out.shape)}; a contiguous [{self.rows}, {self.cols}] on the CPU is needed")
+        _convert("shoal_unpack", self.struct(), out)
         return out
 
 
-def pack(weight: Tensor, kind: Kind, paired: bool = False) -> PackedWeight:
+def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Arena | None = None) -> PackedWeight:
     """Pack a matrix [rows, cols]; integer kinds round to nearest, int4 after a search for the scale.
 
     Args:
         weight: float matrix on the CPU. Types other than float32 and bfloat16 pass through float32.
         kind: how the weights are stored.
         paired: the rows are two halves, gate then up, that a gated MLP multiplies with each other.
+        arena: where the memory comes from; one arena for a whole model makes decoding fastest.
 
     Raises:
         ValueError: not a float matrix on the CPU, an unknown kind, or an odd number of paired rows.
@@ -81,12 +73,12 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False) -> PackedWeight:
     _check_weight(weight, kind, paired)
     source = (weight if weight.dtype in _DTYPES else weight.float()).detach().contiguous()
     rows, cols = source.shape
-    packed = _allocate(kind, rows, cols, paired)
-    threads = torch.get_num_threads()
-    lines = torch.empty(threads, packed.depth)
-    require().shoal_pack(
-        ctypes.byref(packed.struct()), source.data_ptr(), _dtype_code(source.dtype), lines.data_ptr(), threads
-    )
+    arena = arena or Arena(0)
+    _, data_bytes, scale_bytes = _laid_out(kind, rows, cols, paired)
+    data = arena.take(data_bytes)
+    scales = arena.take(scale_bytes).view(torch.float16) if scale_bytes else None
+    packed = PackedWeight(kind, rows, cols, data, scales, paired)
+    _convert("shoal_pack", packed.struct(), source)
     return packed
 
 
@@ -103,15 +95,28 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
         raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.cols}]")
     if weight.paired:
         raise ValueError("a paired matrix is multiplied only inside the gated MLP; pack its halves one by one")
-    library, threads = require(), torch.get_num_threads()
+    library, threads, struct = require(), torch.get_num_threads(), weight.struct()
     source = x.float().contiguous()
     out = torch.empty(x.shape[0], weight.rows)
-    struct = weight.struct()
     scratch = torch.empty(threads * library.shoal_matmul_scratch(ctypes.byref(struct), x.shape[0]), dtype=torch.uint8)
     library.shoal_matmul(
         ctypes.byref(struct), source.data_ptr(), x.shape[0], out.data_ptr(), scratch.data_ptr(), threads
     )
     return out
+
+
+def _laid_out(kind: Kind, rows: int, cols: int, paired: bool) -> tuple[Weight, int, int]:
+    """The structure without addresses, and the bytes of data and of scales."""
+    struct = Weight(kind=KINDS.index(kind), rows=rows, cols=cols, paired=paired)
+    data, scales = ctypes.c_int64(), ctypes.c_int64()
+    require().shoal_lay_out(ctypes.byref(struct), ctypes.byref(data), ctypes.byref(scales))
+    return struct, data.value, scales.value
+
+
+def _convert(function: str, struct: Weight, plain: Tensor) -> None:
+    library, threads, weight = require(), torch.get_num_threads(), ctypes.byref(struct)
+    scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
+    getattr(library, function)(weight, plain.data_ptr(), _dtype_code(plain.dtype), scratch.data_ptr(), threads)
 
 
 def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
@@ -124,32 +129,7 @@ def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
         raise ValueError(f"a paired matrix has an even number of rows, not {weight.shape[0]}")
 
 
-def _allocate(kind: Kind, rows: int, cols: int, paired: bool) -> PackedWeight:
-    shape = PackedWeight(kind, rows, cols, torch.empty(0, dtype=torch.uint8), paired=paired)
-    data = _empty(shape.blocks * LANES * shape.depth * _BITS[kind] // 8)
-    scales = None
-    if kind in _GROUP:
-        groups = shape.depth // _GROUP[kind]
-        scales = _empty(shape.blocks * groups * LANES * 2).view(torch.float16).view(shape.blocks, groups, LANES)
-    return PackedWeight(kind, rows, cols, data, scales, paired)
-
-
-def _empty(nbytes: int) -> Tensor:
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    if nbytes >= _HUGE:
-        require().shoal_advise(memory.data_ptr(), nbytes)
-    return memory
-
-
 def _dtype_code(dtype: torch.dtype) -> int:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; it must be torch.float32 or torch.bfloat16")
     return _DTYPES[dtype]
-
-
-def _blocks(rows: int) -> int:
-    return (rows + LANES - 1) // LANES
-
-
-def _round_up(value: int, step: int) -> int:
-    return (value + step - 1) // step * step
