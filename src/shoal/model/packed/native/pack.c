@@ -198,3 +198,9 @@ void shoal_unpack(const ShoalWeight *w, void *to, int dtype, char *scratch, int 
         }
     }
 }
+
+/* out [count, cols]: rows of a matrix, dequantised. The caller has checked the row numbers. */
+void shoal_lookup(const ShoalWeight *w, const int64_t *rows, int64_t count, float *out, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < count; i++) lookup(w, (int)rows[i], 0, w->cols, out + i * w->cols);
+}

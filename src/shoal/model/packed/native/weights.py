@@ -56,6 +56,20 @@ class PackedWeight:
         _convert("shoal_unpack", self.struct(), out)
         return out
 
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Rows of the matrix, dequantised: int64 [n] to float32 [n, cols].
+
+        Raises:
+            ValueError: a row that the matrix does not have.
+        """
+        rows = rows.contiguous()
+        if rows.dtype != torch.int64 or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows):
+            raise ValueError(f"rows must be int64 numbers in 0..{self.rows - 1}")
+        out = torch.empty(len(rows), self.cols)
+        struct = ctypes.byref(self.struct())
+        require().shoal_lookup(struct, rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads())
+        return out
+
 
 def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Arena | None = None) -> PackedWeight:
     """Pack a matrix [rows, cols]; integer kinds round to nearest, int4 after a search for the scale.
