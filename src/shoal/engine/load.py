@@ -19,15 +19,13 @@ from shoal.model.hf import HFStack
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.source import ModelSource, Source
-from shoal.model.parity import check_parity
+from shoal.model.parity import OTHER_ARITHMETIC, check_parity
 from shoal.model.stack import Stack
 
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
 _DECODER_REMEDY = "Use a decoder-only causal language model"
 _SMALLER = 'Use quant="int8" or "int4", a smaller dtype, or a smaller model'
-_PACKED_PARITY = 0.2
-"""Packed stacks keep the residual stream in float32, so in half precision they differ from the model's own rounding."""
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +151,7 @@ def _pack(
         with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
             stack = packed.build(config, source, dtype, device, quant)
         if twin_of is not None and quant is None:
-            check_parity(stack, twin_of, _PACKED_PARITY)
+            check_parity(stack, twin_of, OTHER_ARITHMETIC)
         return stack
     except OutOfMemory:
         raise

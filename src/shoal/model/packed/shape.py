@@ -78,8 +78,6 @@ def shape_of(config: Any) -> Shape:
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
     if type(text) not in CAUSAL:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
-    if getattr(config, "quantization_config", None) is not None:
-        raise _misfit(text, "its weights are quantised already")
     if text.hidden_act not in activations:
         raise _misfit(text, f"its activation {text.hidden_act!r} is not among {', '.join(activations)}")
     rope = getattr(text, "rope_parameters", None) or {}

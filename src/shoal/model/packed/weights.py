@@ -14,6 +14,9 @@ from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import Source
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights may come in, and be computed with."""
+
 Role = Literal["matrix", "table", "pair"]
 """What a matrix is for: multiplied; also looked up by rows; two halves, gate and up, one above the other."""
 
@@ -125,6 +128,9 @@ class Packer:
         tensor = self._source[name]
         if tensor.is_meta:
             raise Unsupported(f"a model whose {name!r} is on the meta device", "there is nothing to pack", REMEDY)
+        if type(tensor) is not Tensor or tensor.dtype not in DTYPES:
+            found = f"a checkpoint whose {name!r} is a {type(tensor).__name__} of {tensor.dtype}"
+            raise Unsupported(found, "the packed backend starts from plain weights", REMEDY)
         if tensor.shape != size:
             found = f"a checkpoint whose {name!r} is {list(tensor.shape)}"
             raise Unsupported(found, f"its config asks for {list(size)}", REMEDY)

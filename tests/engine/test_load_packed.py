@@ -1,0 +1,288 @@
+"""Models packed as they are loaded: from safetensors without their modules, from other files, from a loaded model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import shoal
+from backends import packed, reference, with_exact_norms
+from drive import gap, prompt
+from families import fingerprint, tiny
+from oracle import hf_greedy
+from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
+from shoal.model.hf import HFStack
+from shoal.model.packed import native
+from shoal.model.packed.build import build
+from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.source import ModelSource
+from shoal.model.packed.stack import PackedStack
+from shoal.model.parity import chunked_logits
+
+IDS, NEW = prompt(9, 2), 8
+fp32 = torch.float32
+
+
+@pytest.fixture
+def no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the transformers model fails the test."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the transformers model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+
+
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Lines:
+    """What Shoal has logged."""
+    caplog.set_level(logging.INFO, logger="shoal.engine")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def only(lines: list[str]) -> str:
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def saved(folder: Path, family: str, dtype: torch.dtype = fp32, shards: str = "50MB", **changes: Any) -> Path:
+    tiny(family, dtype=dtype, **changes).save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def logits(engine: Engine) -> torch.Tensor:
+    return chunked_logits(engine.stack, IDS, (5, 1, 3))
+
+
+@pytest.mark.usefixtures("no_modules")
+@pytest.mark.parametrize("shards", ["50MB", "20KB"], ids=["one file", "sharded"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite"])
+def test_files_are_read_without_the_modules(tmp_path: Path, family: str, changes: dict[str, Any], shards: str) -> None:
+    saved(tmp_path, family, shards=shards, **changes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "20KB")
+    engine = shoal.load(tmp_path, dtype="float32", backend="packed")
+    assert isinstance(engine.stack, PackedStack)
+    assert engine.model is None and engine.tokenizer is None
+    assert (engine.stack.weights.embedding is engine.stack.weights.head) == bool(changes)
+    model = tiny(family, dtype=fp32, **changes)
+    assert torch.equal(logits(engine), chunked_logits(packed(model, kernels=True), IDS, (5, 1, 3)))
+    assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_converted(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
+    saved(tmp_path, "llama", stored)
+    engine = shoal.load(tmp_path, dtype=dtype, backend="packed")
+    assert isinstance(engine.stack, PackedStack) and engine.stack.dtype == dtype
+    model = tiny("llama", dtype=stored)
+    stack = build(model.config, ModelSource(model), dtype, torch.device("cpu"))
+    assert torch.equal(logits(engine), chunked_logits(stack, IDS, (5, 1, 3)))
+    assert engine.stack.weights.layers[0].attention_norm.dtype == fp32, "norms keep what precision they have"
+
+
+def test_a_tied_model_whose_file_holds_a_head_as_well(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.zeros(97, 32)}, file, {"format": "pt"})
+    engine = shoal.load(tmp_path, dtype="float32", backend="packed")
+    model = tiny("llama", dtype=fp32, tie_word_embeddings=True)
+    assert torch.equal(logits(engine), chunked_logits(packed(model, kernels=True), IDS, (5, 1, 3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
+    saved(tmp_path, "mistral")
+    assert isinstance(shoal.load(tmp_path, dtype=dtype).stack, PackedStack)
+    assert said() == []
+
+
+MISFITS = {
+    "gemma3": "model type 'gemma3_text': the packed block fits llama, mistral",
+    "gpt2": "model type 'gpt2': the packed block fits llama, mistral",
+    "gpt_neox": "model type 'gpt_neox': the packed block fits llama, mistral",
+}
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("family", MISFITS)
+def test_packed_refuses_what_does_not_fit(tmp_path: Path, family: str, quant: Any) -> None:
+    saved(tmp_path, family)
+    for backend in ("packed", "auto") if quant else ("packed",):
+        for given in (tmp_path, tiny(family, dtype=fp32)):
+            with pytest.raises(Unsupported, match=MISFITS[family]):
+                shoal.load(given, quant=quant, backend=backend)
+
+
+@pytest.mark.parametrize("given", ["files", "model"])
+@pytest.mark.parametrize("family", MISFITS)
+def test_auto_runs_the_modules_of_what_does_not_fit(tmp_path: Path, family: str, given: str, said: Lines) -> None:
+    model = tiny(family, dtype=fp32)
+    source, options = (model, {}) if given == "model" else (saved(tmp_path, family), {"dtype": "float32"})
+    engine = shoal.load(source, **options)
+    line = only(said())
+    assert line.startswith("running the model's own modules: ") and MISFITS[family] in line
+    assert isinstance(engine.stack, HFStack)
+    assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_auto_runs_the_modules_where_packing_gains_nothing(tmp_path: Path, dtype: str, said: Lines) -> None:
+    saved(tmp_path, "llama")
+    engine = shoal.load(tmp_path, dtype=dtype, device="cpu")
+    assert f"in torch.{dtype} on cpu: it gains nothing there" in only(said())
+    assert isinstance(engine.stack, HFStack)
+    assert isinstance(shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").stack, PackedStack)
+
+
+def test_a_given_model_in_fp64_can_be_packed() -> None:
+    """Its own norms compute in fp32, so parity is judged by what those allow."""
+    engine = shoal.load(tiny("llama"), backend="packed")
+    assert gap(logits(engine), chunked_logits(packed(tiny("llama")), IDS, (5, 1, 3))) == 0
+    assert list(engine.generate(IDS, max_new_tokens=NEW).tokens) == hf_greedy(reference("llama"), [IDS], NEW)[0]
+
+
+@pytest.mark.parametrize("quant", ["int3", "INT8", "", 8])
+def test_unknown_quantisations(tmp_path: Path, quant: Any) -> None:
+    for given in (saved(tmp_path, "llama"), tiny("llama", dtype=fp32), tiny("gpt2", dtype=fp32)):
+        for backend in ("auto", "packed", "hf"):
+            with pytest.raises(ValueError, match=f"quant is {quant!r}; it must be None or one of int8, int4"):
+                shoal.load(given, quant=quant, backend=backend)
+
+
+def test_quantisation_of_the_models_own_modules() -> None:
+    with pytest.raises(Unsupported, match="quant='int8' with backend 'hf'.*own weights.*backend=\"packed\""):
+        shoal.load(tiny("llama", dtype=fp32), quant="int8", backend="hf")
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("backend", ["auto", "packed"])
+def test_quantised_from_files_and_from_a_model(tmp_path: Path, quant: Any, backend: Any) -> None:
+    model = tiny("llama", dtype=fp32)
+    first = shoal.load(saved(tmp_path, "llama"), dtype="float32", quant=quant, backend=backend)
+    second = shoal.load(model, quant=quant, backend=backend)
+    expected = chunked_logits(packed(model, quant, kernels=True), IDS, (5, 1, 3))
+    assert torch.equal(logits(first), expected)
+    assert torch.equal(logits(second), expected)
+
+
+def test_a_given_model_is_left_alone() -> None:
+    for family in ("llama", "phi3"):
+        model = tiny(family, dtype=fp32)
+        before = fingerprint(model)
+        engine = shoal.load(model, backend="packed")
+        engine.generate(IDS, max_new_tokens=NEW)
+        assert fingerprint(model) == before
+        assert engine.model is model
+
+
+def test_later_changes_to_a_given_model_do_not_reach_the_packed_one() -> None:
+    model = with_exact_norms(tiny("llama", dtype=fp32))
+    engine = shoal.load(model, backend="packed")
+    then = logits(engine)
+    for parameter in model.parameters():
+        parameter.data.mul_(-2)
+    assert torch.equal(logits(engine), then)
+    assert gap(logits(shoal.load(model, backend="packed")), then) > 1
+
+
+def changed(tmp_path: Path, family: str, change: Any) -> Path:
+    """A checkpoint whose tensors went through `change`."""
+    saved(tmp_path, family)
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return tmp_path
+
+
+PROJECTION = "model.layers.1.mlp.down_proj.weight"
+BROKEN: dict[str, tuple[Any, str]] = {
+    "a missing matrix": (
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != PROJECTION},
+        f"a checkpoint without '{PROJECTION}'",
+    ),
+    "a matrix of another size": (
+        lambda tensors: {**tensors, PROJECTION: torch.zeros(32, 47)},
+        rf"whose '{PROJECTION}' is \[32, 47\]: its config asks for \[32, 48\]",
+    ),
+    "weights that are quantised already": (
+        lambda tensors: {**tensors, PROJECTION: torch.zeros(32, 48, dtype=torch.int8)},
+        f"whose '{PROJECTION}' is a Tensor of torch.int8: the packed backend starts from plain weights",
+    ),
+    "weights in eight-bit floats": (
+        lambda tensors: {**tensors, PROJECTION: tensors[PROJECTION].to(torch.float8_e4m3fn)},
+        "a Tensor of torch.float8_e4m3fn",
+    ),
+    "names without a prefix": (
+        lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        "a checkpoint without 'model.layers.0.self_attn.q_proj.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_files_that_are_not_what_their_config_says(tmp_path: Path, case: str) -> None:
+    change, message = BROKEN[case]
+    with pytest.raises(Unsupported, match=message):
+        shoal.load(changed(tmp_path, "llama", change), dtype="float32", backend="packed")
+
+
+def test_auto_reads_names_that_only_transformers_knows(tmp_path: Path) -> None:
+    engine = shoal.load(changed(tmp_path, "llama", BROKEN["names without a prefix"][0]), dtype="float32")
+    assert isinstance(engine.stack, HFStack)
+    assert list(engine.generate(IDS, max_new_tokens=NEW).tokens) == hf_greedy(tiny("llama", dtype=fp32), [IDS], NEW)[0]
+
+
+class RemoteConfig(LlamaConfig):
+    """As if its code had come with a checkpoint."""
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_guessed(said: Lines) -> None:
+    model = with_exact_norms(tiny("llama", dtype=fp32))
+    model.config.__class__ = RemoteConfig
+    with pytest.raises(Unsupported, match="its code comes with the checkpoint"):
+        shoal.load(model, backend="packed")
+    assert isinstance(shoal.load(model).stack, HFStack)
+    assert "its code comes with the checkpoint" in only(said())
+
+
+def odd_model() -> Any:
+    """A Llama that has been changed in a way which its config does not tell."""
+    model = with_exact_norms(tiny("llama", dtype=fp32))
+    model.model.layers[2].mlp.register_forward_hook(lambda _m, _a, output: output * 0.5)
+    return model
+
+
+def test_a_model_that_is_not_what_its_config_says(said: Lines) -> None:
+    model = odd_model()
+    with pytest.raises(Unsupported, match="its logits differ from the model's own"):
+        shoal.load(model, backend="packed")
+    engine = shoal.load(model)
+    assert "its logits differ from the model's own" in only(said())
+    assert isinstance(engine.stack, HFStack)
+    assert list(engine.generate(IDS, max_new_tokens=NEW).tokens) == hf_greedy(model, [IDS], NEW)[0]
+
+
+def test_a_model_without_its_weights() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny("llama").config).eval()
+    with pytest.raises(Unsupported, match="on the meta device"):
+        build(model.config, ModelSource(model), fp32, torch.device("cpu"))
+
+
+def test_packing_uses_the_kernels_where_it_can(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    for dtype, fits in {"float32": True, "bfloat16": True, "float16": False, "float64": False}.items():
+        stack = shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").stack
+        assert isinstance(stack, NativeStack) == (fits and native.available())
