@@ -119,3 +119,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
         multiply_share(&worker, w, &c, NULL, finish_logits, out);
     }
 }
+
+/* Sizes of the structures, for the test that their mirrors in Python agree. */
+void shoal_sizes(int64_t sizes[4]) {
+    sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);
+}

@@ -13,6 +13,7 @@ from shoal.model.packed.native.structs import Batch, Model, Weight
 _log = logging.getLogger(__name__)
 _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
+    "shoal_sizes": (None, [POINTER(c_int64)]),
     "shoal_advise": (None, [c_void_p, c_int64]),
     "shoal_lay_out": (None, [POINTER(Weight), POINTER(c_int64), POINTER(c_int64)]),
     "shoal_pack_scratch": (c_int64, [POINTER(Weight)]),

@@ -1,0 +1,228 @@
+"""The native matrices: packing against plain arithmetic, products against the same numbers in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.model.packed import native
+from shoal.model.packed.native import build, library, structs
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+
+KINDS = ("fp32", "bf16", "int8", "int4")
+GROUP = {"int8": 64, "int4": 32}
+SHAPES = [(64, 128), (50, 77), (1, 1), (17, 33), (80, 576), (33, 1100)]
+
+
+def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Rows of very different size, so that a scale in the wrong place shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, generator=generator) * torch.logspace(-2, 1, rows)[:, None]
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """[..., groups, group], padded by zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+
+
+def quantised(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Activations as the kernels take them: whole numbers [T, groups, group] and scales [T, groups]."""
+    parts = grouped(x, group)
+    peaks = parts.abs().amax(-1)
+    inverse = torch.where(peaks > 0, 127.0 / peaks, 0.0)
+    return (parts * inverse[..., None]).round(), peaks / 127.0
+
+
+def product(x: Tensor, packed: native.PackedWeight) -> Tensor:
+    """What the kernel should compute, in float64."""
+    weight = packed.unpack().double()
+    if packed.kind in GROUP:
+        levels, scales = quantised(x, GROUP[packed.kind])
+        x = (levels.double() * scales.double()[..., None]).flatten(-2)[:, : packed.cols]
+    elif packed.kind == "bf16":
+        x = x.bfloat16()
+    return x.double() @ weight.T
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind: native.Kind, shape: tuple[int, int]) -> None:
+    packed = native.pack(matrix(*shape), kind)
+    for tokens in (*range(1, 17), 23, 64):
+        x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
+        error = (native.matmul(x, packed) - product(x, packed)).abs()
+        size = product(x, packed).abs().amax(0) + x.norm(dim=-1, keepdim=True) * packed.unpack().norm(dim=-1).double()
+        assert (error <= 1e-6 * size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_does_not_depend_on_its_neighbours(kind: native.Kind) -> None:
+    packed = native.pack(matrix(80, 300), kind)
+    x = torch.randn(64, 300)
+    alone = torch.cat([native.matmul(x[i : i + 1], packed) for i in range(64)])
+    for tokens in range(1, 65):
+        assert torch.equal(native.matmul(x[:tokens], packed), alone[:tokens])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_do_not_change_a_product(kind: native.Kind) -> None:
+    packed, x = native.pack(matrix(200, 96), kind), torch.randn(3, 96)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            results.append(native.matmul(x, packed))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_floats_come_back(kind: native.Kind, dtype: torch.dtype, paired: bool) -> None:
+    weight = matrix(74, 130).to(dtype)
+    wanted = weight if kind == "fp32" else weight.bfloat16()
+    packed = native.pack(weight, kind, paired=paired)
+    assert torch.equal(packed.unpack(torch.float32), wanted.float())
+    assert torch.equal(packed.unpack(torch.bfloat16), wanted.bfloat16())
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_int8_is_nearest(paired: bool) -> None:
+    weight = matrix(74, 130)
+    found = native.pack(weight, "int8", paired=paired).unpack()
+    steps = (grouped(weight, 64).abs().amax(-1) / 127).repeat_interleave(64, -1)[:, :130]
+    assert ((found - weight).abs() <= 0.502 * steps + 1e-9).all()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_int4_beats_the_plain_scale(paired: bool) -> None:
+    weight = matrix(74, 130)
+    found = native.pack(weight, "int4", paired=paired).unpack()
+    parts = grouped(weight, 32)
+    scale = parts.abs().amax(-1, keepdim=True) / 7
+    plain = ((parts / scale).round().clamp(-8, 7) * scale).flatten(-2)[:, :130]
+    errors = [((guess - weight) ** 2).sum(-1) for guess in (found, plain)]
+    assert (errors[0] <= errors[1] * 1.0001).all()
+    assert errors[0].sum() < 0.9 * errors[1].sum()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_extreme_groups(kind: native.Kind) -> None:
+    """Nothing but zeros, values below the range of fp16 scales, and one peak."""
+    weight = torch.zeros(16, 128)
+    weight[1], weight[2, 5], weight[3] = 1e-12, 3.0, 1e-3
+    found = native.pack(weight, kind).unpack()
+    assert torch.isfinite(found).all() and (found[:2] == 0).all()
+    assert torch.allclose(found[2:], weight[2:], rtol=2e-3)
+    assert (native.matmul(torch.zeros(2, 128), native.pack(weight, kind)) == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_can_be_looked_up(kind: native.Kind) -> None:
+    packed = native.pack(matrix(70, 300), kind)
+    rows = torch.tensor([0, 69, 16, 3, 3, 64])
+    assert torch.equal(packed.lookup(rows), packed.unpack()[rows])
+    with pytest.raises(ValueError, match="69"):
+        packed.lookup(torch.tensor([70]))
+
+
+def test_other_float_types_and_strides_pass_through() -> None:
+    weight = matrix(30, 40).half()
+    assert torch.equal(native.pack(weight, "fp32").unpack(), weight.float())
+    assert torch.equal(native.pack(weight.T, "fp32").unpack(), weight.T.float())
+
+
+def test_unpack_into_given_memory() -> None:
+    weight, out = matrix(30, 40), torch.empty(30, 40)
+    assert native.pack(weight, "fp32").unpack(out=out) is out
+    assert torch.equal(out, weight)
+    with pytest.raises(ValueError, match=r"\[30, 40\]"):
+        native.pack(weight, "fp32").unpack(out=torch.empty(40, 30))
+
+
+def test_an_arena_packs_matrices_side_by_side() -> None:
+    arena = native.Arena(slab=1 << 20)
+    weights = [matrix(48, 64, seed) for seed in range(5)] + [matrix(600, 512)]
+    packed = [native.pack(weight, "fp32", arena=arena) for weight in weights]
+    assert all(torch.equal(one.unpack(), weight) for one, weight in zip(packed, weights, strict=True))
+    first, second = (one.data.data_ptr() for one in packed[:2])
+    assert second - first == packed[0].nbytes
+
+
+def test_bytes_are_counted() -> None:
+    sizes = {kind: native.pack(matrix(64, 128), kind).nbytes for kind in KINDS}
+    assert sizes == {"fp32": 32768, "bf16": 16384, "int8": 8192 + 256, "int4": 4096 + 512}
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind", "message"),
+    [
+        (torch.ones(2, 2), "int3", "int3"),
+        (torch.ones(2, 2, dtype=torch.int32), "fp32", "int32"),
+        (torch.ones(4), "fp32", r"\[4\]"),
+        (torch.ones(0, 4), "fp32", r"\[0, 4\]"),
+        (torch.ones(2, 2, device="meta"), "fp32", "meta"),
+    ],
+)
+def test_what_cannot_be_packed(weight: Tensor, kind: native.Kind, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        native.pack(weight, kind)
+
+
+def test_wrong_operands() -> None:
+    packed = native.pack(matrix(8, 4), "fp32")
+    for x in (torch.ones(1, 5), torch.ones(4), torch.ones(65, 4), torch.ones(0, 4)):
+        with pytest.raises(ValueError, match="it must be"):
+            native.matmul(x, packed)
+    with pytest.raises(ValueError, match="paired"):
+        native.matmul(torch.ones(1, 4), native.pack(matrix(8, 4), "fp32", paired=True))
+    with pytest.raises(ValueError, match="even"):
+        native.pack(matrix(7, 4), "fp32", paired=True)
+
+
+def test_structures_have_the_size_that_the_library_expects() -> None:
+    sizes = (ctypes.c_int64 * 4)()
+    library.require().shoal_sizes(sizes)
+    mirrors = (structs.Weight, structs.Layer, structs.Model, structs.Batch)
+    assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
+
+
+def test_one_openmp_runtime() -> None:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in lines if build._RUNTIME.search(line)}) == 1
+
+
+def test_a_failed_build_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_BASE", ("-no-such-option",))
+    loaded, reason = library._open.__wrapped__()
+    assert loaded is None and "no-such-option" in reason
+    monkeypatch.setenv("PATH", "")
+    loaded, reason = library._open.__wrapped__()
+    assert loaded is None and "compiler" in reason
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "shoal").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loaded, reason = library._open.__wrapped__()
+    assert loaded is None and "cannot be written" in reason
+
+
+@pytest.mark.slow
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    code = "from shoal.model.packed import native; assert native.available(), native.why_not()"
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    jobs = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [job.wait() for job in jobs] == [0, 0]
+    assert len(list((tmp_path / "shoal" / "native").iterdir())) == 1

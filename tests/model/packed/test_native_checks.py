@@ -1,0 +1,151 @@
+"""A wrong call of the native forward is refused by name and touches no memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from native_twin import Case, make_twin, storage
+from shoal.model.packed import native
+from shoal.model.packed.native import NativeBatch, NativeLayer, NativeModel, NativeSpec
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+
+GOOD = NativeBatch(
+    ids=[1, 2, 3],
+    positions=[4, 5, 0],
+    rows=[0, 0, 1],
+    nodes=[0, 1, 0],
+    bases=[4, 4, 0],
+    ancestors=[1, 3, 1],
+    wanted=[1, 2],
+    layers=[0, 2],
+    active=[[3, 3, 3], [3, 3, 3]],
+    starts=[[0, 0, 0], [0, 0, 0]],
+)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"ids": [1, 70, 3]}, r"ids\[1\] is 70; it must be in \[0, 69\]"),
+    ({"ids": [1, -1, 3]}, r"ids\[1\] is -1"),
+    ({"rows": [0, 0, 2]}, r"row\[2\] is 2; it must be in \[0, 1\]"),
+    ({"rows": [1, 1, 0]}, r"rows must ascend"),
+    ({"nodes": [0, 0, 0]}, r"node\[1\] is 0"),
+    ({"bases": [4, 3, 0]}, r"base\[1\] is 3"),
+    ({"bases": [-1, -1, 0], "positions": [-1, 0, 0]}, r"base\[0\] is -1"),
+    ({"ancestors": [1, 1, 1]}, r"ancestors\[1\] lacks"),
+    ({"ancestors": [3, 3, 1]}, r"ancestors\[0\] has a bit above"),
+    ({"positions": [4, 6, 0]}, r"position\[1\] is 6"),
+    ({"positions": [3, 5, 0]}, r"position\[0\] is 3"),
+    ({"wanted": [3]}, r"wanted\[0\] is 3"),
+    ({"wanted": [0, 1, 2, 2]}, r"logits of 4 tokens"),
+    ({"layers": [0, 3]}, r"layers\[1\] is 3"),
+    ({"layers": [2, 0]}, r"layers must ascend"),
+    ({"layers": [2, 2]}, r"layers must ascend"),
+    ({"active": [[3, 3, 3], [0, 3, 3]]}, r"not nested"),
+    ({"starts": [[0, 0, 0], [5, 5, 0]]}, r"start of layer 2, token 0 is 5"),
+    ({"starts": [[0, 0, 0], [1, 2, 0]]}, r"differs between the tokens of row 0"),
+    ({"bases": [8, 8, 0], "positions": [8, 9, 0]}, r"layer 0 has room for 8 columns"),
+    ({"bases": [40, 40, 0], "positions": [40, 41, 0], "starts": [[40, 40, 0]] * 2}, r"rotary table has 20 rows"),
+    ({"ids": [1, 2]}, r"positions has 3 entries for 2 tokens"),
+    ({"ids": []}, r"1 to 64 tokens, not 0"),
+    ({"active": [[3, 3, 3]]}, r"active must be \[2 running layers\]\[3 tokens\]"),
+    ({"starts": [[0, 0], [0, 0, 0]]}, r"starts must be"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> NativeModel:
+    return make_twin(Case(positions=20)).native
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_batches(model: NativeModel, changes: dict[str, Any], message: str) -> None:
+    keys, values = storage(Case(), rows=2, capacity=8)
+    kv = model.bind(keys, values)
+    model.forward(GOOD, kv)
+    before = [store.clone() for store in keys + values]
+    with pytest.raises(ValueError, match=message):
+        model.forward(replace(GOOD, **changes), kv)
+    assert all(torch.equal(a, b) for a, b in zip(before, keys + values, strict=True))
+
+
+def test_a_layer_without_storage_may_rest_but_not_attend(model: NativeModel) -> None:
+    keys, values = storage(Case(), rows=2, capacity=8)
+    keys[1] = values[1] = None  # type: ignore[call-overload]
+    kv = model.bind(keys, values)
+    model.forward(GOOD, kv)
+    model.forward(replace(GOOD, layers=[1, 2], active=[[2, 2, 2], [3, 3, 3]]), kv)
+    with pytest.raises(ValueError, match="layer 1 has room for 0"):
+        model.forward(replace(GOOD, layers=[1, 2]), kv)
+
+
+def test_wrong_storage(model: NativeModel) -> None:
+    keys, values = storage(Case(), rows=2, capacity=8)
+    other = torch.zeros(2, 2, 9, 16)
+    for changed, message in [
+        (other.bfloat16(), "bfloat16"),
+        (torch.zeros(2, 3, 8, 16), r"\[2, 3, 8, 16\]"),
+        (torch.zeros(2, 2, 16, 8).transpose(2, 3), "contiguous"),
+        (other, "agree"),
+        (None, "None"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.bind([changed, *keys[1:]], values)
+    with pytest.raises(ValueError, match="number of rows"):
+        model.bind([torch.zeros(3, 2, 8, 16), *keys[1:]], [torch.zeros(3, 2, 8, 16), *values[1:]])
+    with pytest.raises(ValueError, match="3"):
+        model.bind(keys[:2], values[:2])
+    with pytest.raises(ValueError, match="no tensor"):
+        model.bind([None] * 3, [None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu"}, "relu"),
+        ({"kv_dtype": torch.float16}, "float16"),
+        ({"kv_heads": 3}, "divide"),
+        ({"hidden": 0}, "positive"),
+        ({"head_dim": 258}, "258"),
+        ({"head_dim": 15}, "15"),
+        ({"rotary_dim": 18}, "18"),
+        ({"rotary_dim": 7}, "7"),
+    ],
+)
+def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = dict(
+        hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=16, rotary_dim=16, vocab=70, eps=1e-5, attention_scale=0.25
+    )
+    NativeSpec(**sizes)
+    with pytest.raises(ValueError, match=message):
+        NativeSpec(**{**sizes, **changes})
+
+
+def wrong_parts() -> list[tuple[dict[str, Any], str]]:
+    table = torch.zeros(20, 8)
+    return [
+        ({"qkv": native.pack(torch.zeros(48, 48), "fp32")}, r"qkv is \[48, 48\]"),
+        ({"gate_up": native.pack(torch.zeros(160, 48), "fp32")}, "gate_up.*paired"),
+        ({"input_norm": torch.ones(47)}, r"input_norm is .*\[47\]"),
+        ({"input_norm": torch.ones(48).double()}, "float64"),
+        ({"input_norm": None}, "must be given"),
+        ({"q_norm": torch.ones(48)}, r"\[16\]"),
+        ({"o_bias": torch.ones(96)[::2]}, "contiguous"),
+        ({"cos": table}, "together"),
+        ({"cos": table[:, :4].contiguous(), "sin": table}, r"\[20, 4\]"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_wrong_parts(index: int) -> None:
+    twin = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
+    good: NativeLayer = twin.native._parts[0][0]  # type: ignore[index]
+    head = native.pack(twin.head, "fp32")
+    NativeModel(twin.spec, [good], twin.norm, head)
+    changes, message = wrong_parts()[index]
+    with pytest.raises(ValueError, match=message):
+        NativeModel(twin.spec, [replace(good, **changes)], twin.norm, head)
+    with pytest.raises(ValueError, match="embedding"):
+        NativeModel(twin.spec, [good], twin.norm, head, embedding=torch.zeros(70, 47))
