@@ -20,6 +20,7 @@ COMMANDS = {
     "methods": "list the methods, what they need and what they promise",
     "plan": "draw which layers every token runs",
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
+    "bench": "measure speed, beside other software on the same weights",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -54,6 +55,7 @@ def _call(name: str, words: list[str]) -> int:
         args = parse(parser, words)
     except SystemExit as leave:  # argparse ends the process after --help
         return int(leave.code or 0)
+    args.words = ["shoal", name, *words]
     return int(command.run(args))
 
 

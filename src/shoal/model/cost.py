@@ -116,7 +116,7 @@ class CostCard:
     def at_roof(
         cls, traffic: Traffic, bytes_per_second: float, flops_per_second: float | None = None, rows: int = 1
     ) -> CostCard:
-        """The least time in which a machine can do it: steps by bytes, the prefill by operations where they are given."""
+        """The least time in which a machine can do it: steps by bytes, prefill by operations if given."""
         layer, head, kv = (part / bytes_per_second for part in (traffic.layer, traffic.head, traffic.kv))
         prefill: tuple[tuple[int, float], ...] = ()
         if flops_per_second is not None:
@@ -132,6 +132,8 @@ class CostCard:
     def prefill_seconds(self, prompt_length: int) -> float:
         """F(p): straight lines between the measured lengths and beyond them; through zero if there is but one.
 
+        Shorter prompts than the shortest of several take as long as that one: they read the same weights.
+
         Raises:
             ValueError: the card holds no prefill.
         """
@@ -140,7 +142,7 @@ class CostCard:
         points = self.prefill if len(self.prefill) > 1 else ((0, 0.0), *self.prefill)
         index = min(max(bisect_left(points, (prompt_length, 0.0)), 1), len(points) - 1)
         (before, low), (after, high) = points[index - 1], points[index]
-        return max(0.0, low + (high - low) * (prompt_length - before) / (after - before))
+        return low + (high - low) * max(0, prompt_length - before) / (after - before)
 
     def predict(self, plan: DepthPlan, prompt_length: int, new_tokens: int) -> float:
         """Seconds of a whole generation: the prefill, which brings token 0, and a step per further token."""

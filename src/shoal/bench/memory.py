@@ -1,0 +1,45 @@
+"""Whether all systems fit into memory at once, as interleaved rounds need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.bench.subject import Subject
+from shoal.bench.system import Setting
+from shoal.engine.device import as_dtype
+
+_BITS = {"int8": 8.5, "int4": 4.5}
+_OVERHEAD = 2**29
+"""Bytes of a process with its libraries, beside the weights."""
+
+
+def needed(subject: Subject, settings: Iterable[Setting]) -> int:
+    """Bytes that systems with these settings hold together, roughly."""
+    bits = (_BITS.get(setting.quant or "", as_dtype(setting.dtype).itemsize * 8) for setting in settings)
+    return sum(int(subject.weights() * each / 8) + _OVERHEAD for each in bits)
+
+
+def available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes of main memory that are free; None where the system does not say."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return found[0] if found else None
+
+
+def check(subject: Subject, settings: Iterable[Setting]) -> None:
+    """Refuse what would not fit.
+
+    Raises:
+        ValueError: says how much is needed and how much there is.
+    """
+    listed = [setting for setting in settings if setting.device == "cpu"]
+    want, have = needed(subject, listed), available()
+    if have is not None and want > have:
+        raise ValueError(
+            f"{len(listed)} systems with the weights of {subject.name} need about {want / 2**30:.0f} GiB at once, and "
+            f"{have / 2**30:.0f} GiB are free; measure fewer peers or number formats in one command"
+        )

@@ -1,0 +1,115 @@
+"""Shoal itself, through its public engine: the loop, the sampling and the bookkeeping are all in the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal import __version__
+from shoal.bench.subject import Subject
+from shoal.bench.system import About, Expected, Run, Setting, traffic_of
+from shoal.calibrate.cost import measure
+from shoal.engine.device import as_dtype
+from shoal.engine.engine import Engine
+from shoal.model.cost import CostCard, Traffic
+from shoal.model.kv import KVCache
+from shoal.model.packed import native
+from shoal.model.stack import Feed, Stack
+
+_CHUNK = 2048
+_EXECUTORS = {
+    "NativeStack": "packed, native kernels",
+    "PackedStack": "packed, torch",
+    "HFStack": "the model's own modules",
+}
+
+
+class Shoal:
+    """See `shoal.bench.system.System`."""
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self._subject, self._setting = subject, setting
+        self._dtype = as_dtype(setting.dtype)
+        self._cards: dict[int, CostCard] = {}
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once prepared."""
+        if self._engine is None:
+            raise RuntimeError("the system has not been prepared")
+        return self._engine
+
+    def prepare(self) -> About:
+        """Load or pack the weights."""
+        setting = self._setting
+        self._engine = self._subject.engine(self._dtype, setting.device, setting.backend, setting.quant)
+        traffic = self._traffic()
+        weight_bytes = traffic.layer * self.engine.stack.num_layers + traffic.head
+        executor = type(self.engine.stack).__name__
+        on_cpu = self.engine.stack.device.type == "cpu"
+        extra = {"native_kernels": native.why_not()} if executor == "PackedStack" and on_cpu else {}
+        return About(__version__, _EXECUTORS.get(executor, executor), weight_bytes, extra)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
+        """Decode through `Engine.stream`."""
+        times: list[float] = []
+        start = time.perf_counter()
+        stream = self.engine.stream(
+            [list(prompt) for prompt in prompts], method=method or "full", max_new_tokens=new_tokens, ignore_eos=True
+        )
+        for step in stream:
+            if step.row == len(prompts) - 1:
+                times.append(time.perf_counter() - start)
+        result = stream.results[0]
+        return Run(tuple(times), result.tokens, result.stats.mean_layers, result.stats.ideal_speedup)
+
+    def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
+        """Time single forwards of the stack."""
+        stack, plan = self.engine.stack, self._subject.full_plan()
+        cache = KVCache(stack.windows, 1, [len(prompt) + positions] * stack.num_layers)
+        for first in range(0, len(prompt), _CHUNK):
+            chunk = prompt[first : first + _CHUNK]
+            stack.forward([Feed(0, chunk, [0] * len(chunk), plan)], cache)
+            cache.commit(0, range(len(chunk)))
+        tokens = [prompt[i % len(prompt)] for i in range(positions)]
+        feed = Feed(0, tokens, list(range(1, positions + 1)), plan, wanted=positions)
+        return [_timed(stack, feed, cache) for _ in range(repeats)]
+
+    def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
+        """The cost card's prediction; the card is measured when a number of rows is first asked for."""
+        plan = self.engine.recipe(method or "full", new_tokens).plan
+        step_bytes = self._traffic().mean_step(plan, context, new_tokens, rows)
+        if rows not in self._cards:
+            self._cards[rows] = measure(self.engine, rows=rows, seconds=self._setting.card_seconds)
+        card = self._cards[rows]
+        return Expected(step_bytes, card.predict(plan, context, new_tokens), card.tpot(plan, context, new_tokens))
+
+    def card(self, rows: int) -> dict[str, Any] | None:
+        """The cost card for that many rows, if `expect` measured one."""
+        return self._cards[rows].to_dict() if rows in self._cards else None
+
+    def close(self) -> None:
+        """Let the engine go."""
+        self._engine = None
+
+    def _traffic(self) -> Traffic:
+        """Bytes as packed; by arithmetic where the model's own modules run."""
+        plain = traffic_of(self._subject, self._dtype.itemsize * 8, self._dtype.itemsize)
+        weights = getattr(self.engine.stack, "weights", None)
+        if weights is None:
+            return plain
+        layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
+        return Traffic(layer, weights.head.nbytes, plain.kv, plain.windows, plain.layer_weights)
+
+
+def _timed(stack: Stack, feed: Feed, cache: KVCache) -> float:
+    start = time.perf_counter()
+    logits = stack.forward([feed], cache)
+    torch.argmax(logits, -1).tolist()
+    seconds = time.perf_counter() - start
+    cache.rollback(0)
+    return seconds

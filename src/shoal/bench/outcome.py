@@ -1,0 +1,69 @@
+"""What a benchmark brings home, before anything is computed from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.bench.cells import Cell
+from shoal.bench.system import About, Expected
+
+
+@dataclass
+class Measured:
+    """One cell's runs.
+
+    Attributes:
+        cell: what was asked.
+        about: the system.
+        expected: bytes and predicted time, of generations.
+        runs: one per round, each with `round`, `roof` (bytes/s before and after), `others` (cores kept busy by other
+            processes), and `times`, `tokens`, `mean_layers`, `ideal_speedup`, or the `seconds` of single forwards.
+        load_seconds, warm_up_seconds: not part of any figure.
+        peak_memory: bytes in the first round, less what the process held before it loaded the system.
+    """
+
+    cell: Cell
+    about: About
+    expected: Expected | None = None
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    load_seconds: float = 0.0
+    warm_up_seconds: float = 0.0
+    peak_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Something that was not measured, and why.
+
+    Attributes:
+        system, quant: which.
+        what: the kind of job, or None for all of them.
+        reason: in words.
+    """
+
+    system: str
+    quant: str | None
+    what: str | None
+    reason: str
+
+
+@dataclass
+class Outcome:
+    """A whole benchmark.
+
+    Attributes:
+        measured: the cells that were measured.
+        absent: what was not.
+        rounds: how many were done.
+        stopped_early: whether the time box cut rounds off.
+        idle_before: cores kept busy by other processes before the first round; None where unknown.
+        cards: (quant, rows) -> cost card of Shoal.
+    """
+
+    measured: list[Measured] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+    rounds: int = 0
+    stopped_early: bool = False
+    idle_before: float | None = None
+    cards: dict[tuple[str | None, int], dict[str, Any]] = field(default_factory=dict)

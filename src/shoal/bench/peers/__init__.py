@@ -1,0 +1,37 @@
+"""Other people's software on the same weights; one file each, imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import cast
+
+from shoal.bench.worker import Factory
+from shoal.errors import unknown
+
+PEERS: Mapping[str, str] = MappingProxyType(
+    {
+        "hf": "shoal.bench.peers.hf:HuggingFace",
+        "hf-compiled": "shoal.bench.peers.hf_compiled:CompiledHuggingFace",
+        "llama.cpp": "shoal.bench.peers.llama_cpp:LlamaCpp",
+    }
+)
+"""Name on the command line -> class."""
+
+NOT_HERE: Mapping[str, str] = MappingProxyType(
+    {
+        "vllm": "no adapter; it needs a server of its own and is meant for many requests on a GPU",
+        "sglang": "no adapter; it needs a server of its own and is meant for many requests on a GPU",
+        "tensorrt-llm": "no adapter; it needs an engine built for one GPU",
+    }
+)
+"""Systems that a reader will ask about, and why they are not measured."""
+
+
+def load(name: str) -> Factory:
+    """The class of a peer; ValueError with the nearest known name for an unknown one."""
+    if name not in PEERS:
+        raise unknown("peer", name, [*PEERS, *NOT_HERE])
+    module, attribute = PEERS[name].split(":")
+    return cast("Factory", getattr(import_module(module), attribute))

@@ -1,0 +1,157 @@
+"""Write a subject's weights as a GGUF file for llama.cpp: the same numbers, tensor by tensor, no second copy in memory.
+
+The file holds no vocabulary: token ids go in and logits come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.bench.subject import Subject
+from shoal.bench.system import NotMeasured
+
+KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""What the weights are held in -> GGML's name for it."""
+BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}
+"""Bits per weight, scales included."""
+
+_GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file: its names there and in the checkpoint, and the heads whose rows are reordered."""
+
+    name: str
+    source: str
+    heads: int = 0
+
+
+def write_gguf(subject: Subject, path: Path, kind: str) -> None:
+    """Write the file.
+
+    Args:
+        subject: a model of the Llama architecture with plain rotary embeddings.
+        path: where to.
+        kind: a value of `KINDS`; norms are F32 in all of them.
+
+    Raises:
+        NotMeasured: the `gguf` package is missing, or the model is of another architecture.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise NotMeasured("the package gguf is missing; install it with: pip install 'shoal[bench]'") from error
+    _check(subject)
+    writer = gguf.GGUFWriter(path, "llama")
+    _describe(writer, subject)
+    source, encode = subject.source(torch.float32), _Encoder(gguf, kind)
+    entries = list(_entries(subject))
+    for entry in entries:
+        shape = tuple(source[entry.source].shape)
+        size = encode.nbytes(shape)
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=encode.type_of(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in entries:
+        tensor = source[entry.source]
+        if entry.heads:
+            tensor = interleaved(tensor, entry.heads)
+        writer.write_tensor_data(encode(tensor))
+    writer.close()
+
+
+def _check(subject: Subject) -> None:
+    """Refuse what the plain Llama description cannot say."""
+    config = subject.text
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type != "llama":
+        raise NotMeasured(f"no GGUF is written for model type {config.model_type!r}, only for llama")
+    if rope.get("rope_type", "default") != "default":
+        raise NotMeasured(f"no GGUF is written for rotary embeddings of type {rope['rope_type']!r}")
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        raise NotMeasured("no GGUF is written for a Llama with biases")
+
+
+def _describe(writer: Any, subject: Subject) -> None:
+    config = subject.text
+    rope = getattr(config, "rope_parameters", None) or {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _entries(subject: Subject) -> Iterator[_Entry]:
+    config = subject.text
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    for theirs, ours in _GLOBAL.items():
+        if theirs != "lm_head" or not config.tie_word_embeddings:
+            yield _Entry(f"{ours}.weight", f"{theirs}.weight")
+    for index in range(config.num_hidden_layers):
+        for theirs, ours in _LAYER.items():
+            name, source = f"blk.{index}.{ours}.weight", f"model.layers.{index}.{theirs}.weight"
+            yield _Entry(name, source, heads.get(theirs, 0))
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of q or k reordered: transformers rotates pairs (j, j + d/2) of a head, llama.cpp pairs (2j, 2j + 1)."""
+    halves = weight.view(heads, 2, -1, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+class _Encoder:
+    """Tensors to the bytes of a GGML type; vectors stay F32."""
+
+    def __init__(self, gguf: Any, kind: str) -> None:
+        self._gguf = gguf
+        self._kind = gguf.GGMLQuantizationType[kind]
+        self._plain = gguf.GGMLQuantizationType.F32
+
+    def type_of(self, shape: tuple[int, ...]) -> Any:
+        return self._kind if len(shape) > 1 else self._plain
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        block: int
+        size: int
+        block, size = self._gguf.GGML_QUANT_SIZES[self.type_of(shape)]
+        if shape[-1] % block:
+            raise NotMeasured(f"{self._kind.name} needs columns in blocks of {block}, and a matrix has {shape[-1]}")
+        return math.prod(shape) // block * size
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """In pieces of some rows: the quantisers make temporary copies in float32."""
+        kind = self.type_of(tuple(tensor.shape))
+        pieces = (piece.float().numpy() for piece in tensor.split(_ROWS))
+        return np.concatenate([self._gguf.quants.quantize(piece, kind) for piece in pieces])

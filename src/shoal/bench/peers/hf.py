@@ -1,0 +1,95 @@
+"""transformers' own generate: sdpa attention, DynamicCache, greedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal import compat
+from shoal.bench.subject import Subject
+from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal.engine.device import as_dtype
+
+
+class HuggingFace:
+    """See `shoal.bench.system.System`."""
+
+    detail = "generate, sdpa, DynamicCache"
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self.subject, self.setting = subject, setting
+        self.dtype = as_dtype(setting.dtype)
+        self.model: Any = None
+
+    def prepare(self) -> About:
+        """Load the model."""
+        if self.setting.quant is not None:
+            raise NotMeasured(f"transformers runs these weights in {self.setting.dtype}, not in {self.setting.quant}")
+        self.model = self.subject.hf_model(self.dtype, self.setting.device)
+        traffic = self._traffic()
+        weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
+        return About(compat.installed_version("transformers"), self.detail, weight_bytes)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
+        """Decode through `model.generate`; a streamer takes the times."""
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        stamps = _Stamps()
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=new_tokens,
+            eos_token_id=None, pad_token_id=0, streamer=stamps, **self.options(),
+        )
+        tokens = tuple(out[0, ids.shape[1] :].tolist())
+        return Run(tuple(stamps.times[1:]), tokens, float(self.subject.text.num_hidden_layers))
+
+    def options(self) -> dict[str, Any]:
+        """More arguments of `generate`."""
+        return {}
+
+    def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
+        """Time single forwards after a prefill."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        tokens = [prompt[i % len(prompt)] for i in range(positions)]
+        with torch.inference_mode():
+            self._step(prompt, cache, wanted=1)
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                self._step(tokens, cache, wanted=positions)
+                times.append(time.perf_counter() - start)
+                cache.crop(-positions)
+        return times
+
+    def _step(self, tokens: Sequence[int], cache: Any, wanted: int) -> None:
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=wanted)
+        out.logits.argmax(-1).tolist()
+
+    def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
+        """Bytes of a full step."""
+        return Expected(self._traffic().mean_step(self.subject.full_plan(), context, new_tokens, rows))
+
+    def _traffic(self) -> Any:
+        return traffic_of(self.subject, self.dtype.itemsize * 8, self.dtype.itemsize)
+
+    def close(self) -> None:
+        """Let the model go."""
+        self.model = None
+
+
+class _Stamps:
+    """A streamer that notes when it is given something: the prompt first, then every token."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter() - self._start)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,201 @@
+"""llama.cpp through llama-cpp-python's low-level functions: batches of sequences, greedy choice from the raw logits."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal import compat
+from shoal.bench.peers.gguf_file import BITS, KINDS, write_gguf
+from shoal.bench.subject import Subject
+from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+
+_BATCH = 2048
+_KV_BYTES = 2
+"""llama.cpp keeps keys and values in float16 unless told otherwise."""
+
+
+class LlamaCpp:
+    """See `shoal.bench.system.System`."""
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self._subject, self._setting = subject, setting
+        self._kind = KINDS.get(setting.weights, "")
+        self._api: Any = None
+        self._model: Any = None
+        self._context: _Context | None = None
+        self._folder: Path | None = None
+
+    def prepare(self) -> About:
+        """Write the weights as a GGUF file and load it."""
+        try:
+            from llama_cpp import llama_cpp as api
+        except ImportError as error:
+            hint = "install it with: pip install 'shoal[bench]'"
+            raise NotMeasured(f"the package llama-cpp-python is missing; {hint}") from error
+        if not self._kind:
+            raise NotMeasured(f"llama.cpp has no weights in {self._setting.weights}")
+        if self._setting.device != "cpu":
+            raise NotMeasured("its adapter here runs on the CPU only")
+        self._api = api
+        _start(api)
+        self._folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
+        path = self._folder / "model.gguf"
+        try:
+            write_gguf(self._subject, path, self._kind)
+            self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        finally:
+            if self._model is None:
+                self.close()
+        if self._model is None:
+            raise NotMeasured("llama.cpp could not load the file that was written for it")
+        traffic = self._traffic()
+        weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
+        system = api.llama_print_system_info().decode(errors="replace").strip()
+        version = compat.installed_version("llama-cpp-python")
+        return About(version, f"{self._kind}, KV F16, flash attention auto", weight_bytes, {"system_info": system})
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
+        """Prefill all rows, then decode them together."""
+        context = self._room(len(prompts), len(prompts[0]) + new_tokens)
+        times, first_row = [], []
+        start = time.perf_counter()
+        last = context.prefill(prompts)
+        for step in range(new_tokens):
+            if step:
+                place = len(prompts[0]) + step - 1
+                last = context.decode([(token, place, row, True) for row, token in enumerate(last)])
+            times.append(time.perf_counter() - start)
+            first_row.append(last[0])
+        return Run(tuple(times), tuple(first_row), float(self._subject.text.num_hidden_layers))
+
+    def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
+        """Time single forwards after a prefill."""
+        context = self._room(1, len(prompt) + positions)
+        context.prefill([prompt])
+        tokens = [(prompt[i % len(prompt)], len(prompt) + i, 0, True) for i in range(positions)]
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            context.decode(tokens)
+            times.append(time.perf_counter() - start)
+            context.forget(len(prompt))
+        return times
+
+    def logits(self, tokens: Sequence[int]) -> Any:
+        """Logits float32 [len(tokens), V] of a sequence, to compare systems by."""
+        context = self._room(1, len(tokens))
+        context.clear()
+        return context.logits([(token, place, 0, True) for place, token in enumerate(tokens)])
+
+    def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
+        """Bytes of a full step."""
+        return Expected(self._traffic().mean_step(self._subject.full_plan(), context, new_tokens, rows))
+
+    def close(self) -> None:
+        """Free the model and remove the file."""
+        if self._context is not None:
+            self._context.close()
+        if self._model is not None:
+            self._api.llama_model_free(self._model)
+        self._context = self._model = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _traffic(self) -> Any:
+        return traffic_of(self._subject, BITS[self._kind], _KV_BYTES)
+
+    def _room(self, rows: int, length: int) -> _Context:
+        """An empty context for so many sequences of that length."""
+        if self._context is None or self._context.size != (rows, length):
+            if self._context is not None:
+                self._context.close()
+            vocab = self._subject.text.vocab_size
+            self._context = _Context(self._api, self._model, rows, length, self._setting.threads, vocab)
+        return self._context
+
+
+@cache
+def _start(api: Any) -> object:
+    """Begin without a word. What is returned must live on: the library calls it for every message."""
+    silent = api.llama_log_callback(lambda *_: None)
+    api.llama_log_set(silent, ctypes.c_void_p(0))
+    api.llama_backend_init()
+    return silent
+
+
+_Token = tuple[int, int, int, bool]
+"""Id, position, sequence, whether logits are wanted."""
+
+
+class _Context:
+    """A llama_context and one llama_batch that is filled anew for every call."""
+
+    def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int) -> None:
+        self.size = (rows, length)
+        self._api, self._vocab = api, vocab
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = rows * (-(-length // 256) * 256), rows
+        params.n_batch = min(_BATCH, params.n_ctx)
+        params.n_threads = params.n_threads_batch = threads
+        self._handle = api.llama_init_from_model(model, params)
+        if not self._handle:
+            raise NotMeasured(f"llama.cpp could not make a context for {rows} sequences of {length} tokens")
+        self._capacity = int(params.n_batch)
+        self._batch = api.llama_batch_init(self._capacity, 0, 1)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Run the prompts from the beginning; the likeliest next token of each."""
+        self.clear()
+        every = [
+            (token, place, row, place == len(prompt) - 1)
+            for row, prompt in enumerate(prompts)
+            for place, token in enumerate(prompt)
+        ]
+        chosen: list[int] = []
+        for first in range(0, len(every), self._capacity):
+            chosen += self.decode(every[first : first + self._capacity])
+        return chosen
+
+    def decode(self, tokens: Sequence[_Token]) -> list[int]:
+        """The likeliest next token after each token whose logits are wanted."""
+        found: list[int] = self.logits(tokens).argmax(-1).tolist()
+        return found
+
+    def logits(self, tokens: Sequence[_Token]) -> Any:
+        """Logits float32 [wanted, V], valid until the next call."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        wanted = 0
+        for index, (token, place, row, want) in enumerate(tokens):
+            batch.token[index], batch.pos[index] = token, place
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
+            batch.logits[index] = want
+            wanted += want
+        code = self._api.llama_decode(self._handle, batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        if not wanted:
+            return np.empty((0, self._vocab), dtype=np.float32)
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._handle), shape=(wanted, self._vocab))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), False)
+
+    def forget(self, length: int) -> None:
+        """Forget the first sequence from position `length` on."""
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), 0, length, -1)
+
+    def close(self) -> None:
+        """Free both."""
+        self._api.llama_batch_free(self._batch)
+        self._api.llama_free(self._handle)

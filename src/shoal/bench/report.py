@@ -1,0 +1,84 @@
+"""The report of a benchmark: one JSON object that says what ran, where, how, and everything that was read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from shoal.bench import summary
+from shoal.bench.cells import Grid
+from shoal.bench.outcome import Absent, Outcome
+from shoal.bench.run import Plan
+from shoal.bench.subject import Subject
+
+SCHEMA = 1
+_NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")
+
+
+def report(
+    outcome: Outcome, subject: Subject, grid: Grid, plan: Plan, *, machine: Mapping[str, Any], command: Sequence[str]
+) -> dict[str, Any]:
+    """Everything, in JSON values.
+
+    Args:
+        outcome: what was measured.
+        subject: on what.
+        grid: what was asked for.
+        plan: how.
+        machine: facts about hardware and versions.
+        command: the words of the command line.
+    """
+    return {
+        "schema": SCHEMA,
+        "command": shlex.join(command),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": dict(machine),
+        "subject": dict(subject.facts()),
+        "setting": _setting(plan),
+        "rounds": {"asked": plan.rounds, "done": outcome.rounds, "stopped_early": outcome.stopped_early},
+        "roof": summary.roof_of(outcome),
+        "idle": summary.idle_of(outcome),
+        "warnings": summary.warnings_of(outcome, plan.rounds),
+        "results": summary.results(outcome),
+        "cost_cards": [{"quant": quant, **card} for (quant, _), card in outcome.cards.items()],
+        "not_measured": [dataclasses.asdict(one) for one in _unique(outcome.absent)],
+    }
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """Write a report to a file, lists of numbers on one line."""
+    text = json.dumps(found, indent=1)
+    path.write_text(_NUMBERS.sub(lambda list_: " ".join(list_[0].split()), text) + "\n", encoding="utf-8")
+
+
+def _setting(plan: Plan) -> dict[str, Any]:
+    values = dataclasses.asdict(plan.setting)
+    values.pop("quant")
+    return values
+
+
+def _unique(absent: Sequence[Absent]) -> list[Absent]:
+    return list(dict.fromkeys(absent))
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The git commit that this code is at, `-dirty` added where tracked files have changed; None outside a clone."""
+    where = folder or Path(__file__).parent
+    try:
+        head = _git(where, "rev-parse", "HEAD")
+        return head + ("-dirty" if _git(where, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

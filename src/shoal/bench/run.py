@@ -1,0 +1,229 @@
+"""Run a benchmark: rounds in which every system takes its turn, the roof read beside each turn."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from shoal.bench import idle, memory, peers, roof
+from shoal.bench.cells import OURS, Cell, Grid, in_order
+from shoal.bench.ours import Shoal
+from shoal.bench.outcome import Absent, Measured, Outcome
+from shoal.bench.subject import Subject
+from shoal.bench.system import About, NotMeasured, Run, Setting
+from shoal.bench.worker import Factory, Worker
+
+_ROOF_SECONDS = 0.2
+_IDLE_SECONDS = 1.0
+_FORWARDS = 8
+
+
+class Caller(Protocol):
+    """A `Worker`, or what stands in for one."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 where it has none."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be called."""
+        ...
+
+    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
+        """See `Worker.call`."""
+        ...
+
+    def stop(self) -> None:
+        """See `Worker.stop`."""
+        ...
+
+
+Start = Callable[[Factory, Subject, Setting], Caller]
+Key = tuple[str, str | None]
+"""A system and a quantisation: what shares one process."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure.
+
+    Attributes:
+        rounds: how often every cell is measured.
+        minutes: a round is only begun if it should end within that time of the start; None for no limit.
+        setting: number format, device, threads; `quant` comes from the cells.
+        roof_bytes: size of the buffer that the roof is read from.
+        start: makes the process of a system.
+    """
+
+    rounds: int = 3
+    minutes: float | None = None
+    setting: Setting = field(default_factory=lambda: Setting("bfloat16"))
+    roof_bytes: int = roof.BUFFER
+    start: Start = Worker
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; it must be at least 1, and 3 to show a spread")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes is {self.minutes}; it must be above 0")
+
+
+def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
+    """Measure the grid.
+
+    Raises:
+        ValueError: the grid does not fit the model or the memory, a peer is unknown, or Shoal itself cannot run it.
+    """
+    subject.check()
+    grid.check(subject)
+    factories: dict[str, Factory] = {OURS: Shoal}
+    factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
+    cells = [cell for cell in grid.cells() if cell.system in factories]
+    settings = [replace(plan.setting, quant=quant) for _, quant in dict.fromkeys((c.system, c.quant) for c in cells)]
+    memory.check(subject, settings)
+    outcome = Outcome(absent=[Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()])
+    with _Bench(subject, plan, factories, outcome) as bench:
+        bench.prepare(cells)
+        bench.rounds()
+    return outcome
+
+
+class _Bench:
+    """The systems while they are alive."""
+
+    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Outcome) -> None:
+        self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
+        self._workers: dict[Key, Caller] = {}
+        self._ready: dict[Key, tuple[About, float, int | None]] = {}
+        self._lost: set[Key] = set()
+        self._started = time.perf_counter()
+        self._last_roof = 0.0
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+
+    def prepare(self, cells: list[Cell]) -> None:
+        """Load every system and warm every cell up."""
+        for cell in tqdm(cells, desc="warm-up", disable=None):
+            key = cell.system, cell.quant
+            if key not in self._lost and key not in self._ready:
+                with self._or_absent(cell, whole=True):
+                    self._ready[key] = self._load(key)
+            if key not in self._lost:
+                with self._or_absent(cell):
+                    self._outcome.measured.append(self._warm_up(cell))
+
+    @contextmanager
+    def _or_absent(self, cell: Cell, whole: bool = False) -> Iterator[None]:
+        """Note what cannot be measured and why; where a process is gone, all of its cells are. Ours must not fail."""
+        key = cell.system, cell.quant
+        try:
+            yield
+        except (NotMeasured, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            if cell.system == OURS:
+                raise ValueError(f"Shoal itself could not be measured: {reason}") from error
+            whole = whole or not self._workers[key].alive
+            self._outcome.absent.append(Absent(*key, None if whole else cell.job.kind, reason))
+            if whole:
+                self._lost.add(key)
+                self._workers.pop(key).stop()
+
+    def _load(self, key: Key) -> tuple[About, float, int | None]:
+        """What the system is, how long loading took, and what its process weighed before."""
+        system, quant = key
+        setting = replace(self._plan.setting, quant=quant)
+        worker = self._workers[key] = self._plan.start(self._factories[system], self._subject, setting)
+        before = worker.call("memory")
+        start = time.perf_counter()
+        about = worker.call("prepare")
+        return about, time.perf_counter() - start, before
+
+    def _warm_up(self, cell: Cell) -> Measured:
+        key, job = (cell.system, cell.quant), cell.job
+        worker, (about, load_seconds, _) = self._workers[key], self._ready[key]
+        start = time.perf_counter()
+        self._once(cell, None if cell.system == OURS else 60 * self._plan.setting.compile_minutes)
+        measured = Measured(cell, about, load_seconds=load_seconds, warm_up_seconds=time.perf_counter() - start)
+        if job.kind == "generate":
+            measured.expected = worker.call("expect", job.context, job.rows, job.new_tokens, cell.method)
+        if cell.system == OURS and (card := worker.call("card", job.rows)) is not None:
+            self._outcome.cards[cell.quant, job.rows] = card
+        return measured
+
+    def rounds(self) -> None:
+        """Measure, round after round, as long as the time box allows."""
+        outcome, plan = self._outcome, self._plan
+        self._roof()
+        outcome.idle_before = idle.watch(_IDLE_SECONDS, self._pids())
+        with tqdm(total=plan.rounds * len(outcome.measured), desc="rounds", disable=None) as bar:
+            for number in range(plan.rounds):
+                began = time.perf_counter()
+                self._last_roof = self._roof()
+                for measured in in_order(outcome.measured, number):
+                    with self._or_absent(measured.cell):
+                        self._turn(measured, number)
+                    bar.update()
+                outcome.rounds = number + 1
+                if number + 1 < plan.rounds and self._no_time_for(time.perf_counter() - began):
+                    outcome.stopped_early = True
+                    break
+        outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds]
+
+    def _no_time_for(self, seconds: float) -> bool:
+        limit = self._plan.minutes
+        return limit is not None and time.perf_counter() - self._started + seconds > 60 * limit
+
+    def _turn(self, measured: Measured, number: int) -> None:
+        key = measured.cell.system, measured.cell.quant
+        if key in self._lost:
+            return
+        worker, (_, _, base) = self._workers[key], self._ready[key]
+        worker.call("reset_memory")
+        before, cpu = self._last_roof, idle.snapshot(self._pids())
+        run = self._once(measured.cell)
+        others = idle.others(cpu, idle.snapshot(self._pids()))
+        self._last_roof = self._roof()
+        measured.runs.append({"round": number, **run, "roof": [before, self._last_roof], "others": others})
+        peak = worker.call("memory") if number == 0 else None
+        if peak is not None and base is not None:
+            measured.peak_memory = max(0, peak - base)
+
+    def _roof(self) -> float:
+        return roof.read_bandwidth(_ROOF_SECONDS, self._plan.setting.device, self._plan.roof_bytes)
+
+    def _pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers.values() if worker.pid]
+
+    def _once(self, cell: Cell, timeout: float | None = None) -> dict[str, Any]:
+        worker, job = self._workers[cell.system, cell.quant], cell.job
+        prompts = prompts_for(job.rows, job.context, self._subject.text.vocab_size)
+        if job.kind == "forward":
+            seconds = worker.call("forward", prompts[0], job.positions, _FORWARDS, timeout=timeout)
+            return {"seconds": _rounded(seconds)}
+        run: Run = worker.call("generate", prompts, job.new_tokens, cell.method, timeout=timeout)
+        return {"times": _rounded(run.times), "tokens": list(run.tokens), "mean_layers": run.mean_layers,
+                "ideal_speedup": run.ideal_speedup}
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    """To tenths of a microsecond, which no clock here beats."""
+    return [round(value, 7) for value in seconds]
+
+
+def prompts_for(rows: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Random token ids, the same for every system."""
+    chooser = random.Random(f"{rows} {length} {vocab_size}")
+    return [[chooser.randrange(vocab_size) for _ in range(length)] for _ in range(rows)]

@@ -1,0 +1,156 @@
+"""What is measured on: a shape with random weights, or a model from files. Cheap to hand to another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from shoal.bench import shapes
+from shoal.depth.plan import DepthPlan
+from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
+from shoal.model.packed.shape import FAMILIES
+from shoal.model.windows import windows_of
+
+if TYPE_CHECKING:
+    from shoal.model.packed.source import Source
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A shape, or a model from files, of which exactly one is given.
+
+    Attributes:
+        shape: a name in `shapes.SHAPES`.
+        model: folder or Hub id.
+        revision: branch, tag or commit of `model`.
+        trust_remote_code: whether the model's own Python code may run.
+        seed: of a shape's weights.
+    """
+
+    shape: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.shape is None) == (self.model is None):
+            raise ValueError(f"shape is {self.shape!r} and model {self.model!r}; give exactly one of them")
+        if self.shape is not None:
+            shapes.config_of(self.shape)
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return self.shape or str(self.model)
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config."""
+        return shapes.config_of(self.shape) if self.shape is not None else self._files().config()
+
+    @property
+    def text(self) -> Any:
+        """The config of the decoder."""
+        return self.config.get_text_config()
+
+    def _files(self) -> Any:
+        from shoal.engine.checkpoint import Checkpoint
+
+        return Checkpoint(str(self.model), self.revision, self.trust_remote_code)
+
+    def source(self, dtype: torch.dtype, device: str = "cpu") -> Source:
+        """The weights by name.
+
+        Raises:
+            Unsupported: the model's weights are not in safetensors files.
+        """
+        if self.shape is not None:
+            return shapes.RandomWeights(self.config, dtype, device, self.seed)
+        source = self._files().weights()
+        if source is None:
+            raise Unsupported(f"the weights of {self.name}", "they are not in safetensors files", "Convert the model")
+        return cast("Source", source)
+
+    def hf_model(self, dtype: torch.dtype, device: str = "cpu") -> Any:
+        """The transformers model."""
+        if self.shape is not None:
+            return shapes.model_of(self.config, shapes.RandomWeights(self.config, dtype, device, self.seed), dtype)
+        return self._files().model(dtype).to(device).eval()
+
+    def engine(self, dtype: torch.dtype, device: str, backend: Any, quant: Any) -> Engine:
+        """Shoal's engine; a shape's is packed straight from its weights unless `backend` is "hf"."""
+        if quant is not None and backend == "hf":
+            what = f"quant={quant!r} with backend 'hf'"
+            raise Unsupported(what, "it runs the model's own weights", 'Use backend "packed"')
+        if self.model is not None:
+            from shoal.engine.load import load
+
+            return load(self.model, dtype=dtype, device=device, backend=backend, quant=quant, revision=self.revision,
+                        trust_remote_code=self.trust_remote_code)
+        if backend != "hf":
+            from shoal.model.packed.build import build
+
+            stack = build(self.config, self.source(dtype, device), dtype, torch.device(device), quant)
+            return Engine(stack, model_name=self.name)
+        from shoal.engine.load import engine_for
+
+        return engine_for(self.hf_model(dtype, device), name=self.name, backend="hf")
+
+    def check(self) -> None:
+        """Refuse a model whose bytes cannot be counted from its config; Unsupported."""
+        if self.text.model_type not in FAMILIES:
+            raise Unsupported(
+                f"a benchmark of model type {self.text.model_type!r}",
+                "the bytes that a step reads are counted for Llama-shaped models alone",
+                f"Use one of {', '.join(FAMILIES)}, or a shape",
+            )
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window per layer."""
+        return windows_of(self.text)
+
+    def full_plan(self) -> DepthPlan:
+        """Every layer, always."""
+        return DepthPlan.full(self.text.num_hidden_layers)
+
+    def layer_weights(self) -> int:
+        """Weights in the matrices of one layer of the Llama form."""
+        c, head_dim = self.text, self._head_dim()
+        attention = 2 * c.hidden_size * head_dim * (c.num_attention_heads + c.num_key_value_heads)
+        total: int = attention + 3 * c.hidden_size * c.intermediate_size
+        return total
+
+    def head_weights(self) -> int:
+        """Weights of the LM head."""
+        size: int = self.text.vocab_size * self.text.hidden_size
+        return size
+
+    def weights(self) -> int:
+        """Weights in all matrices, a tied LM head counted once."""
+        tables = 1 if self.text.tie_word_embeddings else 2
+        layers: int = self.text.num_hidden_layers
+        return layers * self.layer_weights() + tables * self.head_weights()
+
+    def kv_entries(self) -> int:
+        """Numbers that one layer keeps of one position."""
+        heads: int = self.text.num_key_value_heads
+        return 2 * heads * self._head_dim()
+
+    def _head_dim(self) -> int:
+        size: int = getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads
+        return size
+
+    def facts(self) -> Iterator[tuple[str, Any]]:
+        """What a report says about it."""
+        yield "name", self.name
+        yield "kind", "shape with random weights" if self.shape is not None else "model"
+        yield "weights", self.weights()
+        for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+                    "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+            yield key, getattr(self.text, key, None)

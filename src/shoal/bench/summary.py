@@ -1,0 +1,191 @@
+"""From raw runs to figures: medians with their spread, memory-bandwidth use, ratios round by round.
+
+TTFT, TPOT = (E2E - TTFT) / (n - 1), tokens/s = rows / TPOT: decoding alone, as everybody defines them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from shoal.bench.cells import OURS, Cell, Job
+from shoal.bench.idle import BUSY
+from shoal.bench.outcome import Measured, Outcome
+
+Figure = dict[str, float]
+Raw = Mapping[str, Any]
+
+
+def figure(values: Iterable[float]) -> Figure:
+    """Median and spread."""
+    listed = list(values)
+    return {"median": statistics.median(listed), "min": min(listed), "max": max(listed)}
+
+
+def tpot(run: Raw) -> float:
+    """Seconds per token after the first."""
+    times = run["times"]
+    return float(times[-1] - times[0]) / (len(times) - 1)
+
+
+def main_seconds(run: Raw, job: Job) -> float:
+    """The figure that systems are compared by: TPOT, time to the first token of a prefill, or a forward's median."""
+    if job.kind == "forward":
+        return float(statistics.median(run["seconds"]))
+    return tpot(run) if job.kind == "generate" else float(run["times"][0])
+
+
+def results(outcome: Outcome) -> list[dict[str, Any]]:
+    """A JSON object per cell, raw runs included."""
+    return [_result(measured, outcome.measured) for measured in outcome.measured]
+
+
+def _result(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+    cell, job = measured.cell, measured.cell.job
+    return {
+        "system": cell.system,
+        "version": measured.about.version,
+        "detail": measured.about.detail,
+        "quant": cell.quant,
+        "method": None if cell.method is None else dict(cell.method),
+        "label": cell.label,
+        "kind": job.kind,
+        "rows": job.rows,
+        "context": job.context,
+        "new_tokens": job.new_tokens,
+        "positions": job.positions,
+        **_FIGURES[job.kind](measured),
+        "ratios": _ratios(measured, every),
+        **_against_full(measured, every),
+        "weight_bytes": measured.about.weight_bytes,
+        "peak_memory_bytes": measured.peak_memory,
+        "load_seconds": measured.load_seconds,
+        "warm_up_seconds": measured.warm_up_seconds,
+        **measured.about.extra,
+        "runs": [{key: value for key, value in run.items() if key != "tokens"} for run in measured.runs],
+    }
+
+
+def _generation(measured: Measured) -> dict[str, Any]:
+    runs, rows, expected = measured.runs, measured.cell.job.rows, measured.expected
+    figures: dict[str, Any] = {
+        "ttft_seconds": figure(run["times"][0] for run in runs),
+        "tpot_seconds": figure(map(tpot, runs)),
+        "e2e_seconds": figure(run["times"][-1] for run in runs),
+        "tokens_per_second": figure(rows / tpot(run) for run in runs),
+        "mean_layers": runs[0]["mean_layers"],
+        "ideal_speedup": runs[0]["ideal_speedup"],
+    }
+    if expected is not None:
+        step = expected.step_bytes
+        figures["step_bytes"] = step
+        figures["mbu"] = figure(step / tpot(run) / statistics.mean(run["roof"]) for run in runs)
+        figures["predicted"] = {"seconds": expected.seconds, "tpot_seconds": expected.tpot}
+    return figures
+
+
+def _prefill(measured: Measured) -> dict[str, Any]:
+    tokens = measured.cell.job.rows * measured.cell.job.context
+    firsts = [run["times"][0] for run in measured.runs]
+    return {"ttft_seconds": figure(firsts), "prompt_tokens_per_second": figure(tokens / first for first in firsts)}
+
+
+def _forward(measured: Measured) -> dict[str, Any]:
+    return {"seconds": figure(statistics.median(run["seconds"]) for run in measured.runs)}
+
+
+_FIGURES: Mapping[str, Callable[[Measured], dict[str, Any]]] = {
+    "generate": _generation,
+    "prefill": _prefill,
+    "forward": _forward,
+}
+
+
+def _against_full(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+    """Beside the plain loop with the same weights: what the cost card expected, and how many leading tokens agree."""
+    cell = measured.cell
+    full = next((other for other in every if other.cell.system == OURS and other.cell.label == "full"
+                 and (other.cell.quant, other.cell.job) == (cell.quant, cell.job)), None)
+    if cell.job.kind != "generate" or full is None or full is measured:
+        return {}
+    pairs = zip(measured.runs[0]["tokens"], full.runs[0]["tokens"], strict=True)
+    found: dict[str, Any] = {"tokens_as_full": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))}
+    ours, theirs = (one.expected.tpot if one.expected is not None else None for one in (measured, full))
+    return found if ours is None or theirs is None else {**found, "predicted_speedup": theirs / ours}
+
+
+def _ratios(measured: Measured, every: Sequence[Measured]) -> dict[str, Figure]:
+    """How many times faster than the plain loop, than each peer, and (forwards) the cost against one position.
+
+    Round by round, so that what slows both down cancels. A peer without these quantised weights counts unquantised.
+    """
+    cell, found = measured.cell, dict[str, Figure]()
+    for other in every:
+        name = _ratio_name(cell, other.cell, every)
+        if name is not None and other is not measured:
+            found[name] = _quotients(other, measured)
+    if cell.job.kind == "forward" and cell.job.positions > 1:
+        one = next((o for o in every if _same_system(o.cell, cell) and o.cell.job.kind == "forward"
+                    and o.cell.job.positions == 1), None)
+        if one is not None:
+            found["cost_of_one_position"] = _quotients(measured, one)
+    return found
+
+
+def _quotients(above: Measured, below: Measured) -> Figure:
+    job = below.cell.job
+    pairs = zip(above.runs, below.runs, strict=True)
+    return figure(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
+
+
+def _same_system(one: Cell, other: Cell) -> bool:
+    return (one.system, one.quant, one.label) == (other.system, other.quant, other.label)
+
+
+def _ratio_name(cell: Cell, other: Cell, every: Sequence[Measured]) -> str | None:
+    """What a ratio to `other` is called; None where there is nothing to compare."""
+    if cell.system != OURS or other.job != cell.job:
+        return None
+    if other.system == OURS:
+        return "full" if other.label == "full" and other.quant == cell.quant and cell.label != "full" else None
+    exact = any(m.cell.system == other.system and m.cell.quant == cell.quant and m.cell.job == cell.job for m in every)
+    if other.quant == cell.quant:
+        return other.system
+    return f"{other.system} unquantised" if other.quant is None and not exact else None
+
+
+def roof_of(outcome: Outcome) -> dict[str, Any]:
+    """All readings of the roof."""
+    readings = [reading for measured in outcome.measured for run in measured.runs for reading in run["roof"]]
+    return {"unit": "bytes/s", **(figure(readings) if readings else {}), "readings": readings}
+
+
+def idle_of(outcome: Outcome) -> dict[str, Any]:
+    """How busy other processes kept the machine."""
+    during = [run["others"] for measured in outcome.measured for run in measured.runs if run["others"] is not None]
+    return {
+        "unit": "cores kept busy by other processes",
+        "before": outcome.idle_before,
+        "during": figure(during) if during else None,
+        "busy_above": BUSY,
+    }
+
+
+def warnings_of(outcome: Outcome, rounds: int) -> list[str]:
+    """What makes the figures doubtful."""
+    idle, found = idle_of(outcome), []
+    seen = [idle["before"], (idle["during"] or {}).get("median")]
+    worst = max((value for value in seen if value is not None), default=None)
+    if worst is None:
+        found.append("whether other processes kept the machine busy is unknown")
+    elif worst > BUSY:
+        found.append(f"the machine was busy: other processes used {worst:.2f} cores; these figures are not comparable")
+    missing = {why for one in outcome.measured if (why := one.about.extra.get("native_kernels")) is not None}
+    found += [f"Shoal ran without its native kernels: {why}" for why in sorted(missing)]
+    if outcome.stopped_early:
+        found.append(f"the time box ended the benchmark after {outcome.rounds} of {rounds} rounds")
+    if outcome.rounds < 3:
+        found.append(f"{outcome.rounds} rounds show no spread; run at least 3")
+    return found

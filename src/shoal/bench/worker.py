@@ -1,0 +1,167 @@
+"""A process per system: its memory, its threads and its crashes are its own, and it can be stopped.
+
+Parent and child talk through a pipe: (name of a method, arguments) one way, ("ok" | "absent" | "error", value) back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.subject import Subject
+from shoal.bench.system import NotMeasured, Setting, System
+
+Factory = Callable[[Subject, Setting], System]
+
+
+class Worker:
+    """A system in a process of its own.
+
+    Args:
+        factory: makes the system; must be importable by name.
+        subject: what to run.
+        setting: how.
+    """
+
+    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, factory, subject, setting), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid or 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive()
+
+    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the system and wait for what it returns.
+
+        Raises:
+            NotMeasured: the system says so, ended, or did not answer within `timeout` seconds.
+            RuntimeError: the method failed.
+        """
+        try:
+            self._pipe.send((name, args))
+            if not self._pipe.poll(timeout):
+                self.stop()
+                raise NotMeasured(f"{name} took longer than {timeout:.0f} s")
+            kind, value = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self._process.join(5)
+            raise NotMeasured(f"its process ended in {name} with code {self._process.exitcode}") from error
+        if kind == "absent":
+            raise NotMeasured(value)
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+    def stop(self) -> None:
+        """End the process, politely first."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send(("close", ()))
+                self._process.join(2)
+            except OSError:
+                pass
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+        self._pipe.close()
+
+
+class Local:
+    """The same face without a process, for tests and for debuggers."""
+
+    pid, alive = 0, True
+
+    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
+        self._host = Host(factory(subject, setting))
+
+    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
+        """See `Worker.call`; nothing stops a call that takes long."""
+        return self._host.call(name, *args)
+
+    def stop(self) -> None:
+        """Close the system."""
+        self._host.call("close")
+
+
+class Host:
+    """Answers calls for a system, and those about the process that holds it."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the system, or one of this class."""
+        if name == "memory":
+            return peak_memory()
+        if name == "reset_memory":
+            return reset_peak_memory()
+        if not hasattr(self._system, name):
+            return None
+        return getattr(self._system, name)(*args)
+
+
+def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Setting) -> None:
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    host: Host | None = None
+    name = ""
+    while name != "close":
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            name, args = "close", ()
+        try:
+            host = host or Host(factory(subject, setting))
+            answer = ("ok", host.call(name, *args))
+        except NotMeasured as reason:
+            answer = ("absent", str(reason))
+        except Exception:  # whatever a peer raises is the parent's to report
+            answer = ("error", traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory() -> int | None:
+    """Largest resident set in bytes since the last reset, or device memory where there is any in use."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return found[0] if found else None
+
+
+def reset_peak_memory() -> None:
+    """Begin a new peak, where the system lets us."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return

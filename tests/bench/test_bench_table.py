@@ -1,0 +1,79 @@
+"""The tables in the documents are those of the reports, and the same reports always give the same tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURE = {"median": 2.0, "min": 1.0, "max": 3.0}
+REPORT: dict[str, Any] = {
+    "command": "shoal bench --shape 1b",
+    "commit": "0123456789abcdef",
+    "date": "2030-01-02T03:04:05+00:00",
+    "machine": {"cpu": "a chip", "gpus": ["a card"]},
+    "subject": {"name": "1b", "kind": "shape with random weights"},
+    "setting": {"dtype": "bfloat16", "threads": 2, "device": "cpu"},
+    "rounds": {"asked": 3, "done": 3, "stopped_early": False},
+    "roof": {"median": 5e10, "min": 4e10, "max": 6e10},
+    "warnings": ["the machine was busy"],
+    "not_measured": [{"system": "vllm", "quant": None, "what": None, "reason": "no adapter"}],
+    "results": [
+        {
+            "kind": "generate", "system": system, "label": label, "quant": None, "detail": detail, "version": "1",
+            "rows": 1, "context": 64, "tokens_per_second": FIGURE, "ttft_seconds": FIGURE, "tpot_seconds": FIGURE,
+            "mbu": {"median": 0.9}, "mean_layers": 12.0, "peak_memory_bytes": 2**30, "ratios": {"hf": FIGURE},
+            "ideal_speedup": 1.0,
+        }
+        for system, label, detail in (
+            ("shoal", "full", "packed"), ("shoal", "d3", "packed"), ("llama.cpp", "", "BF16, KV F16"),
+        )
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_table", ROOT / "tools" / "bench_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_up_to_date(tool: ModuleType) -> None:
+    stale = [path.name for path, text in tool.documents().items() if path.read_text("utf-8") != text]
+    assert not stale, f"{stale} are out of date; run: python tools/bench_table.py"
+
+
+def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        report = {**REPORT, "command": f"shoal bench {name}"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
+    first, again = tool.documents(tmp_path), tool.documents(tmp_path)
+    assert first == again
+    text = first[ROOT / "benchmarks" / "README.md"]
+    assert text.index("shoal bench a") < text.index("shoal bench b") < text.index("shoal bench c")
+
+
+def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
+    for text in tool.documents(tmp_path).values():
+        assert "| shoal d3, bfloat16 | 1" in text and "| llama.cpp, BF16 | 1" in text
+        assert "a chip, 2 threads" in text and "50.0 GB/s (40.0-60.0)" in text and "commit 0123456" in text
+        assert "2030-01-02" in text and "2.0 (1.0-3.0)" in text and "90 %" in text and "hf 2.00" in text
+        assert "Warning: the machine was busy." in text and "Random weights say nothing" in text
+    assert "Not measured: vllm: no adapter" in tool.documents(tmp_path)[ROOT / "benchmarks" / "README.md"]
+
+
+def test_nothing_is_written_over_a_page_without_marks(tool: ModuleType) -> None:
+    with pytest.raises(ValueError, match="marks"):
+        tool.filled("# A page\n", "table")
+    page = "a\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nb\n"
+    assert tool.filled(page, "") == "a\n<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\nb\n"
+    assert tool.filled(tool.filled(page, "new \\1\n"), "") == tool.filled(page, "")

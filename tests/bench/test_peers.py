@@ -1,0 +1,245 @@
+"""Peers run the same model: same logits, same tokens; what is missing is said, with what to install."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench_systems import SETTING, SUBJECT
+from shoal.bench import peers
+from shoal.bench.ours import Shoal
+from shoal.bench.peers import gguf_file
+from shoal.bench.peers.hf import HuggingFace
+from shoal.bench.peers.hf_compiled import CompiledHuggingFace
+from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.subject import Subject
+from shoal.bench.system import NotMeasured, Setting, System
+
+HAS_GGUF = importlib.util.find_spec("gguf") is not None
+HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
+needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="gguf is not installed: pip install 'shoal[bench]'")
+needs_llama = pytest.mark.skipif(
+    not (HAS_GGUF and HAS_LLAMA), reason="gguf and llama-cpp-python are not installed: pip install 'shoal[bench]'"
+)
+IDS = [(7 * i + i * i) % 256 for i in range(60)]
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a prepared system, closed after the test."""
+    made: list[System] = []
+
+    def prepared(kind: type[Any], setting: Setting = SETTING, subject: Subject = SUBJECT) -> Any:
+        made.append(kind(subject, setting))
+        made[-1].prepare()
+        return made[-1]
+
+    yield prepared
+    for system in made:
+        system.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.Tensor:
+    """Logits [60, V] of transformers in float64."""
+    with torch.no_grad():
+        logits: torch.Tensor = SUBJECT.hf_model(torch.float64)(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def error(system: Any, reference: torch.Tensor) -> float:
+    """Root mean square difference of logits in standard deviations of the reference."""
+    found = torch.from_numpy(system.logits(IDS).copy())
+    return float((found - reference).square().mean().sqrt() / reference.std())
+
+
+@needs_llama
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.005), ("float16", 0.008), ("bfloat16", 0.04)])
+def test_llama_cpp_has_the_same_logits(make: Make, reference: torch.Tensor, dtype: str, most: float) -> None:
+    assert error(make(LlamaCpp, Setting(dtype)), reference) < most
+
+
+@needs_llama
+@pytest.mark.parametrize(("quant", "most"), [("int8", 0.1), ("int4", 0.8)])
+def test_quantised_llama_cpp_is_near(make: Make, reference: torch.Tensor, quant: str, most: float) -> None:
+    assert 0.001 < error(make(LlamaCpp, Setting("float32", quant)), reference) < most
+
+
+@needs_llama
+@pytest.mark.parametrize("broken", ["order of q and k", "rotary base"])
+def test_a_wrong_description_shows_in_the_logits(
+    make: Make, reference: torch.Tensor, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The comparison above can fail."""
+    if broken == "rotary base":
+        subject = Subject(shape="tiny")
+        subject.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
+    else:
+        subject = SUBJECT
+        monkeypatch.setattr(gguf_file, "interleaved", lambda weight, heads: weight)
+    assert error(make(LlamaCpp, SETTING, subject), reference) > 0.8
+
+
+@needs_llama
+def test_llama_cpp_decodes_the_tokens_that_we_decode(make: Make) -> None:
+    prompts = [IDS[:20], IDS[30:50]]
+    theirs, ours = make(LlamaCpp), make(Shoal)
+    for rows in ([prompts[0]], [prompts[1]], prompts, [prompts[0]]):
+        one, other = theirs.generate(rows, 10, None), ours.generate(rows, 10, None)
+        assert one.tokens == other.tokens and len(one.times) == len(other.times) == 10
+        assert list(one.times) == sorted(one.times)
+
+
+@needs_llama
+def test_forwards_leave_llama_cpp_as_it_was(make: Make) -> None:
+    system = make(LlamaCpp)
+    before = system.generate([IDS[:20]], 6, None).tokens
+    assert len(system.forward(IDS[:20], 4, 5)) == 5
+    assert system.generate([IDS[:20]], 6, None).tokens == before
+
+
+@needs_llama
+def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    system = make(LlamaCpp)
+    assert len(list(tmp_path.rglob("*.gguf"))) == 1
+    system.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_gguf
+@pytest.mark.parametrize("kind", list(gguf_file.BITS))
+def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
+    import gguf
+
+    subject = Subject(shape="tiny")
+    gguf_file.write_gguf(subject, tmp_path / "a.gguf", kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert len(tensors) == 2 + 9 * 4
+    source = subject.source(torch.float32)
+    for name, key in (("ffn_down", "mlp.down_proj"), ("attn_v", "self_attn.v_proj")):
+        tensor = tensors[f"blk.2.{name}.weight"]
+        assert tensor.tensor_type.name == kind
+        wanted = source[f"model.layers.2.{key}.weight"].numpy()
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape)
+        step = {"F32": 0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 8e-3, "Q4_0": 0.13}[kind] * np.abs(wanted).max()
+        assert np.abs(values - wanted).max() <= step
+    assert tensors["output_norm.weight"].tensor_type.name == "F32"
+
+
+def test_bits_per_weight() -> None:
+    if HAS_GGUF:
+        import gguf
+
+        for kind, bits in gguf_file.BITS.items():
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+            assert bits == 8 * size / block
+
+
+def test_rows_of_a_head_are_interleaved() -> None:
+    rows = gguf_file.interleaved(torch.arange(16)[:, None].expand(16, 3), heads=2)[:, 0].tolist()
+    assert rows == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "qwen2"}, "model type 'qwen2'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "type 'llama3'"),
+        ({"attention_bias": True}, "biases"),
+    ],
+)
+def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    subject = Subject(shape="tiny")
+    for name, value in change.items():
+        vars(subject.config)[name] = value
+    with pytest.raises(NotMeasured, match=words):
+        gguf_file.write_gguf(subject, tmp_path / "a.gguf", "F32")
+
+
+@pytest.mark.parametrize("package", ["llama_cpp", "gguf"])
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "gguf" and not HAS_LLAMA:
+        pytest.skip("llama-cpp-python is not installed: pip install 'shoal[bench]'")
+    with pytest.raises(NotMeasured, match=r"missing; install it with: pip install 'shoal\[bench\]'"):
+        LlamaCpp(SUBJECT, SETTING).prepare()
+
+
+@needs_llama
+@pytest.mark.parametrize("setting", [Setting("float64"), Setting("float32", device="cuda")])
+def test_llama_cpp_refuses_what_it_has_not(setting: Setting) -> None:
+    with pytest.raises(NotMeasured):
+        LlamaCpp(SUBJECT, setting).prepare()
+
+
+def test_transformers_decodes_the_tokens_that_we_decode(make: Make) -> None:
+    prompts = [IDS[:20], IDS[30:50]]
+    theirs, ours = make(HuggingFace), make(Shoal)
+    one, other = theirs.generate(prompts, 10, None), ours.generate(prompts, 10, None)
+    assert one.tokens == other.tokens and len(one.times) == 10 and list(one.times) == sorted(one.times)
+
+
+def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    system, lengths = make(HuggingFace), []
+    step = system._step
+    monkeypatch.setattr(system, "_step", lambda *a, **k: (lengths.append(a[1].get_seq_length()), step(*a, **k)))
+    assert len(system.forward(IDS[:20], 4, 3)) == 3
+    assert lengths == [0, 20, 20, 20]
+
+
+def test_transformers_has_no_quantised_weights_here() -> None:
+    with pytest.raises(NotMeasured, match="not in int8"):
+        HuggingFace(SUBJECT, Setting("float32", "int8")).prepare()
+
+
+def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Make) -> None:
+    system = make(CompiledHuggingFace)
+    options = system.options()
+    assert options["cache_implementation"] == "static" and options["compile_config"].mode == "default"
+    with pytest.raises(NotMeasured, match="not compiled"):
+        system.forward(IDS, 4, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_transformers_decodes_the_same_tokens(make: Make) -> None:
+    theirs, ours = make(CompiledHuggingFace), make(Shoal)
+    assert theirs.generate([IDS[:20]], 6, None).tokens == ours.generate([IDS[:20]], 6, None).tokens
+
+
+def test_shoal_counts_the_bytes_of_its_packed_weights(make: Make) -> None:
+    for quant, bits in ((None, 32.0), ("int8", 8.0), ("int4", 4.0)):
+        system = make(Shoal, Setting("float32", quant))
+        step = system._traffic().mean_step(SUBJECT.full_plan(), 8, 4)
+        weights = (4 * SUBJECT.layer_weights() + SUBJECT.head_weights()) * bits / 8
+        kv = 4 * (8 + 2) * SUBJECT.kv_entries() * 4
+        assert weights <= step - kv <= weights * 1.3
+
+
+def test_shoal_predicts_and_keeps_its_card(make: Make) -> None:
+    system = make(Shoal)
+    assert system.card(1) is None
+    full = system.expect(16, 1, 8, None)
+    assert full.seconds >= 7 * full.tpot > 0 and system.card(1)["rows"] == 1
+    assert system.expect(16, 1, 8, {"method": "early_exit"}).step_bytes < full.step_bytes
+
+
+def test_shoal_times_forwards_of_several_positions(make: Make) -> None:
+    assert len(make(Shoal).forward(IDS, 8, 3)) == 3
+
+
+def test_unknown_peers() -> None:
+    assert set(peers.PEERS).isdisjoint(peers.NOT_HERE)
+    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HuggingFace", "CompiledHuggingFace", "LlamaCpp"]
+    with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
+        peers.load("llama_cpp")

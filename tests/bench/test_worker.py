@@ -1,0 +1,61 @@
+"""A system in its own process: answers, refusals, failures, crashes, time limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from bench_systems import SUBJECT, Moody
+from shoal.bench.system import NotMeasured, Setting
+from shoal.bench.worker import Local, Worker, peak_memory, reset_peak_memory
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    started = Worker(Moody, SUBJECT, Setting("float32", threads=1))
+    yield started
+    started.stop()
+
+
+def test_a_process_of_its_own(worker: Worker) -> None:
+    about = worker.call("prepare")
+    assert about.detail == "1 threads" and about.weight_bytes == worker.pid != os.getpid()
+    assert worker.call("threads") == 1
+    with pytest.raises(NotMeasured, match="^not today$"):
+        worker.call("absent")
+    with pytest.raises(RuntimeError, match="KeyError: 'nothing there'"):
+        worker.call("broken")
+    assert worker.call("card", 1) is None and worker.call("memory") != 0
+    assert worker.alive
+    with pytest.raises(NotMeasured, match="its process ended in die with code 7"):
+        worker.call("die")
+    assert not worker.alive
+
+
+def test_a_call_that_takes_too_long_ends_the_process(worker: Worker) -> None:
+    assert worker.call("threads") == 1
+    with pytest.raises(NotMeasured, match="sleep took longer than 0 s"):
+        worker.call("sleep", timeout=0.1)
+    assert not worker.alive
+
+
+def test_the_same_without_a_process() -> None:
+    local = Local(Moody, SUBJECT, Setting("float32", threads=1))
+    assert local.call("prepare").weight_bytes == os.getpid()
+    with pytest.raises(NotMeasured):
+        local.call("absent")
+    assert local.call("card", 1) is None
+
+
+def test_a_peak_of_memory_can_begin_anew() -> None:
+    if peak_memory() is None:
+        pytest.skip("the system does not say how much memory a process has used")
+    block = bytearray(2**28)
+    block[::4096] = b"x" * len(block[::4096])
+    high = peak_memory()
+    del block
+    reset_peak_memory()
+    low = peak_memory()
+    assert high is not None and low is not None and low < high - 2**27

@@ -1,0 +1,104 @@
+"""Write the tables of benchmark results into README.md and benchmarks/README.md.
+
+    python tools/bench_table.py            writes them
+    python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
+
+The source are the reports that `shoal bench --json` wrote into benchmarks/results, in the order of their names. The
+tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.bench import table
+
+ROOT = Path(__file__).resolve().parents[1]
+_MARKS = re.compile(r"(<!-- benchmarks:begin -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL)
+
+
+def main(words: list[str]) -> int:
+    """Write the tables, or with `--check` compare them."""
+    stale = {path: text for path, text in documents().items() if path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
+        if "--check" not in words:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in words)
+
+
+def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str]:
+    """Every document that is written here, with its text."""
+    reports = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))]
+    pages = {ROOT / "README.md": short, ROOT / "benchmarks" / "README.md": long}
+    return {page: filled(page.read_text("utf-8"), "\n".join(make(*r) for r in reports)) for page, make in pages.items()}
+
+
+def filled(text: str, content: str) -> str:
+    """`text` with `content` between the marks."""
+    if not _MARKS.search(text):
+        raise ValueError("the marks <!-- benchmarks:begin --> and <!-- benchmarks:end --> are missing")
+    return _MARKS.sub(lambda found: f"{found[1]}{content}{found[2]}", text)
+
+
+def short(path: Path, report: dict[str, Any]) -> str:
+    """Generations at a glance."""
+    rows = [r for r in report["results"] if r["kind"] == "generate"]
+    header = ["weights and system", "prompts x tokens", "tokens/s", "of the roof", "layers", "times faster than"]
+    lines = [[
+        table.name(r, report["setting"]["dtype"]),
+        f"{r['rows']} x {r['context']}",
+        table.spread(r["tokens_per_second"], "{:.1f}"),
+        f"{100 * r['mbu']['median']:.0f} %",
+        f"{r['mean_layers']:.1f}",
+        table.ratios(r),
+    ] for r in rows]
+    return f"\n{intro(report)}\n\n{table.markdown(header, lines)}\n{notes(report)}"
+
+
+def long(path: Path, report: dict[str, Any]) -> str:
+    """All there is, with the command."""
+    parts = [f"\n### {path.stem}\n", intro(report), ""]
+    parts += [f"{system}: {what}. " for system, what in table.systems(report).items()]
+    parts += ["", "```sh", report["command"], "```"]
+    for title, header, rows in table.sections(report):
+        parts += ["", f"{title}:", "", table.markdown(header, rows)]
+    absent = [one for one in report["not_measured"] if one["what"] is None]
+    parts += ["", *(f"- Not measured: {_who(one)}: {one['reason']}." for one in absent)]
+    return "\n".join(parts) + "\n" + notes(report)
+
+
+def intro(report: dict[str, Any]) -> str:
+    """What was measured on what."""
+    machine, setting, roof = report["machine"], report["setting"], report["roof"]
+    where = f"{machine.get('cpu')}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
+    return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
+            f"roof {roof['median'] / 1e9:.1f} GB/s ({roof['min'] / 1e9:.1f}-{roof['max'] / 1e9:.1f}), "
+            f"median of {report['rounds']['done']} interleaved rounds (smallest-largest), {report['date'][:10]}, "
+            f"commit {(report['commit'] or 'unknown')[:7]}.")
+
+
+def notes(report: dict[str, Any]) -> str:
+    """What a reader has to know beside the figures."""
+    lines = [f"Warning: {warning}." for warning in report["warnings"]]
+    if any(r["label"] not in ("", "full") for r in report["results"]) and "random" in report["subject"]["kind"]:
+        lines.append("Random weights say nothing about what a lossy method does to the text.")
+    return "".join(f"\n{line}\n" for line in lines)
+
+
+def _who(one: dict[str, Any]) -> str:
+    return " ".join(filter(None, (one["system"], one["quant"])))
+
+
+def _gpu(machine: dict[str, Any]) -> str:
+    gpus: Sequence[str] = machine.get("gpus") or ["unknown device"]
+    return gpus[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
