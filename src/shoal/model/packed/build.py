@@ -14,10 +14,9 @@ from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kern
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.packed.source import Source
 from shoal.model.packed.stack import PackedStack
-from shoal.model.packed.weights import Packer
+from shoal.model.packed.weights import DTYPES, Packer
 
 QUANTS = ("int8", "int4")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def build(
@@ -47,7 +46,7 @@ def build(
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     if kernels and fits_kernels(shape, dtype, device) and native.available():
         kind = kind_of(dtype, quant)
-        weights = Packer(source, shape, dtype, device, partial(NativeMatrix.pack, kind=kind)).weights()
+        weights = Packer(source, shape, dtype, device, partial(NativeMatrix.pack, kind=kind, arena=native.Arena())).weights()
         return NativeStack(shape, weights, rotary, dtype, device)
     weights = Packer(source, shape, dtype, device, partial(pack, quant=quant)).weights()
     return PackedStack(shape, weights, rotary, dtype, device)
@@ -56,7 +55,7 @@ def build(
 def check(dtype: torch.dtype, quant: str | None) -> None:
     """Refuse what the packed block has no arithmetic for."""
     check_quant(quant)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise Unsupported(f"the packed backend in {dtype}", "its kernels are made for bfloat16 and float32",
                           'Use dtype="bfloat16", or backend="hf"')
 

@@ -26,7 +26,6 @@ LIMIT = 32
 """Most tokens of a forward that the kernels run; beyond, unpacking the matrices pays."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_BLOCK = 16
 
 
 def kind_of(dtype: torch.dtype, quant: Quant | None) -> native.Kind:
@@ -48,9 +47,9 @@ class NativeMatrix:
         self.rows, self.columns = packed.rows, packed.cols
 
     @classmethod
-    def pack(cls, weight: Tensor, role: Role, kind: native.Kind) -> NativeMatrix:
-        """Pack a matrix for its role."""
-        return cls(native.pack(weight, kind, paired=role == "pair"))
+    def pack(cls, weight: Tensor, role: Role, kind: native.Kind, arena: native.Arena) -> NativeMatrix:
+        """Pack a matrix for its role into memory of `arena`."""
+        return cls(native.pack(weight, kind, paired=role == "pair", arena=arena))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`; unpacks the matrix, so it is meant for many tokens."""
@@ -58,12 +57,7 @@ class NativeMatrix:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See `Linear`; float32."""
-        blocks, places = torch.unique(ids // _BLOCK, return_inverse=True)
-        whole = self.packed
-        scales = None if whole.scales is None else whole.scales[blocks].contiguous()
-        data = whole.data.view(whole.blocks, -1)[blocks].flatten()
-        some = native.PackedWeight(whole.kind, len(blocks) * _BLOCK, whole.cols, data, scales)
-        return some.unpack(torch.float32)[places * _BLOCK + ids % _BLOCK]
+        return self.packed.lookup(ids)
 
 
 @dataclass(frozen=True, slots=True)
