@@ -37,6 +37,7 @@ class KVLayer:
         scratch: entries per row that await commit or rollback.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
+        capacity: columns of the storage.
         version: counts how often the tensors were replaced.
     """
 
@@ -48,7 +49,7 @@ class KVLayer:
         self.values: Tensor | None = None
         self.released = [False] * rows
         self.bytes_per_position = 0
-        self.version = 0
+        self.capacity = self.version = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -119,6 +120,7 @@ class KVLayer:
 
     def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
         self.keys, self.values = keys, values
+        self.capacity = 0 if keys is None else keys.shape[2]
         self.version += 1
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:

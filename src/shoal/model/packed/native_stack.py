@@ -122,20 +122,24 @@ class NativeStack(PackedStack):
 
     def _make_room(self, feeds: Sequence[Feed], work: _Work, cache: KVCache) -> list[list[int]] | None:
         """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
-        sizes = (self.shape.kv_heads, self.shape.head_dim)
         evicted = False
+        places = [(feed.row, cache.positions[feed.row]) for feed in feeds]
         for layer, counts in zip(work.layers, work.counts, strict=True):
-            store = cache.layers[layer]
-            for feed, count in zip(feeds, counts, strict=True):
+            store, full = cache.layers[layer], False
+            for (row, base), count in zip(places, counts, strict=True):
                 if count:
-                    _check(store, layer, feed, cache)
-            if not any(counts):
-                continue
-            if store.keys is None:
-                store.allocate(self._like, sizes, max(counts))
-            store.make_room([feed.row for feed in feeds], counts)
+                    if store.lengths[row] != base or store.released[row]:
+                        raise _missing(layer, row, base)
+                    full = full or base - store.starts[row] + store.scratch[row] + count > store.capacity
+            if full:
+                self._enlarge(store, [row for row, _ in places], counts)
             evicted = evicted or (store.window is not None and any(store.starts))
         return [_per_token(feeds, cache.layers[layer].starts) for layer in work.layers] if evicted else None
+
+    def _enlarge(self, store: KVLayer, rows: list[int], counts: Sequence[int]) -> None:
+        if store.keys is None:
+            store.allocate(self._like, (self.shape.kv_heads, self.shape.head_dim), max(counts))
+        store.make_room(rows, counts)
 
     def _batch(
         self, feeds: Sequence[Feed], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -240,13 +244,11 @@ def _flags(feeds: Sequence[Feed], attention: Sequence[int], mlp: Sequence[int]) 
     ]
 
 
-def _check(store: KVLayer, layer: int, feed: Feed, cache: KVCache) -> None:
-    """As `check_lengths`, and nothing may have been released."""
-    if store.lengths[feed.row] != cache.positions[feed.row] or store.released[feed.row]:
-        raise RuntimeError(
-            f"layer {layer} does not hold the KV of the {cache.positions[feed.row]} positions before the tokens that "
-            f"row {feed.row} is to run: the depth plan is not nested"
-        )
+def _missing(layer: int, row: int, positions: int) -> RuntimeError:
+    return RuntimeError(
+        f"layer {layer} does not hold the KV of the {positions} positions before the tokens that row {row} is to run: "
+        "the depth plan is not nested"
+    )
 
 
 def _per_token(feeds: Sequence[Feed], starts: Sequence[int]) -> list[int]:
