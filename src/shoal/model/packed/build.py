@@ -45,8 +45,8 @@ def build(
     check(dtype, quant)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     if kernels and fits_kernels(shape, dtype, device) and native.available():
-        kind = kind_of(dtype, quant)
-        weights = Packer(source, shape, dtype, device, partial(NativeMatrix.pack, kind=kind, arena=native.Arena())).weights()
+        native_pack = partial(NativeMatrix.pack, kind=kind_of(dtype, quant), arena=native.Arena())
+        weights = Packer(source, shape, dtype, device, native_pack).weights()
         return NativeStack(shape, weights, rotary, dtype, device)
     weights = Packer(source, shape, dtype, device, partial(pack, quant=quant)).weights()
     return PackedStack(shape, weights, rotary, dtype, device)
