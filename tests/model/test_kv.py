@@ -1,0 +1,203 @@
+"""The KV cache against a twin that keeps plain lists, and the corners of truncation, marks and release."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from drive import prompt, stack_of
+from families import tiny
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed
+
+WINDOW = 6
+
+
+@dataclass
+class Twin:
+    """One row of one layer: a number for every committed position, and for every scratch entry."""
+
+    kept: list[float] = field(default_factory=list)
+    scratch: list[float] = field(default_factory=list)
+
+
+class Pair:
+    """A cache of two layers, the second with a window, and its twin; every operation is done to both."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.cache = KVCache([None, WINDOW], rows=3)
+        self.rows = [[Twin(), Twin()] for _ in range(3)]
+        self.next = 0.0
+
+    def append(self) -> None:
+        """Some rows get nodes, other ones in each layer."""
+        rows = sorted(self.dice.sample(range(len(self.rows)), self.dice.randint(1, len(self.rows))))
+        counts = [self.dice.randint(1, 5) for _ in rows]
+        for layer in range(2):
+            width = max(counts)
+            new = torch.full((len(rows), 1, width, 2), float("nan"))
+            for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                values = [self.next + i for i in range(count)]
+                self.next += count
+                new[index, 0, :count] = torch.tensor(values)[:, None]
+                self.rows[row][layer].scratch += values
+            new = new.nan_to_num(-1.0)
+            keys, _ = self.cache.layers[layer].append(new, -new, rows, counts)
+            assert keys.shape[0] == len(rows)
+            assert torch.isfinite(keys).all()
+            for index, row in enumerate(rows):
+                twin, start = self.rows[row][layer], self.cache.layers[layer].starts[row]
+                wanted = (twin.kept + twin.scratch)[start:]
+                assert keys[index, 0, : len(wanted), 0].tolist() == wanted
+
+    def settle(self) -> None:
+        """Every row keeps a path through its scratch, or nothing of it."""
+        for row, twins in enumerate(self.rows):
+            size = len(twins[0].scratch)
+            if self.dice.random() < 0.2:
+                self.cache.rollback(row)
+                path = []
+            else:
+                path = sorted(self.dice.sample(range(size), self.dice.randint(0, size)))
+                if path and self.dice.random() < 0.5:
+                    path = list(range(len(path)))
+                self.cache.commit(row, path)
+            for twin in twins:
+                twin.kept += [twin.scratch[node] for node in path]
+                twin.scratch = []
+
+    def shuffle(self) -> None:
+        order = self.dice.sample(range(len(self.rows)), self.dice.randint(1, len(self.rows)))
+        self.cache.select(order)
+        self.rows = [self.rows[row] for row in order]
+
+    def grow(self) -> None:
+        if len(self.rows) < 4:
+            self.cache.extend(1)
+            self.rows.append([Twin(), Twin()])
+
+    def cut(self) -> None:
+        row = self.dice.randrange(len(self.rows))
+        twins = self.rows[row]
+        length = self.dice.randint(0, len(twins[0].kept))
+        gone = self.cache.layers[1].starts[row] > max(0, length - WINDOW + 1)
+        kept = self.cache.truncate(row, length)
+        assert kept == (0 if gone else length)
+        for twin in twins:
+            twin.kept, twin.scratch = twin.kept[:kept], []
+
+    def check(self) -> None:
+        for row, twins in enumerate(self.rows):
+            assert self.cache.positions[row] == len(twins[0].kept)
+            for layer, twin in zip(self.cache.layers, twins, strict=True):
+                start, length = layer.starts[row], layer.lengths[row]
+                assert length == len(twin.kept)
+                assert start <= max(0, length - ((layer.window or 10**9) - 1))
+                if length > start:
+                    assert layer.keys is not None and layer.values is not None
+                    assert layer.keys[row, 0, : length - start, 1].tolist() == twin.kept[start:]
+                    assert layer.values[row, 0, : length - start, 1].tolist() == [-v for v in twin.kept[start:]]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_course_of_operations(seed: int) -> None:
+    pair = Pair(random.Random(seed))
+    for _ in range(60):
+        pair.append()
+        pair.settle()
+        for chance, operation in ((0.15, pair.shuffle), (0.15, pair.grow), (0.2, pair.cut)):
+            if pair.dice.random() < chance:
+                operation()
+        pair.check()
+    assert pair.next > 100
+
+
+def filled(lengths: tuple[int, int] = (10, 10), windows: tuple[int | None, int | None] = (None, None)) -> KVCache:
+    """One row of two layers with that many entries each; positions are the first layer's."""
+    cache = KVCache(windows, rows=1)
+    for layer, length in zip(cache.layers, lengths, strict=True):
+        new = torch.arange(float(length))[None, None, :, None]
+        layer.append(new, new, [0], [length])
+    cache.commit(0, range(lengths[0]))
+    return cache
+
+
+def test_truncation_to_what_is_there() -> None:
+    assert filled().truncate(0, 4) == 4
+    assert filled().truncate(0, 10) == 10
+    assert filled().truncate(0, 0) == 0
+
+
+def test_truncation_starts_over_where_a_layer_was_released() -> None:
+    cache = filled()
+    cache.release(0, [1])
+    assert cache.truncate(0, 4) == 0
+    assert cache.layers[1].released == [False]
+    assert cache.layers[0].lengths == [0]
+
+
+def test_truncation_stops_at_what_is_shallow() -> None:
+    cache = filled((10, 6))
+    cache.mark_shallow(0, 6)
+    assert cache.first_shallow(0) == 6
+    assert cache.truncate(0, 8) == 6
+    assert cache.first_shallow(0) == 6
+    assert [layer.lengths for layer in cache.layers] == [[6], [6]]
+
+
+@pytest.mark.parametrize(("length", "left"), [(40, 40), (38, 38), (33, 33), (20, 0)])
+def test_truncation_within_what_a_window_has_kept(length: int, left: int) -> None:
+    cache = KVCache([None, WINDOW], rows=1)
+    for layer in cache.layers:
+        layer.allocate(torch.empty(0), (1, 1), 14)
+    for _ in range(40):
+        for layer in cache.layers:
+            layer.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), [0], [1])
+        cache.commit(0, [0])
+    start = cache.layers[1].starts[0]
+    assert 20 - WINDOW + 1 < start <= 33 - WINDOW + 1
+    assert cache.truncate(0, length) == left
+    exactly = start + WINDOW - 1
+    assert exactly > 20
+
+
+def test_a_shallow_guess_that_was_rejected_is_forgotten() -> None:
+    cache = filled()
+    for forget in (lambda: cache.rollback(0), lambda: cache.commit(0, [0])):
+        cache.mark_shallow(0, cache.positions[0] + 1)
+        forget()
+        cache.commit(0, [0, 1, 2])
+        assert cache.first_shallow(0) == cache.positions[0]
+
+
+def test_the_first_shallow_position_of_a_tree_is_no_node_number() -> None:
+    """Node 3 is the first at depth 2: the position is two after the root's."""
+    stack = stack_of(tiny("llama"))
+    cache, full = KVCache(stack.windows, 1), DepthPlan.full(6)
+    stack.forward([Feed(0, prompt(5), [0] * 5, full)], cache)
+    cache.commit(0, range(5))
+    plan = DepthPlan.whole_layers([NEVER, 3, NEVER, NEVER, NEVER, NEVER])
+    tree = Feed(0, [1, 2, 3, 4, 6], [1, 2, 2, 3, 4], plan, (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3), wanted=5)
+    stack.forward([tree], cache)
+    cache.commit(0, [0, 2, 3, 4])
+    assert cache.positions == [9]
+    assert cache.first_shallow(0) == 7
+    assert [layer.lengths[0] for layer in cache.layers] == [9, 7, 9, 9, 9, 9]
+
+
+def test_a_layer_that_all_rows_have_released_holds_nothing() -> None:
+    cache = KVCache([None], rows=2)
+    new = torch.ones(2, 1, 4, 2)
+    cache.layers[0].append(new, new, [0, 1], [4, 4])
+    cache.layers[0].release(0)
+    assert cache.layers[0].allocated > 0
+    with pytest.raises(RuntimeError, match=r"released in one of the rows \(0, 1\)"):
+        cache.layers[0].append(new, new, [0, 1], [4, 4])
+    cache.layers[0].release(1)
+    assert cache.layers[0].allocated == 0
+    assert cache.layers[0].stored(0) == 0
