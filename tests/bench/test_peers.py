@@ -135,6 +135,16 @@ def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     assert tensors["output_norm.weight"].tensor_type.name == "F32"
 
 
+@needs_gguf
+def test_weights_are_rounded_as_the_other_systems_have_them(tmp_path: Path) -> None:
+    import gguf
+
+    gguf_file.write_gguf(SUBJECT, tmp_path / "a.gguf", "F32", torch.bfloat16)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    rounded = SUBJECT.source(torch.bfloat16)["model.layers.0.mlp.up_proj.weight"].float()
+    assert np.array_equal(tensors["blk.0.ffn_up.weight"].data, rounded.numpy())
+
+
 def test_bits_per_weight() -> None:
     if HAS_GGUF:
         import gguf
@@ -234,8 +244,17 @@ def test_shoal_predicts_and_keeps_its_card(make: Make) -> None:
     assert system.expect(16, 1, 8, {"method": "early_exit"}).step_bytes < full.step_bytes
 
 
-def test_shoal_times_forwards_of_several_positions(make: Make) -> None:
-    assert len(make(Shoal).forward(IDS, 8, 3)) == 3
+def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    system, seen = make(Shoal), []
+    forward = system.engine.stack.forward
+
+    def watched(feeds: Any, cache: Any) -> Any:
+        seen.append((len(feeds[0].tokens), feeds[0].wanted, cache.layers[0].lengths[0], cache.layers[0].scratch[0]))
+        return forward(feeds, cache)
+
+    monkeypatch.setattr(system.engine.stack, "forward", watched)
+    assert len(system.forward(IDS, 8, 3)) == 3
+    assert seen == [(60, 1, 0, 0)] + [(8, 8, 60, 0)] * 3
 
 
 def test_unknown_peers() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from bench_systems import D3, GRID, SETTING, SUBJECT, Fake, FakePeer, failing
 from shoal.bench import run as runner
 from shoal.bench.cells import FULL, Grid, in_order
 from shoal.bench.outcome import Outcome
 from shoal.bench.run import Plan, prompts_for, run
+from shoal.bench.subject import Subject
 from shoal.bench.worker import Local
+from shoal.errors import Unsupported
 
 PLAN = Plan(3, setting=SETTING, roof_bytes=2**16, start=Local)
 
@@ -120,11 +124,11 @@ def test_systems_are_closed_even_after_a_failure(log, monkeypatch: pytest.Monkey
     assert {entry[0] for entry in log if entry[1:] == ("close",)} == {"shoal", "hf"}
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float) -> Outcome:
+def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Outcome:
     """A benchmark whose clock moves on by a minute at every look."""
     now = iter(range(0, 10**6, 60))
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
-    return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), Plan(9, minutes, SETTING, 2**16, Local))
+    return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), Plan(rounds, minutes, SETTING, 2**16, Local))
 
 
 def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +136,7 @@ def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: 
     assert short.rounds == 1 and short.stopped_early
     assert 1 < longer.rounds < 9 and longer.stopped_early
     assert all(len(m.runs) == longer.rounds for m in longer.measured)
+    assert not clocked(monkeypatch, 0.001, rounds=1).stopped_early
 
 
 def test_systems_that_nobody_measures_are_named(log: list[tuple[Any, ...]]) -> None:
@@ -145,6 +150,13 @@ def test_what_does_not_fit_is_refused_before_anything_starts(log, monkeypatch: p
     monkeypatch.setattr(runner.memory, "available", lambda: 2**20)
     with pytest.raises(ValueError, match="2 systems with the weights of tiny need about 1 GiB at once"):
         run(SUBJECT, GRID, PLAN)
+    assert log == []
+
+
+def test_a_model_whose_bytes_cannot_be_counted_is_refused(log: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    GPT2Config(n_layer=2).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="model type 'gpt2'"):
+        run(Subject(model=str(tmp_path)), GRID, PLAN)
     assert log == []
 
 

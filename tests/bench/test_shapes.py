@@ -20,6 +20,7 @@ def test_names_and_sizes_are_those_of_transformers(name: str) -> None:
     config = shapes.config_of(name)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    model.tie_weights()
     expected = {key: tuple(value.shape) for key, value in model.named_parameters()}
     assert shapes.weight_shapes(config) == expected
 

@@ -113,7 +113,7 @@ def test_labels_and_methods_are_each_others_inverse():
     assert bench._methods("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 
 
-def test_help_needs_no_torch_and_names_every_group(capsys):
+def test_help_names_every_group(capsys):
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("--shape", "--peer", "--rounds", "--positions", "examples:"))

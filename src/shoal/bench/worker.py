@@ -86,7 +86,7 @@ class Local:
     pid, alive = 0, True
 
     def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
-        self._host = Host(factory(subject, setting))
+        self._host = Host(factory(subject, setting), setting.device)
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
         """See `Worker.call`; nothing stops a call that takes long."""
@@ -100,15 +100,15 @@ class Local:
 class Host:
     """Answers calls for a system, and those about the process that holds it."""
 
-    def __init__(self, system: System) -> None:
-        self._system = system
+    def __init__(self, system: System, device: str) -> None:
+        self._system, self._device = system, device
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of the system, or one of this class."""
         if name == "memory":
-            return peak_memory()
+            return peak_memory(self._device)
         if name == "reset_memory":
-            return reset_peak_memory()
+            return reset_peak_memory(self._device)
         if not hasattr(self._system, name):
             return None
         return getattr(self._system, name)(*args)
@@ -126,7 +126,7 @@ def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Settin
         except EOFError:
             name, args = "close", ()
         try:
-            host = host or Host(factory(subject, setting))
+            host = host or Host(factory(subject, setting), setting.device)
             answer = ("ok", host.call(name, *args))
         except NotMeasured as reason:
             answer = ("absent", str(reason))
@@ -141,12 +141,12 @@ def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Settin
 _STATUS = Path("/proc/self/status")
 
 
-def peak_memory() -> int | None:
-    """Largest resident set in bytes since the last reset, or device memory where there is any in use."""
-    import torch
+def peak_memory(device: str = "cpu") -> int | None:
+    """Largest resident set in bytes since the last reset, or memory of the device where it is not the CPU."""
+    if device != "cpu":
+        import torch
 
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
+        return int(torch.cuda.max_memory_allocated(device)) if torch.cuda.is_initialized() else 0
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -155,12 +155,12 @@ def peak_memory() -> int | None:
     return found[0] if found else None
 
 
-def reset_peak_memory() -> None:
+def reset_peak_memory(device: str = "cpu") -> None:
     """Begin a new peak, where the system lets us."""
-    import torch
+    if device != "cpu":
+        import torch
 
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.reset_peak_memory_stats(device)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

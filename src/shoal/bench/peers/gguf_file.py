@@ -47,13 +47,14 @@ class _Entry:
     heads: int = 0
 
 
-def write_gguf(subject: Subject, path: Path, kind: str) -> None:
+def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Write the file.
 
     Args:
         subject: a model of the Llama architecture with plain rotary embeddings.
         path: where to.
         kind: a value of `KINDS`; norms are F32 in all of them.
+        dtype: what the weights are rounded to before they are encoded, as every other system has them.
 
     Raises:
         NotMeasured: the `gguf` package is missing, or the model is of another architecture.
@@ -65,7 +66,7 @@ def write_gguf(subject: Subject, path: Path, kind: str) -> None:
     _check(subject)
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, subject)
-    source, encode = subject.source(torch.float32), _Encoder(gguf, kind)
+    source, encode = subject.source(dtype), _Encoder(gguf, kind)
     entries = list(_entries(subject))
     for entry in entries:
         shape = tuple(source[entry.source].shape)

@@ -17,6 +17,7 @@ from shoal import compat
 from shoal.bench.peers.gguf_file import BITS, KINDS, write_gguf
 from shoal.bench.subject import Subject
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal.engine.device import as_dtype
 
 _BATCH = 2048
 _KV_BYTES = 2
@@ -50,7 +51,7 @@ class LlamaCpp:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
         path = self._folder / "model.gguf"
         try:
-            write_gguf(self._subject, path, self._kind)
+            write_gguf(self._subject, path, self._kind, as_dtype(self._setting.dtype))
             self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         finally:
             if self._model is None:

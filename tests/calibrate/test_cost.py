@@ -1,0 +1,63 @@
+"""A cost card measured on an engine whose clock goes by a formula gives that formula back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from shoal.calibrate import cost
+from shoal.engine.load import engine_for
+from shoal.model.cost import attended
+
+OVERHEAD, LAYER, KV, TOKEN = 4e-3, 2e-3, 5e-6, 1e-3
+
+
+@pytest.fixture
+def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tiny Llama; every forward moves the clock on by what its work is said to cost."""
+    made, now = engine_for(llama), [0.0]
+    forward = made.stack.forward
+
+    def timed(feeds: Sequence[Any], cache: Any, tap: Any = None) -> Any:
+        step, feed = feeds[0].steps[0], feeds[0]
+        if step == 0:
+            now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in feeds)
+        else:
+            read = sum(attended(feed.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in feeds)
+            now[0] += OVERHEAD + LAYER * feed.plan.depth(step) + KV * read
+        return forward(feeds, cache, tap)
+
+    monkeypatch.setattr(made.stack, "forward", timed)
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_formula_comes_back(engine: Any, rows: int) -> None:
+    card = cost.measure(engine, rows=rows, contexts=(40, 8), seconds=0.2)
+    assert card.layer_seconds == pytest.approx(LAYER, rel=0.02)
+    assert card.kv_seconds_per_position == pytest.approx(KV * rows, rel=0.05)
+    assert card.head_seconds + card.overhead_seconds == pytest.approx(OVERHEAD, rel=0.02)
+    assert card.rows == rows and [length for length, _ in card.prefill] == [8, 40]
+    assert [seconds for _, seconds in card.prefill] == pytest.approx([0.01 + TOKEN * rows * p for p in (8, 40)])
+
+
+def test_a_prediction_is_what_a_method_then_takes(engine: Any) -> None:
+    card, spent = cost.measure(engine, contexts=(8, 40), seconds=0.2), []
+    method = {"method": "d3", "method_args": {"mean": 0.85}}
+    start = cost.time.perf_counter()
+    for _ in engine.stream(list(range(20)), method=method, max_new_tokens=30, ignore_eos=True):
+        spent.append(cost.time.perf_counter() - start)
+    plan = engine.recipe(method, 30).plan
+    assert card.predict(plan, 20, 30) == pytest.approx(spent[-1], rel=0.02)
+    assert card.tpot(plan, 20, 30) == pytest.approx((spent[-1] - spent[0]) / 29, rel=0.02)
+
+
+def test_prompts_leave_room_in_the_context(engine: Any) -> None:
+    engine.stack.max_positions = cost._MOST + 30
+    card = cost.measure(engine, contexts=(8, 4000), seconds=0.01)
+    assert [length for length, _ in card.prefill] == [8, 30]
