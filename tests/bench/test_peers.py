@@ -109,10 +109,14 @@ def test_forwards_leave_llama_cpp_as_it_was(make: Make) -> None:
 @needs_llama
 def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    written: list[Path] = []
+    write = gguf_file.write_gguf
+    monkeypatch.setattr(
+        "shoal.bench.peers.llama_cpp.write_gguf", lambda *args: (written.append(args[1]), write(*args))
+    )
     system = make(LlamaCpp)
-    assert len(list(tmp_path.rglob("*.gguf"))) == 1
-    system.close()
-    assert list(tmp_path.iterdir()) == []
+    assert written[0].is_relative_to(tmp_path) and list(tmp_path.iterdir()) == []
+    assert len(system.generate([IDS], 3, None).tokens) == 3
 
 
 @needs_gguf

@@ -6,6 +6,7 @@ Parent and child talk through a pipe: (name of a method, arguments) one way, ("o
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -117,6 +118,7 @@ class Host:
 def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Setting) -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted parent ends its workers itself
     torch.set_num_threads(setting.threads)
     host: Host | None = None
     name = ""

@@ -48,8 +48,8 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--batch", metavar="N,...", default="1", help="prompts decoded together")
     grid.add_argument("--context", metavar="N,...", default="64", help="tokens of each prompt")
     grid.add_argument("--new-tokens", metavar="N", type=int, default=64, help="tokens to decode")
-    grid.add_argument("--positions", metavar="N,...", default="", help="also time forwards of so many positions")
-    grid.add_argument("--prefill", metavar="N,...", default="", help="also time prompts of so many tokens alone")
+    grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
+    grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
     grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-compiled or llama.cpp; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
@@ -178,8 +178,8 @@ def _quants(text: str) -> list[str | None]:
     return [None if word == "none" else word for word in words]
 
 
-def _numbers(option: str, text: str) -> Sequence[int]:
+def _numbers(option: str, text: str | None) -> Sequence[int]:
     try:
-        return [int(word) for word in text.split(",") if word]
+        return [int(word) for word in (text or "").split(",") if word]
     except ValueError:
         raise ValueError(f"{option} is {text!r}; it must be whole numbers separated by commas") from None

@@ -33,7 +33,6 @@ class LlamaCpp:
         self._api: Any = None
         self._model: Any = None
         self._context: _Context | None = None
-        self._folder: Path | None = None
 
     def prepare(self) -> About:
         """Write the weights as a GGUF file and load it."""
@@ -48,14 +47,13 @@ class LlamaCpp:
             raise NotMeasured("its adapter here runs on the CPU only")
         self._api = api
         _start(api)
-        self._folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
-        path = self._folder / "model.gguf"
+        folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
         try:
-            write_gguf(self._subject, path, self._kind, as_dtype(self._setting.dtype))
-            self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
-        finally:
-            if self._model is None:
-                self.close()
+            write_gguf(self._subject, folder / "model.gguf", self._kind, as_dtype(self._setting.dtype))
+            name = str(folder / "model.gguf").encode()
+            self._model = api.llama_model_load_from_file(name, api.llama_model_default_params())
+        finally:  # what is mapped into memory stays there without its name
+            shutil.rmtree(folder, ignore_errors=True)
         if self._model is None:
             raise NotMeasured("llama.cpp could not load the file that was written for it")
         traffic = self._traffic()
@@ -102,14 +100,12 @@ class LlamaCpp:
         return Expected(self._traffic().mean_step(self._subject.full_plan(), context, new_tokens, rows))
 
     def close(self) -> None:
-        """Free the model and remove the file."""
+        """Free the model."""
         if self._context is not None:
             self._context.close()
         if self._model is not None:
             self._api.llama_model_free(self._model)
         self._context = self._model = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _traffic(self) -> Any:
         return traffic_of(self._subject, BITS[self._kind], _KV_BYTES)
