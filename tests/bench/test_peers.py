@@ -16,6 +16,7 @@ from bench_systems import SETTING, SUBJECT
 from shoal.bench import peers
 from shoal.bench.ours import Shoal
 from shoal.bench.peers import gguf_file
+from shoal.bench.peers.ggml import BITS, encode
 from shoal.bench.peers.hf import HuggingFace
 from shoal.bench.peers.hf_compiled import CompiledHuggingFace
 from shoal.bench.peers.llama_cpp import LlamaCpp
@@ -120,7 +121,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", list(gguf_file.BITS))
+@pytest.mark.parametrize("kind", list(BITS))
 def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     import gguf
 
@@ -149,13 +150,19 @@ def test_weights_are_rounded_as_the_other_systems_have_them(tmp_path: Path) -> N
     assert np.array_equal(tensors["blk.0.ffn_up.weight"].data, rounded.numpy())
 
 
-def test_bits_per_weight() -> None:
-    if HAS_GGUF:
-        import gguf
+@needs_gguf
+@pytest.mark.parametrize("kind", list(BITS))
+def test_bytes_are_those_of_the_reference(kind: str) -> None:
+    import gguf
 
-        for kind, bits in gguf_file.BITS.items():
-            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-            assert bits == 8 * size / block
+    weights = torch.randn(50, 96, generator=torch.Generator().manual_seed(1))
+    weights[3, 32:64] = 0
+    weights[4] = torch.arange(96).sub(48) / 127 * 8
+    weights[5, :32], weights[6, 7] = -0.5, 40.0
+    expected = gguf.quants.quantize(weights.numpy(), gguf.GGMLQuantizationType[kind]).view(np.uint8)
+    found = encode(weights, kind)
+    assert np.array_equal(found.numpy(), expected)
+    assert found.numel() * 8 == BITS[kind] * weights.numel()
 
 
 def test_rows_of_a_head_are_interleaved() -> None:

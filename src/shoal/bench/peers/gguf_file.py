@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.bench.peers.ggml import encode
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """What the weights are held in -> GGML's name for it."""
-BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}
-"""Bits per weight, scales included."""
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -66,12 +65,12 @@ def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = tor
     _check(subject)
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, subject)
-    source, encode = subject.source(dtype), _Encoder(gguf, kind)
+    source, encoder = subject.source(dtype), _Encoder(gguf, kind)
     entries = list(_entries(subject))
     for entry in entries:
         shape = tuple(source[entry.source].shape)
-        size = encode.nbytes(shape)
-        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=encode.type_of(shape))
+        size = encoder.nbytes(shape)
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=encoder.type_of(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -79,7 +78,7 @@ def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = tor
         tensor = source[entry.source]
         if entry.heads:
             tensor = interleaved(tensor, entry.heads)
-        writer.write_tensor_data(encode(tensor))
+        writer.write_tensor_data(encoder(tensor))
     writer.close()
 
 
@@ -136,23 +135,21 @@ class _Encoder:
     """Tensors to the bytes of a GGML type; vectors stay F32."""
 
     def __init__(self, gguf: Any, kind: str) -> None:
-        self._gguf = gguf
-        self._kind = gguf.GGMLQuantizationType[kind]
-        self._plain = gguf.GGMLQuantizationType.F32
+        self._gguf, self._kind = gguf, kind
 
     def type_of(self, shape: tuple[int, ...]) -> Any:
-        return self._kind if len(shape) > 1 else self._plain
+        return self._gguf.GGMLQuantizationType["F32" if len(shape) == 1 else self._kind]
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         block: int
         size: int
         block, size = self._gguf.GGML_QUANT_SIZES[self.type_of(shape)]
         if shape[-1] % block:
-            raise NotMeasured(f"{self._kind.name} needs columns in blocks of {block}, and a matrix has {shape[-1]}")
+            raise NotMeasured(f"{self._kind} needs columns in blocks of {block}, and a matrix has {shape[-1]}")
         return math.prod(shape) // block * size
 
     def __call__(self, tensor: Tensor) -> Any:
-        """In pieces of some rows: the quantisers make temporary copies in float32."""
-        kind = self.type_of(tuple(tensor.shape))
-        pieces = (piece.float().numpy() for piece in tensor.split(_ROWS))
-        return np.concatenate([self._gguf.quants.quantize(piece, kind) for piece in pieces])
+        """In pieces of some rows: quantising makes temporary copies in float32."""
+        if tensor.ndim == 1:
+            return tensor.float().numpy()
+        return torch.cat([encode(piece, self._kind) for piece in tensor.split(_ROWS)]).numpy()

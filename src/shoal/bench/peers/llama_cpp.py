@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from shoal import compat
-from shoal.bench.peers.gguf_file import BITS, KINDS, write_gguf
+from shoal.bench.peers.ggml import BITS
+from shoal.bench.peers.gguf_file import KINDS, write_gguf
 from shoal.bench.subject import Subject
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal.engine.device import as_dtype
