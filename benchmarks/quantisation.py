@@ -79,9 +79,13 @@ def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int],
 
 def loss(engine: Engine, ids: list[int], judged: int) -> float:
     """Summed negative log-likelihood (nats) of the last `judged` tokens."""
-    plan = DepthPlan.full(engine.stack.num_layers)
-    feed = Feed(0, ids[:-1], [0] * (len(ids) - 1), plan, wanted=judged)
-    logits = engine.stack.forward([feed], KVCache(engine.stack.windows, rows=1)).float()
+    plan, cache, pieces = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, rows=1), []
+    for first in range(0, len(ids) - 1, engine.stack.prefill_chunk):
+        tokens = ids[first : min(first + engine.stack.prefill_chunk, len(ids) - 1)]
+        feed = Feed(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
+        pieces.append(engine.stack.forward([feed], cache))
+        cache.commit(0, range(len(tokens)))
+    logits = torch.cat(pieces)[-judged:].float()
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[-judged:]), reduction="sum"))
 
 

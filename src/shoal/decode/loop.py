@@ -69,7 +69,8 @@ class Loop:
         """Run what the cache lacks of each prompt at full depth and emit each row's first token."""
         ends: dict[int, tuple[int, Tensor]] = {}
         while waiting := [row for row in self.rows if row.slot not in ends]:
-            feeds = [self._prompt_feed(row) for row in waiting]
+            chunk = min(self._chunk, max(1, self.stack.prefill_chunk // len(waiting)))
+            feeds = [self._prompt_feed(row, chunk) for row in waiting]
             logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
             for row, feed, values in zip(waiting, feeds, logits, strict=True):
                 size = len(feed.tokens)
@@ -90,9 +91,9 @@ class Loop:
             _count_tree(row, feed)
         return self._settle([(*item, 0) for item in zip(self.rows, trees, logits, strict=True)])
 
-    def _prompt_feed(self, row: Row) -> Feed:
+    def _prompt_feed(self, row: Row, chunk: int) -> Feed:
         first = self.cache.positions[row.slot]
-        tokens = row.tokens[first : first + self._chunk]
+        tokens = row.tokens[first : first + chunk]
         return Feed(row.slot, tokens, [0] * len(tokens), row.recipe.plan)
 
     def _propose(self) -> list[TokenTree]:

@@ -35,6 +35,8 @@ class HFStack:
         model: a causal language model of transformers, in eval mode, with sdpa or eager attention.
     """
 
+    prefill_chunk = 2048
+
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         _check_attention(model)

@@ -84,6 +84,7 @@ class Stack(Protocol):
         windows: sliding window of each layer in positions, or None.
         max_positions: the context length, or None where the model has none.
         head_layers: cost of the LM head in layers, by bytes.
+        prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
     """
 
     num_layers: int
@@ -91,6 +92,7 @@ class Stack(Protocol):
     vocab_size: int
     max_positions: int | None
     head_layers: float
+    prefill_chunk: int
     device: torch.device
     dtype: torch.dtype
 

@@ -1,7 +1,7 @@
 """The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
 
-Longer forwards (prompts) run in plain torch on matrices unpacked one at a time, which costs little beside their
-arithmetic. Python's part in a step is kept to a few loops over the layers.
+Prompts are best fed in pieces of that size. A longer forward runs in plain torch, on matrices unpacked one at a time.
+Python's part in a step is kept to a few loops over the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import Feed, Tap, mark_shallow
 
 LIMIT = 32
-"""Most tokens of a forward that the kernels run; beyond, unpacking the matrices pays."""
+"""Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -71,6 +71,8 @@ class _Work:
 
 class NativeStack(PackedStack):
     """See the module."""
+
+    prefill_chunk = LIMIT
 
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device

@@ -31,6 +31,7 @@ class PackedStack:
     """
 
     can_split = True
+    prefill_chunk = 2048
 
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
