@@ -87,7 +87,7 @@ def test_fp32_is_as_good_as_transformers_own(variant: str, kernels: bool) -> Non
     stack, truth, theirs = packed(model, kernels=kernels), own(reference(family, **changes), ids), own(model, ids)
     for sizes in (CHUNKS["at once"], CHUNKS["chunks"]):
         ours = chunked_logits(stack, ids, sizes)
-        assert rms(ours, theirs) <= 1e-5
+        assert rms(ours, theirs) <= (2e-5 if kernels else 1e-5)  # the kernels add up in another order
         assert rms(ours, truth) <= 1.5 * rms(theirs, truth) + 1e-6
 
 
