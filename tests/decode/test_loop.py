@@ -11,6 +11,7 @@ import torch
 from backends import Backend, each_backend, on_backends, reference
 from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
+from oracle import decoder_layers
 from shoal.decode.loop import Loop
 from shoal.decode.recipe import Recipe
 from shoal.decode.stop import StopRules
@@ -137,6 +138,26 @@ def test_leaving_early_keeps_committed_positions_only(backend: Backend, name: st
     ticks.close()
     assert run.cache.positions == [len(run.rows[0].tokens) - 1]
     assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_failing_forward_leaves_committed_positions_only(call: int) -> None:
+    """Layers before the one that fails have written already."""
+    calls = itertools.count(1)
+
+    def fail(*_: object) -> None:
+        if next(calls) == call:
+            raise RuntimeError("broken")
+
+    run = make_run(tiny("llama"), PROMPTS[:2], DepthPlan.full(6), 9)
+    handle = decoder_layers(tiny("llama"))[3].register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="broken"):
+            list(run.loop.run())
+    finally:
+        handle.remove()
+    assert run.cache.positions == ([0, 0] if call == 1 else [len(row.tokens) - 1 for row in run.rows])
+    assert all(layer.scratch == [0, 0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
 
 
 @on_backends("llama")

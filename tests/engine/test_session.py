@@ -189,6 +189,17 @@ def test_a_turn_that_fails_leaves_no_trace(name: str, error: BaseException, at: 
     assert fingerprint(tiny(name)) == before
 
 
+def test_a_turn_that_fails_in_another_transcript() -> None:
+    """What the cache held before is gone, though the turn that replaced it left no trace."""
+    chat = begin()
+    check_turn(chat, QUESTIONS[0])
+    said, chat.messages = list(chat.messages), []
+    with failing("llama", 2, RuntimeError("broken")), pytest.raises(RuntimeError):
+        chat.send("Something else, and longer than all that was said before")
+    chat.messages = said
+    check_turn(chat, QUESTIONS[1])
+
+
 @methods
 @names
 def test_a_turn_that_is_closed_keeps_what_it_said(name: str, method: str) -> None:
