@@ -41,7 +41,7 @@ class Planted:
         self._random = random.Random(self.seed)
         return self
 
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """A tree per row, its depth drawn between 0 and `depth`."""
         made = [self._one(row, self._random.randint(0, self.depth)) for row in rows]
         self.trees.extend(made)

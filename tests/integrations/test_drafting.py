@@ -32,7 +32,7 @@ class Foretell:
     def begin(self, stack: Any, cache: Any) -> Foretell:
         return self
 
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         return [TokenTree.chain([row.tokens[-1], *self._guess(row)]) for row in rows]
 
     def _guess(self, row: Row) -> list[int]:

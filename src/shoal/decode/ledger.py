@@ -17,6 +17,7 @@ class RowLedger:
         prefill_layer_tokens, decode_layer_tokens: layer-tokens of the prompt, and of every later node, kept or not.
         target_forwards: forwards of the target model that held this row, prefill included.
         draft_forwards: forwards of a drafter for this row.
+        draft_layer_tokens: layer-tokens that guessing ran through the target's own layers.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         accepted_at: how often the guess at each distance from the root was kept.
@@ -27,6 +28,7 @@ class RowLedger:
     decode_layer_tokens: float = 0.0
     target_forwards: int = 0
     draft_forwards: int = 0
+    draft_layer_tokens: float = 0.0
     drafted: int = 0
     accepted: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
@@ -34,7 +36,8 @@ class RowLedger:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of a batch: until the first token, and after it."""
+    """Seconds of a batch: until the first token, after it, and of the latter those spent on guessing."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_seconds: float = 0.0

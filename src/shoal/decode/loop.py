@@ -12,8 +12,9 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 
 from shoal.decode.accept import Outcome
+from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
-from shoal.decode.recipe import Drafter, Proposer
+from shoal.decode.recipe import Tick
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
@@ -43,7 +44,7 @@ class Loop:
         self.stack, self.cache, self.rows = stack, cache, [row for row in rows if row.finish_reason is None]
         self.clock = Clock()
         self._chunk, self._release = prefill_chunk, release
-        self._drafters: dict[int, Drafter] = {}
+        self._drafting = Drafting(stack, cache)
         if len(self.rows) < cache.rows:
             self._keep_slots()
 
@@ -79,48 +80,38 @@ class Loop:
                     ends[row.slot] = (size - 1, values)
                 else:
                     self.cache.commit(row.slot, range(size))
-        roots = ((row, TokenTree.chain(row.tokens[-1:])) for row in self.rows)
-        return self._settle([(row, root, ends[row.slot][1], ends[row.slot][0]) for row, root in roots])
+        targets = [RowTarget(row, TokenTree.chain(row.tokens[-1:]), ends[row.slot][1]) for row in self.rows]
+        outcomes = [row.rule.walk(target.tree, target) for row, target in zip(self.rows, targets, strict=True)]
+        return self._settle(targets, outcomes, [ends[row.slot][0] for row in self.rows])
 
     def tick(self) -> list[Step]:
         """One forward for all rows under way."""
-        trees = self._propose()
+        start = time.perf_counter()
+        trees = self._drafting.propose(self.rows)
+        drafted = time.perf_counter()
         feeds = [_tree_feed(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
         logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
         for row, feed in zip(self.rows, feeds, strict=True):
             _count_tree(row, feed)
-        return self._settle([(*item, 0) for item in zip(self.rows, trees, logits, strict=True)])
+        targets = [RowTarget(*item) for item in zip(self.rows, trees, logits, strict=True)]
+        outcomes = [row.rule.walk(target.tree, target) for row, target in zip(self.rows, targets, strict=True)]
+        done = time.perf_counter()
+        self.clock.draft_seconds += drafted - start
+        self._drafting.observe(Tick(self.rows, trees, outcomes, drafted - start, done - drafted))
+        return self._settle(targets, outcomes, [0] * len(self.rows))
 
     def _prompt_feed(self, row: Row, chunk: int) -> Feed:
         first = self.cache.positions[row.slot]
         tokens = row.tokens[first : first + chunk]
         return Feed(row.slot, tokens, [0] * len(tokens), row.recipe.plan)
 
-    def _propose(self) -> list[TokenTree]:
-        """A tree for every row: its root alone, unless its recipe has a proposer."""
-        trees = {row.slot: TokenTree.chain(row.tokens[-1:]) for row in self.rows}
-        for proposer in {id(p): p for row in self.rows if (p := row.recipe.proposer) is not None}.values():
-            rows = [row for row in self.rows if row.recipe.proposer is proposer]
-            for row, tree in zip(rows, self._drafter(proposer).propose(rows), strict=True):
-                trees[row.slot] = tree.cut(row.stop.room - 1)
-        return [trees[row.slot] for row in self.rows]
-
-    def _drafter(self, proposer: Proposer) -> Drafter:
-        if id(proposer) not in self._drafters:
-            self._drafters[id(proposer)] = proposer.begin(self.stack, self.cache)
-        return self._drafters[id(proposer)]
-
-    def _settle(self, opinions: Sequence[tuple[Row, TokenTree, Tensor, int]]) -> list[Step]:
-        """Accept, commit and emit; each opinion is a row, its tree, its logits and the prompt nodes before the root."""
+    def _settle(self, targets: Sequence[RowTarget], outcomes: Sequence[Outcome], before: Sequence[int]) -> list[Step]:
+        """Commit and emit what was accepted; `before` counts each row's nodes of the prompt ahead of its root."""
         steps: list[Step] = []
-        for row, tree, logits, before in opinions:
-            target = RowTarget(row, tree, logits)
-            outcome = row.rule.walk(tree, target)
-            if row.recipe.proposer is not None and len(tree) > 1:
-                self._drafter(row.recipe.proposer).observe(row, tree, outcome)
-            emitted = _emit(row, tree, target, outcome)
+        for row, target, outcome, first in zip(self.rows, targets, outcomes, before, strict=True):
+            emitted = _emit(row, target, outcome)
             kept = outcome.path[: len(emitted)]
-            self.cache.commit(row.slot, [*range(before), *(before + node for node in kept)])
+            self.cache.commit(row.slot, [*range(first), *(first + node for node in kept)])
             steps.extend(emitted)
         self._retire()
         return steps
@@ -163,9 +154,9 @@ def _count_tree(row: Row, feed: Feed) -> None:
     row.ledger.decode_layer_tokens += sum(feed.plan.depth(step) for step in feed.steps)
 
 
-def _emit(row: Row, tree: TokenTree, target: RowTarget, outcome: Outcome) -> list[Step]:
+def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
     """The steps of a walk, cut where the row ends; moves the row on."""
-    tokens = [tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
+    tokens = [target.tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
     if row.record is not None:
         for node in outcome.path:
             row.record(target.logits(node), target.scores(node))

@@ -36,8 +36,11 @@ class Rule(Protocol):
 class Drafter(Protocol):
     """A proposer at work on one batch of rows; holds whatever changes while decoding."""
 
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
-        """One tree per row, node 0 being the row's last token."""
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """One tree per row, node 0 being the row's last token, none of more than the row's limit of guesses.
+
+        May run `stack` on the rows' cache and leave scratch entries there: the loop rolls them back.
+        """
         ...
 
     def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
@@ -53,15 +56,39 @@ class Proposer(Protocol):
         ...
 
 
-class Controller(Protocol):
-    """Chooses how much to guess."""
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What one tick of some rows brought and cost.
 
-    def limit(self, row: Row) -> int:
-        """The largest number of tokens to draft for `row` now."""
+    Attributes:
+        rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
+        draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance.
+    """
+
+    rows: Sequence[Row]
+    trees: Sequence[TokenTree]
+    outcomes: Sequence[Outcome]
+    draft_seconds: float
+    target_seconds: float
+
+
+class Governor(Protocol):
+    """A controller at work on one batch of rows; holds whatever it learns while decoding."""
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """The most tokens to guess for each row now; 0 for a plain step."""
         ...
 
-    def observe(self, row: Row, outcome: Outcome, seconds: float) -> None:
-        """Learn what the last tick brought and cost."""
+    def observe(self, tick: Tick) -> None:
+        """Learn from a tick, plain steps included."""
+        ...
+
+
+class Controller(Protocol):
+    """Chooses how much to guess. Immutable; `begin` makes the state for one batch of rows."""
+
+    def begin(self, stack: Any) -> Governor:
+        """The governor for rows that decode on `stack`."""
         ...
 
 

@@ -17,10 +17,13 @@ class RowTarget:
         row: the row; its tokens end with the root.
         tree: the row's tree.
         logits: [nodes, V].
+
+    Attributes:
+        tree: the row's tree.
     """
 
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
-        self._row, self._tree, self._logits = row, tree, logits
+        self.tree, self._row, self._logits = tree, row, logits
         self._scores: dict[int, Tensor] = {}
         self._laws: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
@@ -42,7 +45,7 @@ class RowTarget:
     def scores(self, node: int) -> Tensor:
         """Scores [V] after bias, penalties and processors, along the node's own path."""
         if node not in self._scores:
-            history = [*self._row.tokens, *(self._tree.tokens[i] for i in self._tree.path(node)[1:])]
+            history = [*self._row.tokens, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
             row = self._row
             self._scores[node] = sampling.scores(
                 self._logits[node], history, row.prompt_length, row.sampling, row.processors
@@ -57,7 +60,7 @@ class RowTarget:
 
     def uniform(self, node: int, purpose: str) -> float:
         """See the protocol; the token after `node` has the emitted index `row.emitted + depth`."""
-        index = self._row.emitted + self._tree.depths[node]
+        index = self._row.emitted + self.tree.depths[node]
         return sampling.uniform(self._row.seed, self._row.number, index, purpose)
 
     def logprob(self, node: int, token: int) -> TokenLogprob | None:

@@ -1,0 +1,88 @@
+"""Guessing for a batch of rows: the drafters and governors at work, and what they are told afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from shoal.decode.accept import Outcome
+from shoal.decode.recipe import Controller, Drafter, Governor, Proposer, Tick
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.model.kv import KVCache
+from shoal.model.stack import Stack
+
+T = TypeVar("T")
+
+
+class Drafting:
+    """State of all proposers and controllers that the rows' recipes name.
+
+    Args:
+        stack: the target model.
+        cache: its cache; what a drafter leaves there as scratch is rolled back.
+    """
+
+    def __init__(self, stack: Stack, cache: KVCache) -> None:
+        self._stack, self._cache = stack, cache
+        self._drafters: dict[int, Drafter] = {}
+        self._governors: dict[int, Governor] = {}
+
+    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+        """A tree for every row: its root alone, unless its recipe has a proposer and there is room for guesses."""
+        trees = {row.slot: TokenTree.chain(row.tokens[-1:]) for row in rows}
+        limits = self._limits(rows)
+        for drafter, group in _grouped(rows, lambda row: row.recipe.proposer, self._drafter):
+            allowed = [limits[row.slot] for row in group]
+            if any(allowed):
+                try:
+                    guesses = drafter.propose(group, allowed)
+                finally:
+                    for row in group:
+                        self._cache.rollback(row.slot)
+                trees.update((row.slot, tree.cut(most)) for row, tree, most in zip(group, guesses, allowed, strict=True))
+        return [trees[row.slot] for row in rows]
+
+    def observe(self, tick: Tick) -> None:
+        """Tell drafters and governors what became of a tick."""
+        for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
+            if row.recipe.proposer is not None and len(tree) > 1:
+                self._drafter(row.recipe.proposer).observe(row, tree, outcome)
+        for governor, group in _grouped(tick.rows, lambda row: row.recipe.controller, self._governor):
+            governor.observe(_part(tick, group))
+
+    def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
+        limits = {row.slot: row.stop.room - 1 if row.recipe.proposer is not None else 0 for row in rows}
+        for governor, group in _grouped(rows, lambda row: row.recipe.controller, self._governor):
+            for row, most in zip(group, governor.limits(group), strict=True):
+                limits[row.slot] = min(limits[row.slot], most)
+        return limits
+
+    def _drafter(self, proposer: Proposer) -> Drafter:
+        if id(proposer) not in self._drafters:
+            self._drafters[id(proposer)] = proposer.begin(self._stack, self._cache)
+        return self._drafters[id(proposer)]
+
+    def _governor(self, controller: Controller) -> Governor:
+        if id(controller) not in self._governors:
+            self._governors[id(controller)] = controller.begin(self._stack)
+        return self._governors[id(controller)]
+
+
+def _grouped(
+    rows: Sequence[Row], part: Callable[[Row], Any], worker: Callable[[Any], T]
+) -> list[tuple[T, list[Row]]]:
+    """Rows by the part of their recipe, with the worker for it; rows without that part are left out."""
+    parts = {id(p): p for row in rows if (p := part(row)) is not None}
+    return [(worker(one), [row for row in rows if part(row) is one]) for one in parts.values()]
+
+
+def _part(tick: Tick, rows: Sequence[Row]) -> Tick:
+    """The tick as seen by some of its rows."""
+    if len(rows) == len(tick.rows):
+        return tick
+    chosen: list[tuple[Row, TokenTree, Outcome]] = [
+        item for item in zip(tick.rows, tick.trees, tick.outcomes, strict=True) if any(item[0] is row for row in rows)
+    ]
+    some_rows, trees, outcomes = zip(*chosen, strict=True)
+    return Tick(some_rows, trees, outcomes, tick.draft_seconds, tick.target_seconds)
