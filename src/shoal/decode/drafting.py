@@ -40,7 +40,8 @@ class Drafting:
                 finally:
                     for row in group:
                         self._cache.rollback(row.slot)
-                trees.update((row.slot, tree.cut(most)) for row, tree, most in zip(group, guesses, allowed, strict=True))
+                cut = map(TokenTree.cut, guesses, allowed)
+                trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees[row.slot] for row in rows]
 
     def observe(self, tick: Tick) -> None:
@@ -69,9 +70,7 @@ class Drafting:
         return self._governors[id(controller)]
 
 
-def _grouped(
-    rows: Sequence[Row], part: Callable[[Row], Any], worker: Callable[[Any], T]
-) -> list[tuple[T, list[Row]]]:
+def _grouped(rows: Sequence[Row], part: Callable[[Row], Any], worker: Callable[[Any], T]) -> list[tuple[T, list[Row]]]:
     """Rows by the part of their recipe, with the worker for it; rows without that part are left out."""
     parts = {id(p): p for row in rows if (p := part(row)) is not None}
     return [(worker(one), [row for row in rows if part(row) is one]) for one in parts.values()]
