@@ -104,11 +104,14 @@ def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What a Google-style docstring says about each field, on one line."""
-    section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", inspect.getdoc(cls) or "", re.MULTILINE)
+    """What Google-style docstrings, the class's own and those of its bases, say about each field, on one line."""
     entry = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8,}\S.*)*)", re.MULTILINE)
-    found = entry.findall(section.group(1)) if section else []
-    return {name: " ".join(text.split()) for name, text in found}
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        words = inspect.cleandoc(vars(one).get("__doc__") or "")
+        section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", words, re.MULTILINE)
+        found.update(entry.findall(section.group(1)) if section else [])
+    return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def converter(hint: Any) -> Callable[[str], Any]:

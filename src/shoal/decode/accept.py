@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.decode.tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Target(Protocol):
     """What a rule may ask about the target model's opinion at the nodes of one row's tree."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the row takes the most likely token instead of drawing one."""
+        ...
+
     def choice(self, node: int) -> int:
         """The target's own token after `node`: the argmax, or a draw keyed by the emitted index."""
         ...
 
+    def scores(self, node: int) -> Tensor:
+        """Logits [V] after bias, penalties and processors, taken along the node's own path."""
+        ...
+
     def law(self, node: int) -> Tensor:
-        """Probabilities [V] of the token after `node`, penalties taken along the node's own path."""
+        """Probabilities [V] of the token after `node`: what temperature and truncation make of the scores."""
         ...
 
     def uniform(self, node: int, purpose: str) -> float:
         """A uniform number in [0, 1) that depends on seed, row, emitted index and `purpose` alone."""
+        ...
+
+    def draw(self, law: Tensor, node: int, purpose: str) -> int:
+        """A token after `node` from `law` [V], which need not sum to 1, by the uniform number for `purpose`."""
         ...
 
 

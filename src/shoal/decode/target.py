@@ -30,13 +30,18 @@ class RowTarget:
         if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
             self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the row takes the most likely token instead of drawing one."""
+        return self._row.sampling.greedy
+
     def choice(self, node: int) -> int:
         """The argmax, or the draw that the plain loop would make at this place."""
         if self._greedy is not None:
             return self._greedy[node]
-        if self._row.sampling.greedy:
+        if self.greedy:
             return int(sampling.greedy(self.scores(node)))
-        return sampling.draw(self.law(node), self.uniform(node, "sample"))
+        return self.draw(self.law(node), node, "sample")
 
     def logits(self, node: int) -> Tensor:
         """Raw logits [V] after `node`."""
@@ -62,6 +67,10 @@ class RowTarget:
         """See the protocol; the token after `node` has the emitted index `row.emitted + depth`."""
         index = self._row.emitted + self.tree.depths[node]
         return sampling.uniform(self._row.seed, self._row.number, index, purpose)
+
+    def draw(self, law: Tensor, node: int, purpose: str) -> int:
+        """A token from `law` [V] by inverse CDF."""
+        return sampling.draw(law, self.uniform(node, purpose))
 
     def logprob(self, node: int, token: int) -> TokenLogprob | None:
         """Log-probability of `token` after `node`, if the request wants it."""

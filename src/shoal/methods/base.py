@@ -89,7 +89,7 @@ class Method(ABC):
         for option in options:
             if option not in cls.knobs():
                 raise unknown(f"option of {cls.name}", option, cls.knobs())
-        if "inner" in options:
+        if options.get("inner") is not None:
             from shoal.methods import make
 
             options["inner"] = make(options["inner"])

@@ -1,0 +1,75 @@
+"""What all methods that draft have in common: the plan that verifies and the rule that accepts.
+
+Knows no proposer; imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from shoal.decode.lenient import Lenient
+from shoal.decode.recipe import Recipe
+from shoal.decode.rejection import Rejection
+from shoal.decode.typical import Typical
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Proposer, Rule
+    from shoal.types import ModelInfo
+
+RuleName = Literal["match", "rejection", "typical", "lenient"]
+
+
+@dataclass(frozen=True)
+class DraftingMethod(Method):
+    """A method that guesses tokens ahead and lets the target model confirm them.
+
+    A subclass makes its proposer in `recipe` and hands it to `verified`.
+
+    Attributes:
+        inner: the method whose depth plan the target runs; None for full depth.
+        rule: what is kept of a guess: "match" what the target chooses itself, "rejection" as much as the target's law
+            allows; both are exact. "typical" and "lenient" keep more and are lossy.
+        margin: of the rule "lenient": how many nats a kept token may be less likely than the best one; 0 is exact.
+        epsilon: of the rule "typical": the threshold, in (0, 1]; None for 0.09.
+    """
+
+    inner: Method | None = field(default=None, kw_only=True)
+    rule: RuleName = field(default="match", kw_only=True)
+    margin: float | None = field(default=None, kw_only=True)
+    epsilon: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob, owner in (("margin", "lenient"), ("epsilon", "typical")):
+            if getattr(self, knob) is not None and self.rule != owner:
+                raise ValueError(
+                    f"{knob} is {getattr(self, knob)}, but rule is {self.rule!r}; it belongs to rule={owner!r}"
+                )
+        if self.rule == "lenient" and self.margin is None:
+            raise ValueError("rule is 'lenient', but margin is None; give the margin in nats, 0 or more")
+        self.accepting()
+
+    def accepting(self) -> Rule | None:
+        """The rule that the knobs name; None for an exact match."""
+        if self.rule == "rejection":
+            return Rejection()
+        if self.rule == "typical":
+            return Typical() if self.epsilon is None else Typical(self.epsilon)
+        return Lenient(self.margin) if self.margin is not None else None
+
+    def verified(self, proposer: Proposer, info: ModelInfo) -> Recipe:
+        """The inner method's recipe with `proposer` and the rule put in.
+
+        Raises:
+            ValueError: the inner method drafts as well.
+        """
+        recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+        if recipe.proposer is not None and self.inner is not None:
+            raise ValueError(
+                f"inner of {self.name} is {self.inner.name}, which drafts itself; give one that only chooses layers, "
+                "such as d3"
+            )
+        return replace(recipe, proposer=proposer, rule=self.accepting())
