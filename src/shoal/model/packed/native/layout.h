@@ -14,7 +14,7 @@
 #include "simd.h"
 
 #define PANEL 4        /* row blocks that share a tile of activations */
-#define TILE_WORDS 128 /* at most: 4 KiB of activations of 8 tokens, and 8 KiB of weights to pass by before their next use */
+#define TILE_WORDS 64 /* at most: 4 KiB of weights, and 2 KiB of activations for each 8 tokens, stay in the first-level cache */
 
 INLINE int values_per_word(int kind) { return kind == KIND_FP32 ? 1 : kind == KIND_BF16 ? 2 : 4; }
 INLINE int line_bytes(int kind) { return kind == KIND_INT4 ? 32 : 64; }

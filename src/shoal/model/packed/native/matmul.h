@@ -7,11 +7,13 @@
 
 #define SUMS (PANEL * MAX_TOKENS * 2 * LANES) /* floats of the sums of a panel */
 
-typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums);
+typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums, const char *ahead);
 
-#define TILE(kind, tokens)                                                                                               \
-    static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *s) { \
-        tile_##kind(w, p, a, first, x, s, tokens);                                                                       \
+#define TILE(kind, tokens)                                                                                             \
+    static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x,       \
+                                float *sums, const char *ahead) {                                                      \
+        if (ahead) tile_##kind(w, p, a, first, x, sums, ahead, tokens);                                                \
+        else tile_##kind(w, p, a, first, x, sums, NULL, tokens);                                                       \
     }
 #define TILES(kind)                                         \
     TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4) \
@@ -22,12 +24,16 @@ TILES(fp32) TILES(bf16) TILES(int8) TILES(int4)
 
 static Tile *const TILE_TABLE[4][TILE_TOKENS] = {ROW(fp32), ROW(bf16), ROW(int8), ROW(int4)};
 
-/* All tokens with one tile of one row block. */
+/* All tokens with one tile of one row block. The first two of several passes over it fetch one half each of the tile
+   behind it: while they compute, the memory would rest. */
 INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
+    const int bytes = p->words * line_bytes(w->kind);
+    const char *ahead = tokens > TILE_TOKENS ? lines_at(w, p) + bytes : NULL;
     for (int first = 0; first < tokens; first += TILE_TOKENS) {
         const int count = min_int(tokens - first, TILE_TOKENS);
         const int32_t *x = a->words + (int64_t)first * words_of(w) + (int64_t)p->first * width_of(count);
-        TILE_TABLE[w->kind][count - 1](w, p, a, first, x, sums + first * 2 * LANES);
+        TILE_TABLE[w->kind][count - 1](w, p, a, first, x, sums + first * 2 * LANES, ahead);
+        ahead = ahead && first == 0 ? ahead + bytes / 2 : NULL;
     }
 }
 

@@ -11,8 +11,9 @@ INLINE __m512 add_word(__m512 sum, __m512i row, int32_t word, const int bf16) {
                 : _mm512_fmadd_ps(_mm512_castsi512_ps(row), _mm512_castsi512_ps(x), sum);
 }
 
-/* Add the products of one tile to sums [T][2][16]; T and `bf16` are known to the compiler. */
-INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const int T, const int bf16) {
+/* Add the products of one tile to sums [T][2][16] and fetch half as much from `ahead`, unless that is NULL; T and `bf16`
+   are known to the compiler. */
+INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int T, const int bf16) {
     const int W = width_of(T);
     __m512 even[8], odd[8];
     UNROLL for (int t = 0; t < T; t++) {
@@ -21,6 +22,7 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
     }
     for (int64_t k = 0; k < words; k += 2) {
         __m512i row = _mm512_load_si512(lines + k * 64), next = _mm512_load_si512(lines + k * 64 + 64);
+        if (ahead) _mm_prefetch(ahead + k * 32, _MM_HINT_T0);
         UNROLL for (int t = 0; t < T; t++) even[t] = add_word(even[t], row, x[k * W + t], bf16);
         UNROLL for (int t = 0; t < T; t++) odd[t] = add_word(odd[t], next, x[(k + 1) * W + t], bf16);
     }
@@ -30,14 +32,16 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
     }
 }
 
-INLINE void tile_fp32(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+INLINE void tile_fp32(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
+                      const char *ahead, const int T) {
     (void)a, (void)first;
-    tile_float(lines_at(w, p), x, p->words, sums, T, 0);
+    tile_float(lines_at(w, p), x, p->words, sums, ahead, T, 0);
 }
 
-INLINE void tile_bf16(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+INLINE void tile_bf16(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
+                      const char *ahead, const int T) {
     (void)a, (void)first;
-    tile_float(lines_at(w, p), x, p->words, sums, T, 1);
+    tile_float(lines_at(w, p), x, p->words, sums, ahead, T, 1);
 }
 
 #endif

@@ -26,8 +26,10 @@ INLINE void add_group(const Groups *groups, const uint16_t *scales, int64_t g, c
     }
 }
 
-/* Add the products of one tile to sums [T][2][16], of which these kernels use the first half. */
-INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+/* Add the products of one tile to sums [T][2][16], of which these kernels use the first half, and fetch half as much from
+   `ahead`, unless that is NULL. */
+INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
+                      const char *ahead, const int T) {
     enum { WORDS = GROUP_INT8 / 4 };
     const int W = width_of(T), count = p->words / WORDS;
     const Groups groups = groups_at(a, first, p->first / WORDS);
@@ -40,6 +42,7 @@ INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int fi
         UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
         UNROLL for (int j = 0; j < WORDS; j++) {
             __m512i row = _mm512_load_si512(lines + j * 64);
+            if (ahead && j % 2) _mm_prefetch(ahead + (g * WORDS + j) * 32, _MM_HINT_T0);
             UNROLL for (int t = 0; t < T; t++)
                 part[t] = _mm512_dpbusd_epi32(part[t], row, _mm512_set1_epi32(x[j * W + t]));
         }
@@ -48,7 +51,8 @@ INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int fi
     UNROLL for (int t = 0; t < T; t++) _mm512_store_ps(sums + 2 * t * LANES, sum[t]);
 }
 
-INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const int T) {
+INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
+                      const char *ahead, const int T) {
     enum { WORDS = GROUP_INT4 / 4, HALF = WORDS / 2 };
     const int W = width_of(T), count = p->words / WORDS;
     const Groups groups = groups_at(a, first, p->first / WORDS);
@@ -62,6 +66,7 @@ INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int fi
         UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
         UNROLL for (int j = 0; j < HALF; j++) {
             __m512i both = _mm512_load_si512(lines + j * 64);
+            if (ahead && j % 2) _mm_prefetch(ahead + (g * HALF + j) * 32, _MM_HINT_T0);
             __m512i low = _mm512_and_si512(both, nibble), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
             UNROLL for (int t = 0; t < T; t++) {
                 part[t] = _mm512_dpbusd_epi32(part[t], low, _mm512_set1_epi32(x[j * W + t]));
