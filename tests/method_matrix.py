@@ -10,6 +10,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -28,4 +29,6 @@ MATRIX: tuple[Method, ...] = (
     EarlyExit(3),
     ShortGPT(removed=0),
     ShortGPT(removed=2),
+    PromptLookup(min_ngram=1),
+    PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
 )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.methods.d3 import D3
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
+    from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -33,6 +34,7 @@ __all__ = [
     "Full",
     "Method",
     "ModelInfo",
+    "PromptLookup",
     "Recipe",
     "Result",
     "Sampling",
@@ -55,6 +57,7 @@ _HOME = {
     "Full": "shoal.methods.full",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
+    "PromptLookup": "shoal.methods.prompt_lookup",
     "Recipe": "shoal.decode.recipe",
     "Result": "shoal.types",
     "Sampling": "shoal.types",

@@ -21,6 +21,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -33,6 +34,7 @@ SHIPPED = {
     "unified_layer_skipping": UnifiedLayerSkipping,
     "early_exit": EarlyExit,
     "shortgpt": ShortGPT,
+    "prompt_lookup": PromptLookup,
 }
 CONFIGURED = [
     Full(),
@@ -43,6 +45,7 @@ CONFIGURED = [
     UnifiedLayerSkipping(2),
     EarlyExit(7),
     ShortGPT(3),
+    PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
 ]
 
 

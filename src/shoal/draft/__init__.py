@@ -1,0 +1,1 @@
+"""Proposers: who guesses tokens ahead."""

@@ -1,0 +1,28 @@
+"""State that a drafter keeps for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+
+T = TypeVar("T")
+
+
+class PerRow(Generic[T]):
+    """What `make` makes of each row, made when it is first asked for and forgotten after the row has ended."""
+
+    def __init__(self, make: Callable[[Row], T]) -> None:
+        self._make = make
+        self._kept: dict[int, tuple[Row, T]] = {}
+
+    def __getitem__(self, row: Row) -> T:
+        if id(row) not in self._kept:
+            self._kept = {key: entry for key, entry in self._kept.items() if entry[0].finish_reason is None}
+            self._kept[id(row)] = row, self._make(row)
+        return self._kept[id(row)][1]
+
+    def __len__(self) -> int:
+        return len(self._kept)
