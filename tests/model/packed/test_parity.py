@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from backends import (
 from drive import gap, prompt, stack_of
 from families import WINDOW, fingerprint, tiny
 from packed_variants import DYNAMIC, LLAMA3, LONGROPE, VARIANTS, YARN
+from shared_models import BABY, GSM16, STORIES, load_model, needs_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
@@ -41,6 +43,7 @@ CHUNKS = {
     "shorter than the window": (WINDOW - 3,),
     "just the window": (WINDOW, 1),
 }
+executors = pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
 variants = pytest.mark.parametrize("variant", VARIANTS)
 fast_backends = pytest.mark.parametrize("backend", (TORCH, NATIVE), ids=lambda backend: backend.name)
 
@@ -77,21 +80,49 @@ def test_positions_far_beyond_the_first_table(backend: Backend, changes: dict[st
     assert gap(logits, own(reference("llama", **changes), ids)) <= backend.exact
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
+@executors
 @variants
 def test_fp32_is_as_good_as_transformers_own(variant: str, kernels: bool) -> None:
+    """Both against the same weights in fp64, which is the only fair judge here.
+
+    These weights magnify rounding: transformers' own logits are 2e-6 to 9e-6 off, some prompts' 2e-5. Another order
+    of sums is as far from them as both are from the truth, taken together.
+    """
     family, changes = VARIANTS[variant]
     if kernels:
         NATIVE.stack(family, **changes)
-    model, ids = tiny(family, dtype=torch.float32, **changes), prompt(40, 3)
-    stack, truth, theirs = packed(model, kernels=kernels), own(reference(family, **changes), ids), own(model, ids)
-    for sizes in (CHUNKS["at once"], CHUNKS["chunks"]):
-        ours = chunked_logits(stack, ids, sizes)
-        assert rms(ours, theirs) <= (2e-5 if kernels else 1e-5)  # the kernels add up in another order
-        assert rms(ours, truth) <= 1.5 * rms(theirs, truth) + 1e-6
+    ours, theirs, apart = [], [], []
+    for seed in range(2):
+        model = tiny(family, seed, torch.float32, **changes)
+        stack, exact = packed(model, kernels=kernels), _widened(model, tiny(family, seed, **changes))
+        for ids in (prompt(40, number) for number in range(3)):
+            truth, own_logits = own(exact, ids), own(model, ids)
+            logits = chunked_logits(stack, ids, CHUNKS["chunks"])
+            ours.append(rms(logits, truth))
+            theirs.append(rms(own_logits, truth))
+            apart.append(rms(logits, own_logits))
+    assert median(ours) <= 1.2 * median(theirs)
+    assert median(apart) <= max(1e-5, 1.5 * median(theirs))
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
+@executors
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in (STORIES, BABY, GSM16)])
+def test_fp32_on_trained_models(name: str, kernels: bool) -> None:
+    """Trained weights do not magnify rounding: transformers' logits are 1e-6 off at most, and so are ours."""
+    if kernels and not native.available():
+        pytest.skip(f"the native kernels do not run here: {native.why_not()}")
+    model = load_model(name)
+    stack, exact = packed(model, kernels=kernels), with_exact_norms(load_model(name, torch.float64))
+    for seed in range(3):
+        ids = prompt(60, seed, model.config.vocab_size)
+        truth, theirs = own(exact, ids), own(model, ids)
+        ours = chunked_logits(stack, ids, (5, 20, 1, 31, 3))
+        assert rms(ours, theirs) <= 1e-5
+        assert rms(ours, truth) <= 1.5 * rms(theirs, truth)
+        assert gap(ours, theirs) <= 1e-5 * float(theirs.abs().max())
+
+
+@executors
 @pytest.mark.parametrize("family", PACKED)
 def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None:
     """Both against the same weights in fp64, over several models, since one alone may be lucky."""
@@ -100,18 +131,18 @@ def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None
     ours, theirs = [], []
     for seed in range(4):
         half, ids = tiny(family, seed, torch.bfloat16, 3), prompt(40, seed)
-        truth = own(_widened(family, seed), ids)
+        truth = own(_widened(half, tiny(family, seed, layers=3)), ids)
         ours.append(rms(chunked_logits(packed(half, kernels=kernels), ids, CHUNKS["chunks"]), truth))
         theirs.append(rms(own(half, ids), truth))
     assert 1e-3 < sum(theirs) / 4 < 0.2
     assert sum(ours) <= 1.2 * sum(theirs)
 
 
-def _widened(family: str, seed: int) -> Any:
-    """The fp64 model whose weights are those of the bf16 one."""
-    model = with_exact_norms(tiny(family, seed, layers=3))
-    model.load_state_dict(tiny(family, seed, torch.bfloat16, 3).state_dict())
-    return model
+def _widened(model: Any, exact: Any) -> Any:
+    """A copy of `exact`, an fp64 model, with the weights of `model`."""
+    twin = with_exact_norms(exact)
+    twin.load_state_dict(model.state_dict())
+    return twin
 
 
 @pytest.mark.parametrize(("changes", "kind"), [(DYNAMIC, "dynamic"), (LONGROPE, "longrope")])
