@@ -20,6 +20,7 @@ OVERHEAD, LAYER, KV, TOKEN = 4e-3, 2e-3, 5e-6, 1e-3
 def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny Llama; every forward moves the clock on by what its work is said to cost."""
     made, now = engine_for(llama), [0.0]
+    made.slowness = lambda seconds: 1.0
     forward = made.stack.forward
 
     def timed(feeds: Sequence[Any], cache: Any, tap: Any = None) -> Any:
@@ -28,7 +29,7 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
             now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in feeds)
         else:
             read = sum(attended(feed.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in feeds)
-            now[0] += OVERHEAD + LAYER * feed.plan.depth(step) + KV * read
+            now[0] += (OVERHEAD + LAYER * feed.plan.depth(step) + KV * read) * made.slowness(now[0])
         return forward(feeds, cache, tap)
 
     monkeypatch.setattr(made.stack, "forward", timed)
@@ -61,3 +62,9 @@ def test_prompts_leave_room_in_the_context(engine: Any) -> None:
     engine.stack.max_positions = cost._MOST + 30
     card = cost.measure(engine, contexts=(8, 4000), seconds=0.01)
     assert [length for length, _ in card.prefill] == [8, 30]
+
+
+def test_a_machine_that_wanders_is_slower_for_every_depth_alike(engine: Any) -> None:
+    engine.slowness = lambda seconds: 2.0 if int(seconds / 0.7) % 2 else 1.0
+    card = cost.measure(engine, contexts=(8, 40), seconds=0.5)
+    assert (card.head_seconds + card.overhead_seconds) / card.layer_seconds == pytest.approx(OVERHEAD / LAYER, rel=0.1)

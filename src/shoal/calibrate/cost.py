@@ -1,10 +1,14 @@
-"""Measure an engine's cost card: whole ticks of its loop at a few constant depths and two context lengths."""
+"""Measure an engine's cost card: whole ticks of its loop at a few constant depths and two context lengths.
+
+The cases take turns, tick by tick: a machine whose memory is slower for a while is then slower for all of them.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -32,7 +36,7 @@ def measure(
         rows: prompts that decode together.
         contexts: prompt lengths. All depths are measured at the first, full depth also at the others.
         shares: depths as shares of the layers.
-        seconds: how long to decode for each measurement.
+        seconds: how long to decode for each case.
 
     Raises:
         ValueError: fewer than two depths.
@@ -43,31 +47,55 @@ def measure(
     longest = max(2, limit - _MOST) if limit is not None else None
     lengths = sorted({length if longest is None else min(length, longest) for length in contexts})
     cases = [(lengths[0], depth) for depth in depths] + [(length, layers) for length in lengths[1:]]
-    _time(engine, rows, lengths[0], layers, 0.0)
-    observations, prefill = [], dict[int, float]()
-    for length, depth in cases:
-        first, observation = _time(engine, rows, length, depth, seconds)
-        prefill[length] = min(first, prefill.get(length, first))
-        observations.append(observation)
-    return CostCard.fit(observations, engine.stack.windows, engine.stack.head_layers, list(prefill.items()), rows)
+    with ExitStack() as open_streams:
+        courses = [open_streams.enter_context(_Course(engine, rows, length, depth)) for length, depth in cases]
+        _take_turns(courses, seconds * len(courses))
+    prefill = [(length, min(c.first for c in courses if c.length == length)) for length in lengths]
+    observations = [course.observation() for course in courses]
+    return CostCard.fit(observations, engine.stack.windows, engine.stack.head_layers, prefill, rows)
 
 
-def _time(engine: Engine, rows: int, length: int, depth: int, seconds: float) -> tuple[float, Observation]:
-    """Time to the first token, and the median of the ticks after it."""
-    prompts = [[(7 * position + row) % engine.stack.vocab_size for position in range(length)] for row in range(rows)]
-    method = EarlyExit(exit_layer=depth)
-    ticks: list[float] = []
+def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
+    """A tick of each in turn, for so long, after one round that does not count."""
+    for course in courses:
+        course.tick()
+        course.ticks.clear()
     start = time.perf_counter()
-    with engine.stream(prompts, method=method, max_new_tokens=_MOST, ignore_eos=True) as stream:
-        for step in stream:
-            if step.row < rows - 1:
-                continue
-            now = time.perf_counter()
-            ticks.append(now - start)
-            start = now
-            if len(ticks) > _FEWEST and sum(ticks[1:]) >= seconds:
-                break
-    plan: DepthPlan = engine.recipe(method, _MOST).plan
-    middle = length + len(ticks) // 2
-    read = attended(plan, 1, middle, engine.stack.windows)
-    return ticks[0], Observation(plan.depth(1), read, statistics.median(ticks[1:]))
+    for done in range(_MOST - 3):
+        if done >= _FEWEST and time.perf_counter() - start >= seconds:
+            break
+        for course in courses:
+            course.tick()
+
+
+class _Course(AbstractContextManager["_Course"]):
+    """One case under way: `rows` prompts of one length, decoded at one depth.
+
+    Attributes:
+        first: seconds until the first tokens.
+        ticks: seconds of each tick after that.
+    """
+
+    def __init__(self, engine: Engine, rows: int, length: int, depth: int) -> None:
+        self.length, self.rows, self.ticks = length, rows, list[float]()
+        self._engine, self._method = engine, EarlyExit(exit_layer=depth)
+        prompts = [[(7 * place + row) % engine.stack.vocab_size for place in range(length)] for row in range(rows)]
+        self._stream = engine.stream(prompts, method=self._method, max_new_tokens=_MOST, ignore_eos=True)
+        self.tick()
+        self.first = self.ticks.pop()
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def tick(self) -> None:
+        """Time a step of all rows."""
+        start = time.perf_counter()
+        for _ in range(self.rows):
+            next(self._stream)
+        self.ticks.append(time.perf_counter() - start)
+
+    def observation(self) -> Observation:
+        """The median tick."""
+        plan: DepthPlan = self._engine.recipe(self._method, _MOST).plan
+        read = attended(plan, 1, self.length + len(self.ticks) // 2, self._engine.stack.windows)
+        return Observation(plan.depth(1), read, statistics.median(self.ticks))
