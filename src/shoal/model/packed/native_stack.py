@@ -22,7 +22,7 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import Feed, Tap, mark_shallow
 
-LIMIT = 32
+LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
