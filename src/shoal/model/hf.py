@@ -123,10 +123,10 @@ class HFStack:
 
 
 def positions(feed: Feed, cache: KVCache, first: int, last: int, width: int) -> list[int]:
-    """Positions of nodes first..last-1, padded to `width` by the last one."""
+    """Positions of tokens first..last-1, padded to `width` by the last one."""
     base = cache.positions[feed.row]
-    depths = range(first, last) if feed.depths is None else feed.depths[first:last]
-    places = [base + depth for depth in depths]
+    nodes = feed.nodes[first:last]
+    places = [base + (node if feed.depths is None else feed.depths[node]) for node in nodes]
     return places + places[-1:] * (width - len(places))
 
 
@@ -219,8 +219,8 @@ class _Call:
             RowView(
                 base=self.cache.positions[self.feeds[i].row],
                 start=start,
-                first=piece.first[i],
-                last=piece.last[i],
+                first=self.feeds[i].fed + piece.first[i],
+                last=self.feeds[i].fed + piece.last[i],
                 parents=self.feeds[i].parents,
                 depths=self.feeds[i].depths,
             )

@@ -57,8 +57,8 @@ def mask(rows: Sequence[RowView], window: int | None, device: torch.device, squa
 
 
 def _unmasked(rows: Sequence[RowView], window: int | None) -> bool:
-    """One query per row, no padding between rows, nothing outside the window."""
-    if any(row.last - row.first != 1 or row.first != 0 for row in rows):
+    """One query per row that sees all nodes before it, no padding between rows, nothing outside the window."""
+    if any(row.last - row.first != 1 or (row.first and row.parents is not None) for row in rows):
         return False
     columns = rows[0].columns
     return all(row.columns == columns for row in rows) and (window is None or columns <= window)

@@ -28,10 +28,12 @@ class Feed:
     Attributes:
         row: row of the cache.
         tokens: ids in breadth-first order; node 0 stands at position `cache.positions[row]`.
-        steps: step index of each node, non-decreasing; 0 for tokens of a prompt.
+        steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.
         parents, depths: tree structure, or None for a chain.
-        wanted: how many of the last nodes need logits.
+        wanted: how many of the last tokens need logits.
+        fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
+            tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
     """
 
     row: int
@@ -41,19 +43,25 @@ class Feed:
     parents: Sequence[int] | None = None
     depths: Sequence[int] | None = None
     wanted: int = 1
+    fed: int = 0
+
+    @property
+    def nodes(self) -> range:
+        """The tokens' numbers in the tree."""
+        return range(self.fed, self.fed + len(self.tokens))
 
     def positions(self, base: int) -> list[int]:
-        """Position of each node when node 0 stands at `base`."""
-        return [base + depth for depth in (range(len(self.tokens)) if self.depths is None else self.depths)]
+        """Position of each token when node 0 stands at `base`."""
+        return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
     def running(self, drop_step: int) -> int:
-        """How many of the nodes (a prefix) run a sublayer that is dropped from `drop_step` on."""
+        """How many of the tokens (a prefix) run a sublayer that is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of work of one layer: nodes first[i]..last[i]-1 of feed i run `part` of it."""
+    """A piece of work of one layer: tokens first[i]..last[i]-1 of feed i run `part` of it."""
 
     part: Part
     first: tuple[int, ...]
@@ -61,7 +69,7 @@ class Span:
 
 
 def spans(feeds: Sequence[Feed], layer: int) -> list[Span]:
-    """What `layer` has to do: whole for the nodes that run both sublayers, then one sublayer for those after them."""
+    """What `layer` has to do: whole for the tokens that run both sublayers, then one sublayer for those after them."""
     attention = tuple(feed.running(feed.plan.attention[layer]) for feed in feeds)
     mlp = tuple(feed.running(feed.plan.mlp[layer]) for feed in feeds)
     zero = (0,) * len(feeds)
@@ -113,16 +121,26 @@ class Stack(Protocol):
 
 
 def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache) -> None:
-    """Refuse to run a layer that misses the KV of a position before the nodes it is given; a lone MLP needs none."""
+    """Refuse to run a layer that misses the KV of a node before those that it is given; a lone MLP needs none."""
     if piece.part == "mlp":
         return
-    lengths = cache.layers[layer].lengths
+    store = cache.layers[layer]
     for feed, first, last in zip(feeds, piece.first, piece.last, strict=True):
-        if last > first and lengths[feed.row] != cache.positions[feed.row]:
-            raise RuntimeError(
-                f"layer {layer} holds the KV of {lengths[feed.row]} positions of row {feed.row}, "
-                f"but {cache.positions[feed.row]} precede the tokens it is to run: the depth plan is not nested"
-            )
+        held, scratch = store.lengths[feed.row], store.scratch[feed.row]
+        if last > first and (held, scratch) != (cache.positions[feed.row], feed.fed + first):
+            raise missing_kv(layer, feed, cache)
+
+
+def missing_kv(layer: int, feed: Feed, cache: KVCache) -> RuntimeError:
+    """What is wrong with a feed that runs a layer whose KV has a hole before its tokens."""
+    store, row = cache.layers[layer], feed.row
+    held, needed, what = store.lengths[row], cache.positions[row], "positions"
+    if held == needed:
+        held, needed, what = store.scratch[row], feed.fed, "uncommitted nodes"
+    return RuntimeError(
+        f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens it is to run: "
+        "the depth plan is not nested"
+    )
 
 
 def mark_shallow(feeds: Sequence[Feed], cache: KVCache) -> None:

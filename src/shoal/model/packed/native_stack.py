@@ -20,7 +20,7 @@ from shoal.model.packed.linear import Quant
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.stack import Feed, Tap, mark_shallow
+from shoal.model.stack import Feed, Tap, mark_shallow, missing_kv
 
 LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
@@ -85,7 +85,7 @@ class NativeStack(PackedStack):
 
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        if tap is not None or sum(len(feed.tokens) for feed in feeds) > LIMIT:
+        if tap is not None or not _fits(feeds):
             return super().forward(feeds, cache, tap)
         work = self._work(feeds)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
@@ -125,16 +125,16 @@ class NativeStack(PackedStack):
     def _make_room(self, feeds: Sequence[Feed], work: _Work, cache: KVCache) -> list[list[int]] | None:
         """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
         evicted = False
-        places = [(feed.row, cache.positions[feed.row]) for feed in feeds]
+        places = [(feed.row, cache.positions[feed.row], feed.fed) for feed in feeds]
         for layer, counts in zip(work.layers, work.counts, strict=True):
             store, full = cache.layers[layer], False
-            for (row, base), count in zip(places, counts, strict=True):
+            for (row, base, fed), count in zip(places, counts, strict=True):
                 if count:
-                    if store.lengths[row] != base or store.released[row]:
-                        raise _missing(layer, row, base)
-                    full = full or base - store.starts[row] + store.scratch[row] + count > store.capacity
+                    if store.lengths[row] != base or store.scratch[row] != fed or store.released[row]:
+                        raise _refusal(layer, row, feeds, cache)
+                    full = full or base - store.starts[row] + fed + count > store.capacity
             if full:
-                self._enlarge(store, [row for row, _ in places], counts)
+                self._enlarge(store, [row for row, _, _ in places], counts)
             evicted = evicted or (store.window is not None and any(store.starts))
         return [_per_token(feeds, cache.layers[layer].starts) for layer in work.layers] if evicted else None
 
@@ -154,7 +154,7 @@ class NativeStack(PackedStack):
         for feed in feeds:
             ids.extend(feed.tokens)
             positions.extend(feed.positions(cache.positions[feed.row]))
-            nodes.extend(range(len(feed.tokens)))
+            nodes.extend(feed.nodes)
             ancestors.extend(_ancestors(feed))
             wanted.extend(range(len(ids) - feed.wanted, len(ids)))
         rows = [feed.row for feed in feeds for _ in feed.tokens]
@@ -246,11 +246,15 @@ def _flags(feeds: Sequence[Feed], attention: Sequence[int], mlp: Sequence[int]) 
     ]
 
 
-def _missing(layer: int, row: int, positions: int) -> RuntimeError:
-    return RuntimeError(
-        f"layer {layer} does not hold the KV of the {positions} positions before the tokens that row {row} is to run: "
-        "the depth plan is not nested"
-    )
+def _fits(feeds: Sequence[Feed]) -> bool:
+    """Whether there are few enough tokens, and no node is beyond what a token's ancestors can name."""
+    return sum(len(feed.tokens) for feed in feeds) <= LIMIT and all(f.nodes.stop <= native.MAX_NODES for f in feeds)
+
+
+def _refusal(layer: int, row: int, feeds: Sequence[Feed], cache: KVCache) -> RuntimeError:
+    if cache.layers[layer].released[row]:
+        return RuntimeError(f"layer {layer}, whose KV was released in row {row}, was asked to run again")
+    return missing_kv(layer, next(feed for feed in feeds if feed.row == row), cache)
 
 
 def _per_token(feeds: Sequence[Feed], starts: Sequence[int]) -> list[int]:
@@ -258,10 +262,10 @@ def _per_token(feeds: Sequence[Feed], starts: Sequence[int]) -> list[int]:
 
 
 def _ancestors(feed: Feed) -> list[int]:
-    """Per node, the bits of the nodes that it sees."""
+    """Per token, the bits of the nodes that it sees."""
     if feed.parents is None:
-        return [(2 << node) - 1 for node in range(len(feed.tokens))]
+        return [(2 << node) - 1 for node in feed.nodes]
     seen: list[int] = []
     for node, parent in enumerate(feed.parents):
         seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
-    return seen
+    return seen[feed.fed :]

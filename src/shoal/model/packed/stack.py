@@ -132,8 +132,8 @@ class _Pass:
         view = RowView(
             base=self.cache.positions[feed.row],
             start=store.starts[feed.row],
-            first=first,
-            last=last,
+            first=feed.fed + first,
+            last=feed.fed + last,
             parents=feed.parents,
             depths=feed.depths,
         )

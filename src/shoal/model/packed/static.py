@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
     """The key of a forward, or None where it is not of the fixed form.
 
     The form: every row of the cache, in order, with the same number of tokens in a chain; whole layers, the same for
-    all; every token's logits wanted; the KV of all positions before them there, none evicted, released or scratch, in
+    all; every token's logits wanted; the KV of all positions and nodes before them there, none evicted or released, in
     storage that is large enough already. Whatever else a forward is, right or wrong, is left to the flat one.
     """
     queries = len(feeds[0].tokens)
@@ -58,10 +59,11 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
         return None
     stores = [cache.layers[layer] for layer in layers]
     held = [store.keys for store in stores if store.keys is not None]
-    if not held or len(held) < len(stores) or not all(_plain(store, cache) for store in stores):
+    fed = [feed.fed for feed in feeds]
+    if not held or len(held) < len(stores) or not all(_plain(store, cache, fed) for store in stores):
         return None
     storage = tuple(keys.data_ptr() for keys in held)
-    needed = max(cache.positions) + queries
+    needed = max(map(add, cache.positions, fed)) + queries
     room = min(keys.shape[2] for keys in held)
     if room < needed:
         return None
@@ -69,9 +71,9 @@ def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
     return Key(cache.rows, queries, columns, layers, storage)
 
 
-def _plain(store: KVLayer, cache: KVCache) -> bool:
-    """Whether column c of every row holds position c, up to the last committed one."""
-    return store.lengths == cache.positions and not any((*store.starts, *store.scratch, *store.released))
+def _plain(store: KVLayer, cache: KVCache, fed: list[int]) -> bool:
+    """Whether column c of every row holds position c, up to the last one before the tokens."""
+    return store.lengths == cache.positions and store.scratch == fed and not any((*store.starts, *store.released))
 
 
 class StaticStep:

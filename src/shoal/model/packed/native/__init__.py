@@ -9,12 +9,14 @@ from shoal.model.packed.native.arena import Arena
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
+from shoal.model.packed.native.structs import MAX_NODES
 from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack
 
 __all__ = [
     "ATTENTION",
     "Arena",
     "MLP",
+    "MAX_NODES",
     "KVBinding",
     "Kind",
     "NativeBatch",

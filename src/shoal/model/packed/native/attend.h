@@ -49,17 +49,12 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
     }
 }
 
-/* Which of the new nodes token t does not see, as bits of nodes: beside its path, or outside its window. */
-static uint64_t hidden_nodes(const Run *r, const Task *task, int t) {
-    const ShoalBatch *b = r->b;
-    const Segment *s = task->segment;
-    uint64_t hidden = ~b->ancestors[t];
-    if (!task->layer->window) return hidden;
-    for (int i = s->first; i < s->last; i++) {
-        int other = task->chosen->token[i];
-        if (b->position[other] <= b->position[t] - task->layer->window) hidden |= 1ull << b->node[other];
-    }
-    return hidden;
+/* Which nodes token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
+   a path stand at consecutive positions, so a window leaves the last ones. */
+INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t) {
+    uint64_t seen = b->ancestors[t];
+    for (int over = layer->window ? __builtin_popcountll(seen) - layer->window : 0; over > 0; over--) seen &= seen - 1;
+    return ~seen;
 }
 
 /* Columns low..high-1 of a chunk for token number i. */
@@ -75,7 +70,7 @@ static void attend_token(const Worker *w, const Task *task, int i, int low, int 
     const int64_t at = (((int64_t)s->row * m->kv_heads + task->head) * r->b->capacity[task->number] + low) * line;
     Columns c = {.keys = (const char *)r->b->keys[task->number] + at, .values = (const char *)r->b->values[task->number] + at};
     c.columns = high - low, c.dim = m->head_dim, c.scale = m->attention_scale, c.first_node = s->stored - low;
-    c.hidden = high > s->stored ? hidden_nodes(r, task, t) : 0;
+    c.hidden = high > s->stored ? hidden_nodes(r->b, task->layer, t) : 0;
     Attend *attend = attend_for(m->kv_dtype, m->head_dim);
     for (int h = 0; h < group; h += QUERIES) {
         const char *q[QUERIES];

@@ -18,14 +18,16 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 64 tokens, row after row (ascending), each row's tokens in the order of its nodes 0, 1, ...
+    """Up to 64 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
+
+    Nodes before a row's first token are in the cache already, in the columns of nodes.
 
     Attributes:
         ids, positions: of each token.
         rows: cache row of each token.
-        nodes: index of each token within its row's tokens.
+        nodes: index of each token within its row's tree, below 64.
         bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
-        ancestors: per token, bit j says that node j of the same row is visible to it, itself included.
+        ancestors: per token, bit j says that node j of the same row is visible to it: itself and its path to node 0.
         wanted: indices of the tokens whose logits are asked for.
         layers: the layers that run, ascending; None means all.
         active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through

@@ -12,14 +12,16 @@ static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *me
     if (b->base[t] < 0) REFUSE("base[%d] is %d; it must be >= 0", t, b->base[t]);
     const int follows = t && b->row[t] == b->row[t - 1];
     if (t && b->row[t] < b->row[t - 1]) REFUSE("row[%d] is %d after %d; rows must ascend", t, b->row[t], b->row[t - 1]);
-    if (b->node[t] != (follows ? b->node[t - 1] + 1 : 0)) REFUSE("node[%d] is %d; a row's tokens must be its nodes 0, 1, ...", t, b->node[t]);
+    if (follows && b->node[t] != b->node[t - 1] + 1) REFUSE("node[%d] is %d after %d; a row's tokens must be consecutive nodes", t, b->node[t], b->node[t - 1]);
+    if (!WITHIN(b->node[t], 0, MAX_TOKENS - 1)) REFUSE("node[%d] is %d; it must be in [0, %d]", t, b->node[t], MAX_TOKENS - 1);
     if (follows && b->base[t] != b->base[t - 1]) REFUSE("base[%d] is %d; the tokens of a row share one base, here %d", t, b->base[t], b->base[t - 1]);
     const uint64_t own = 1ull << b->node[t];
     if (!(b->ancestors[t] & own)) REFUSE("ancestors[%d] lacks the token's own bit", t);
     if (b->ancestors[t] & ~(own | (own - 1))) REFUSE("ancestors[%d] has a bit above the token's own", t);
-    if (!WITHIN(b->position[t], b->base[t], b->base[t] + b->node[t]))
-        REFUSE("position[%d] is %d; node %d over %d committed positions stands at one of %d..%d", t, b->position[t], b->node[t],
-               b->base[t], b->base[t], b->base[t] + b->node[t]);
+    const int depth = __builtin_popcountll(b->ancestors[t]) - 1;
+    if (b->position[t] != b->base[t] + depth)
+        REFUSE("position[%d] is %d; a node at depth %d over %d committed positions stands at %d", t, b->position[t], depth, b->base[t],
+               b->base[t] + depth);
     return 0;
 }
 

@@ -10,7 +10,7 @@ enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
-#define MAX_TOKENS 64 /* tokens of one forward: a token's ancestors are the bits of one word */
+#define MAX_TOKENS 64 /* tokens of one forward, and nodes of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
 #define GROUP_INT8 64 /* consecutive inputs that share a scale */
 #define GROUP_INT4 32
@@ -44,11 +44,12 @@ typedef struct {
     const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of the head */
 } ShoalModel;
 
-/* Tokens of one row follow one another and are its nodes 0, 1, ... in order; rows ascend. */
+/* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns
+   already. Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
     const int32_t *ids, *position, *row, *node, *base;
-    const uint64_t *ancestors; /* bit j: node j of the same row is visible, itself included */
+    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0 */
     const int32_t *wanted;     /* tokens whose logits are asked for */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */

@@ -7,7 +7,7 @@ from ctypes import POINTER, c_float, c_int32, c_void_p
 
 KINDS = ("fp32", "bf16", "int8", "int4")
 ACTIVATIONS = ("silu", "gelu_tanh")
-MAX_TOKENS = 64
+MAX_TOKENS = MAX_NODES = 64
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
 
