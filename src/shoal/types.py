@@ -6,7 +6,7 @@ Plain frozen dataclasses without torch, so that anything may import them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -85,6 +85,7 @@ class ModelInfo:
             (`influence`, `leave_one_out`); low means cheap to drop.
         order: the removal order that the model's calibration card recommends, if it has one.
         can_split: whether attention and MLP of a layer can be dropped apart.
+        fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
     """
 
     num_layers: int
@@ -93,6 +94,7 @@ class ModelInfo:
     scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     order: str | tuple[int, ...] | None = None
     can_split: bool = False
+    fingerprint: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from shoal.decode.loop import Loop
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
+from shoal.engine import fingerprint
 from shoal.engine.card import Card
 from shoal.engine.memory import naming
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
@@ -71,7 +73,13 @@ class Engine:
             scores=self.card.layer_scores,
             order=self.card.order,
             can_split=self.stack.can_split,
+            fingerprint=lambda: self.fingerprint,
         )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this model from others, whatever the precision it was loaded in."""
+        return fingerprint.of_model(self.model, self.model_name)
 
     @overload
     def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[Options]) -> list[Result]: ...

@@ -53,6 +53,10 @@ class FileSource:
             with safe_open(folder / SINGLE, framework="pt") as file:
                 self._files = dict.fromkeys(file.keys(), folder / SINGLE)
 
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return sorted(self._files)
+
     def has(self, name: str) -> bool:
         """See `Source`."""
         return name in self._files

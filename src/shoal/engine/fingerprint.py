@@ -1,0 +1,71 @@
+"""Tell models apart: a hash of weights that is the same for every precision in which a checkpoint is loaded.
+
+Of each tensor name, shape and a few values enter, so that a large model takes no longer than a small one. A model is
+read from its files where it has some, since loading may rename tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed.source import FileSource, has_safetensors
+
+_VALUES = 16
+
+
+def of_model(model: Any, name: str) -> str:
+    """The fingerprint of a model.
+
+    Args:
+        model: the transformers model, or None where its files are all there is.
+        name: folder or Hub id that it was loaded from; may be neither where there is a model.
+
+    Raises:
+        ValueError: there are neither files nor a model to read.
+    """
+    folder = _folder(name)
+    if folder is not None:
+        files = FileSource(folder)
+        return _hash((key, files[key]) for key in files.names())
+    if model is None:
+        raise ValueError(f"the weights of {name!r} cannot be read again to tell the model from others")
+    return _hash(_unshared(model.state_dict()))
+
+
+def _folder(name: str) -> Path | None:
+    path = Path(name)
+    if path.is_dir():
+        return path if has_safetensors(path) else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError):
+        return None
+    return cached if has_safetensors(cached) else None
+
+
+def _unshared(tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Each storage once, under its first name: files hold tied matrices once too."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+
+def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        flat = tensor.detach().flatten()
+        picked = flat[torch.linspace(0, max(len(flat) - 1, 0), min(_VALUES, len(flat))).long()]
+        values = picked.float().to(torch.bfloat16).view(torch.int16).tolist()
+        digest.update(f"{name}{tuple(tensor.shape)}{values}".encode())
+    return digest.hexdigest()[:16]

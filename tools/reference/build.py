@@ -1,0 +1,103 @@
+"""Build the tokenizer and the token file that `train.py` reads.
+
+    python tools/reference/build.py --data DIR --out DIR --tokens 20000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import corpus
+import templates
+import torch
+from templates.draw import Problem
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+
+SPECIAL = ["<s>", "</s>", "<pad>"]
+PIECES = r" [-+*/=] (?=\$?\d)|\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
+KINDS = ("templates", "gsm8k", "novels")
+SHARES = {"templates": 0.64, "gsm8k": 0.24, "novels": 0.12}
+CONTEXT = 512
+PASSAGE_TOKENS = 256
+
+
+def tokenizer_from(texts: Iterator[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE in which each digit, and each sign of a calculation with its blanks, is a piece of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def _sample(streams: dict[str, Iterator[Problem | str]]) -> Iterator[str]:
+    for kind, count in (("templates", 15_000), ("gsm8k", 8_000), ("novels", 3_000)):
+        for item in itertools.islice(streams[kind], count):
+            yield item if isinstance(item, str) else f"{item.question}\n{item.solution}"
+
+
+def streams(data: Path) -> dict[str, Iterator[Problem | str]]:
+    """The three kinds of training text, each without end."""
+    return {
+        "templates": (templates.trained_problem(seed) for seed in itertools.count()),
+        "gsm8k": corpus.gsm8k_variants(corpus.split(data).known, "train"),
+        "novels": corpus.passages(corpus.novels(data), "train"),
+    }
+
+
+def encode(tokenizer: Tokenizer, item: Problem | str) -> tuple[list[int], int]:
+    """Token ids with `<s>`, for a problem also `</s>`; and the index at which the answer starts (1 for running text)."""
+    if isinstance(item, str):
+        return tokenizer.encode(item).ids[:PASSAGE_TOKENS], 1
+    prompt = tokenizer.encode(item.question + "\n").ids
+    answer = tokenizer.encode(item.solution, add_special_tokens=False).ids
+    return [*prompt, *answer, SPECIAL.index("</s>")], len(prompt)
+
+
+def fill(tokenizer: Tokenizer, kind: str, items: Iterator[Problem | str], budget: int) -> list[tuple[list[int], int, int]]:
+    """Examples (ids, start of the answer, kind) until `budget` tokens are reached; those above CONTEXT are left out."""
+    out, total = [], 0
+    with tqdm(total=budget, desc=kind, unit="tok", unit_scale=True) as bar:
+        while total < budget:
+            ids, start = encode(tokenizer, next(items))
+            if len(ids) <= CONTEXT:
+                out.append((ids, start, KINDS.index(kind)))
+                total += len(ids)
+                bar.update(len(ids))
+    return out
+
+
+def main() -> None:
+    """Write OUT/tokenizer.json and OUT/corpus.pt."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=20_000_000)
+    parser.add_argument("--vocab", type=int, default=2_048)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "tokenizer.json"
+    if not file.exists():
+        tokenizer_from(_sample(streams(args.data)), args.vocab).save(str(file))
+    tokenizer = Tokenizer.from_file(str(file))
+    examples = []
+    for kind, items in streams(args.data).items():
+        examples += fill(tokenizer, kind, items, int(SHARES[kind] * args.tokens))
+    lengths = torch.tensor([len(ids) for ids, _, _ in examples])
+    flat = torch.tensor([token for ids, _, _ in examples for token in ids], dtype=torch.int16)
+    table = {"tokens": flat, "lengths": lengths, "starts": torch.tensor([e[1] for e in examples]), "kinds": torch.tensor([e[2] for e in examples])}
+    torch.save(table, args.out / "corpus.pt")
+    print(f"{len(examples)} examples, {len(flat)} tokens")
+
+
+if __name__ == "__main__":
+    main()
