@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from shoal.control.goodput import Goodput
 from shoal.decode.lenient import Lenient
 from shoal.decode.recipe import Recipe
 from shoal.decode.rejection import Rejection
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
+ControlName = Literal["none", "goodput"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class DraftingMethod(Method):
             allows; both are exact. "typical" and "lenient" keep more and are lossy.
         margin: of the rule "lenient": how many nats a kept token may be less likely than the best one; 0 is exact.
         epsilon: of the rule "typical": the threshold, in (0, 1]; None for 0.09.
+        control: "none" guesses as much as the method's own knobs say, "goodput" as much as pays at the times measured
+            while decoding, which may be nothing. Output under an exact match is the same either way.
     """
 
     inner: Method | None = field(default=None, kw_only=True)
     rule: RuleName = field(default="match", kw_only=True)
     margin: float | None = field(default=None, kw_only=True)
     epsilon: float | None = field(default=None, kw_only=True)
+    control: ControlName = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,4 +77,5 @@ class DraftingMethod(Method):
                 f"inner of {self.name} is {self.inner.name}, which drafts itself; give one that only chooses layers, "
                 "such as d3"
             )
-        return replace(recipe, proposer=proposer, rule=self.accepting())
+        controller = Goodput() if self.control == "goodput" else None
+        return replace(recipe, proposer=proposer, rule=self.accepting(), controller=controller)

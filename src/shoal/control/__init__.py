@@ -1,0 +1,1 @@
+"""How much to guess, and when not to."""

@@ -1,0 +1,135 @@
+"""Draft lengths against brute force, and the governor in a simulated machine whose clock goes by a formula."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.control.acceptance import Acceptance, expected_tokens
+from shoal.control.goodput import Goodput, best_lengths
+from shoal.control.latency import LinearLatency
+from shoal.decode.accept import Outcome
+from shoal.decode.recipe import Tick
+from shoal.decode.tree import TokenTree
+
+
+def line(fixed: float, slope: float) -> LinearLatency:
+    """A latency that was measured to be fixed + slope * size."""
+    made = LinearLatency()
+    for size in (1, 4, 9):
+        made.observe(size, fixed + slope * size)
+    return made
+
+
+def brute_force(rates: list[float], most: int, target: LinearLatency, draft: LinearLatency) -> float:
+    """The best quotient over all combinations of lengths."""
+    best = 0.0
+    for lengths in itertools.product(range(most + 1), repeat=len(rates)):
+        tokens = sum(sum(rate**j for j in range(k + 1)) for rate, k in zip(rates, lengths, strict=True))
+        drafting = draft.seconds(max(lengths)) if any(lengths) else 0.0
+        best = max(best, tokens / (target.seconds(sum(lengths) + len(lengths)) + drafting))
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(0.02, 0.98), min_size=1, max_size=3),
+    st.floats(0.1, 5),
+    st.floats(0, 1),
+    st.floats(0, 2),
+    st.floats(0, 1),
+)
+def test_lengths_are_those_of_brute_force(rates: list[float], c: float, b: float, d0: float, d1: float) -> None:
+    target, draft = line(c, b), line(d0, d1)
+    lengths = best_lengths(rates, 4, target, draft)
+    tokens = sum(expected_tokens(rate, k) for rate, k in zip(rates, lengths, strict=True))
+    drafting = draft.seconds(max(lengths)) if any(lengths) else 0.0
+    reached = tokens / (target.seconds(sum(lengths) + len(lengths)) + drafting)
+    assert reached == pytest.approx(brute_force(rates, 4, target, draft), rel=1e-9)
+
+
+def test_better_guesses_are_never_fewer_and_dearer_tokens_never_more() -> None:
+    free = line(0, 0)
+    by_rate = [best_lengths([rate], 8, line(1, 0.1), free)[0] for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)]
+    by_cost = [best_lengths([0.7], 8, line(1, slope), free)[0] for slope in (0, 0.02, 0.1, 0.3, 1, 3)]
+    assert by_rate == sorted(by_rate) and by_cost == sorted(by_cost, reverse=True)
+    assert by_rate[0] == 0 and by_rate[-1] > 3 and by_cost[0] == 8 and by_cost[-1] == 0
+
+
+def test_the_line_is_found_and_forgets() -> None:
+    made, dice = LinearLatency(), random.Random(1)
+    for _ in range(200):
+        size = dice.randint(1, 9)
+        made.observe(size, (0.05 + 0.002 * size) * dice.uniform(0.95, 1.05))
+    assert made.seconds(1) == pytest.approx(0.052, rel=0.03) and made.seconds(9) == pytest.approx(0.068, rel=0.03)
+    made.observe(5, 40.0)
+    assert made.seconds(5) < 0.08
+    for _ in range(200):
+        made.observe(dice.randint(1, 9), 0.01)
+    assert made.seconds(5) == pytest.approx(0.01, rel=0.02)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_acceptance_is_not_biased_by_rejections(rate: float) -> None:
+    made, dice = Acceptance(fade=1.0), random.Random(2)
+    for _ in range(4000):
+        offered = dice.randint(1, 8)
+        kept = next((i for i in range(offered) if dice.random() >= rate), offered)
+        made.observe(kept, offered)
+    assert made.rate == pytest.approx(rate, abs=0.02)
+
+
+def play(
+    rates: list[float], ticks: int, fixed: float, slope: float, draft: float, change: Any = None
+) -> tuple[float, float]:
+    """(seconds per token with the governor, without guessing) of rows whose guesses are kept at `rates`."""
+    governor, dice = Goodput(most=8).begin(None), random.Random(3)
+    rows: list[Any] = [SimpleNamespace(number=i) for i in range(len(rates))]
+    seconds = tokens = 0.0
+    for number in range(ticks):
+        now = change(number) if change else rates
+        limits = governor.limits(rows)
+        trees = [TokenTree.chain([0] * (1 + most)) for most in limits]
+        kept = [next((i for i in range(k) if dice.random() >= rate), k) for k, rate in zip(limits, now, strict=True)]
+        outcomes = [Outcome(tuple(range(1 + k)), 0) for k in kept]
+        spent = draft * max(limits), fixed + slope * sum(map(len, trees))
+        governor.observe(Tick(rows, trees, outcomes, *spent))
+        seconds, tokens = seconds + sum(spent), tokens + sum(kept) + len(rows)
+    return seconds / tokens, (fixed + slope * len(rows)) / len(rows)
+
+
+def test_where_guessing_never_pays_it_costs_next_to_nothing() -> None:
+    ours, plain = play([0.02], 1000, 1.0, 0.05, 0.3)
+    assert ours / plain < 1.02
+
+
+def test_where_guessing_pays_it_is_used() -> None:
+    ours, plain = play([0.9], 300, 1.0, 0.01, 0.02)
+    best = min((1 + 0.01 * (k + 1) + 0.02 * k) / expected_tokens(0.9, k) for k in range(9))
+    assert ours < plain / 3 and ours == pytest.approx(best, rel=0.1)
+
+
+def test_a_row_that_gave_up_begins_again() -> None:
+    def change(number: int) -> list[float]:
+        return [0.0] if number < 300 else [0.95]
+
+    ours, plain = play([0.0], 1500, 1.0, 0.01, 0.02, change)
+    assert ours < plain / 2
+
+
+def test_rows_are_told_apart() -> None:
+    target, draft = line(1, 0.12), line(0, 0.0)
+    lengths = best_lengths([0.95, 0.05], 6, target, draft)
+    assert lengths[0] >= 3 and lengths[1] == 0
+
+
+@pytest.mark.parametrize("knobs", [{"most": 0}, {"fade": 0.0}, {"fade": 1.5}])
+def test_bad_knobs(knobs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(knobs))):
+        Goodput(**knobs)
