@@ -6,11 +6,14 @@ small and decays steep: each lossy setting changes the number of layers within t
 
 from __future__ import annotations
 
+from drafts import draft_of
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.rsd import RSD
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -31,4 +34,9 @@ MATRIX: tuple[Method, ...] = (
     ShortGPT(removed=2),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
+    DraftModel(draft_of("llama")),
+    DraftModel(draft_of("llama"), branching=(2, 2), rule="rejection"),
+    DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),
+    RSD(draft_of("llama")),
+    RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),
 )

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from shoal.errors import Unsupported
     from shoal.methods.base import Method
     from shoal.methods.d3 import D3
+    from shoal.methods.draft_model import DraftModel
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
     from shoal.methods.prompt_lookup import PromptLookup
+    from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "D3",
+    "RSD",
     "DepthPlan",
+    "DraftModel",
     "EarlyExit",
     "Engine",
     "Full",
@@ -52,12 +56,14 @@ __all__ = [
 _HOME = {
     "D3": "shoal.methods.d3",
     "DepthPlan": "shoal.depth.plan",
+    "DraftModel": "shoal.methods.draft_model",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "PromptLookup": "shoal.methods.prompt_lookup",
+    "RSD": "shoal.methods.rsd",
     "Recipe": "shoal.decode.recipe",
     "Result": "shoal.types",
     "Sampling": "shoal.types",

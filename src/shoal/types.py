@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 _EMPTY: Mapping[int, float] = MappingProxyType({})
@@ -85,6 +85,9 @@ class ModelInfo:
             (`influence`, `leave_one_out`); low means cheap to drop.
         order: the removal order that the model's calibration card recommends, if it has one.
         can_split: whether attention and MLP of a layer can be dropped apart.
+        tokenizer: the model's tokenizer, where it has one.
+        companion: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
+            model; None where there is no engine to work beside.
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
     """
 
@@ -94,6 +97,8 @@ class ModelInfo:
     scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     order: str | tuple[int, ...] | None = None
     can_split: bool = False
+    tokenizer: Any = None
+    companion: Callable[[Any], Any] | None = None
     fingerprint: Callable[[], str] | None = None
 
 

@@ -19,9 +19,11 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods import get, make, names
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.rsd import RSD
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -35,6 +37,8 @@ SHIPPED = {
     "early_exit": EarlyExit,
     "shortgpt": ShortGPT,
     "prompt_lookup": PromptLookup,
+    "draft_model": DraftModel,
+    "rsd": RSD,
 }
 CONFIGURED = [
     Full(),
@@ -46,6 +50,8 @@ CONFIGURED = [
     EarlyExit(7),
     ShortGPT(3),
     PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
+    DraftModel("some/model", branching=(2, 2), rule="rejection"),
+    RSD("some/model", beam=2, inner=D3(alpha=0.9)),
 ]
 
 

@@ -136,7 +136,7 @@ def converter(hint: Any) -> Callable[[str], Any]:
 def _members(hint: Any) -> list[Any]:
     if get_origin(hint) in (Union, UnionType):
         return [member for arg in get_args(hint) for member in _members(arg)]
-    return [hint]
+    return [] if hint is object else [hint]  # a knob that also takes a loaded object takes text for its other types
 
 
 def _width(hint: Any) -> int:

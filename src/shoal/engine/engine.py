@@ -20,6 +20,7 @@ from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine import fingerprint
 from shoal.engine.card import Card
+from shoal.engine.companion import Companions
 from shoal.engine.memory import naming
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.result import result_of
@@ -63,6 +64,7 @@ class Engine:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids, self.card = eos_token_ids, card or Card()
         self._turn = threading.RLock()
+        self._companions = Companions(self)
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""
@@ -73,6 +75,8 @@ class Engine:
             scores=self.card.layer_scores,
             order=self.card.order,
             can_split=self.stack.can_split,
+            tokenizer=self.tokenizer,
+            companion=self._companions,
             fingerprint=lambda: self.fingerprint,
         )
 

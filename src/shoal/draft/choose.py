@@ -1,0 +1,143 @@
+"""From a drafter's logits to guesses: the row's own sampling options applied to somebody else's opinion.
+
+Greedy rows get the drafter's best tokens. Sampled rows get draws without replacement from the drafter's law, each with
+that law for the rules that ask. Logits processors are not applied: they judge the target alone, may be slow, and a
+draft needs no more than a good guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.decode import sampling
+from shoal.decode.row import Row
+
+Purpose = Callable[[int], str]
+"""What the uniform number for the sibling of a rank is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where guesses are wanted: after `words`, which follow the row's tokens.
+
+    Attributes:
+        row: the row.
+        words: guesses on the path from the row's last token to here.
+        purpose: names the uniform numbers of the draws; no two places of one depth may share a name.
+    """
+
+    row: Row
+    words: tuple[int, ...]
+    purpose: Purpose
+
+    @property
+    def depth(self) -> int:
+        """Distance from the row's last token."""
+        return len(self.words)
+
+    def uniform(self, rank: int) -> float:
+        """The number for the sibling of that rank; it belongs to the emitted index that the guess is for."""
+        return sampling.uniform(self.row.seed, self.row.number, self.row.emitted + self.depth, self.purpose(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Siblings in the order in which they were drawn.
+
+    Attributes:
+        tokens: ids, each once.
+        law: probabilities [V] that they were drawn from; None where nothing was drawn.
+        logs: log-probability of each under the drafter, in nats.
+    """
+
+    tokens: tuple[int, ...]
+    law: Tensor | None
+    logs: tuple[float, ...]
+
+
+def followed(rank: int) -> str:
+    """The purpose of a draft that takes the target's own number first: where both laws agree, so do both draws.
+
+    For rules that compare draws. Rejection sampling by these numbers is right only for trees of which no part hangs
+    on another part's draw.
+    """
+    return "sample" if rank == 0 else f"draft {rank}"
+
+
+def independent(place: int) -> Purpose:
+    """The purpose of a draft that shares no number with the target; `place` tells places of one depth apart."""
+    return lambda rank: f"draft {place}.{rank}"
+
+
+def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
+    """Up to `count` guesses at each place; fewer where fewer tokens are possible.
+
+    Args:
+        places: where.
+        logits: [len(places), V], raw.
+        count: siblings per place.
+    """
+    found: list[Guesses | None] = [None] * len(places)
+    for members in _alike(places):
+        chosen = [places[i] for i in members]
+        scores = _scores(chosen, logits if len(members) == len(places) else logits[members])
+        pick = _best if chosen[0].row.sampling.greedy else _drawn
+        for i, guesses in zip(members, pick(chosen, scores, count), strict=True):
+            found[i] = guesses
+    return [guesses for guesses in found if guesses is not None]
+
+
+def _alike(places: Sequence[Place]) -> list[list[int]]:
+    """Places by the sampling options of their rows."""
+    groups: dict[int, list[int]] = {}
+    for i, place in enumerate(places):
+        groups.setdefault(id(place.row.sampling), []).append(i)
+    return list(groups.values())
+
+
+def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
+    """Scores [places, V] after bias and penalties along each place's own path."""
+    options = places[0].row.sampling
+    if not sampling.needs_history(options):
+        return sampling.biased(logits, options)
+    rows = [
+        sampling.scores(values, [*place.row.tokens, *place.words], place.row.prompt_length, options)
+        for place, values in zip(places, logits, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _best(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:
+    logs = scores.float().log_softmax(-1)
+    best = logs.topk(min(count, logs.shape[-1]))
+    table = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [_without_impossible(tokens, values) for tokens, values in table]
+
+
+def _without_impossible(tokens: list[int], logs: list[float]) -> Guesses:
+    real = [i for i, log in enumerate(logs) if log > -torch.inf]
+    return Guesses(tuple(tokens[i] for i in real), None, tuple(logs[i] for i in real))
+
+
+def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:
+    laws = sampling.law_of(scores, places[0].row.sampling)
+    tokens, rest = [], laws
+    possible: list[int] = [count] * len(places) if count == 1 else (laws > 0).sum(-1).clamp(max=count).tolist()
+    for rank in range(max(possible)):
+        drawn = sampling.draws(rest, [place.uniform(rank) for place in places])
+        tokens.append(drawn)
+        if rank + 1 < max(possible):
+            index = torch.tensor(drawn, device=laws.device)[:, None]
+            left = rest.scatter(-1, index, 0.0)
+            # A place with no token left draws on from what it has; those draws are cut off below.
+            rest = torch.where((left > 0).any(-1, keepdim=True), left, rest)
+    columns = torch.tensor(tokens, device=laws.device).T
+    logs = laws.gather(-1, columns).log().tolist()
+    return [
+        Guesses(tuple(row[i] for row in tokens[:size]), laws[i], tuple(logs[i][:size]))
+        for i, size in enumerate(possible)
+    ]

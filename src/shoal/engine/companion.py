@@ -1,0 +1,86 @@
+"""Other models that work beside an engine's own: loaded once, and found to speak the same tokens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import OutOfMemory, Unsupported
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+
+_REMEDY = "Draft with a smaller model of the same family, or with a method that needs no second model"
+
+
+class Companions:
+    """The models that work beside one engine.
+
+    Args:
+        home: the engine; companions are loaded in its dtype and on its device.
+    """
+
+    def __init__(self, home: Engine) -> None:
+        self._home = home
+        self._known: dict[object, tuple[Any, Engine]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, model: Any) -> Engine:
+        """The engine of a companion, made when it is first asked for.
+
+        Args:
+            model: a folder, Hub id or `.gguf` file, or a transformers model, which is not changed.
+
+        Raises:
+            ValueError: it cannot be loaded.
+            Unsupported: its tokens are not those of the home engine's model.
+        """
+        named = isinstance(model, str | os.PathLike)
+        key = os.fspath(model) if named else id(model)
+        with self._lock:
+            if key not in self._known:
+                engine = self._loaded(os.fspath(model)) if named else self._wrapped(model)
+                check_tokens(self._home, engine)
+                self._known[key] = model, engine  # holds the model, so that nobody else gets its id
+            return self._known[key][1]
+
+    def _loaded(self, name: str) -> Engine:
+        from shoal.engine.load import load
+
+        stack = self._home.stack
+        try:
+            return load(name, dtype=stack.dtype, device=stack.device)
+        except OutOfMemory:
+            raise
+        except (ValueError, OSError) as error:
+            raise ValueError(f"the draft model {name!r} cannot be loaded: {error}") from error
+
+    def _wrapped(self, model: Any) -> Engine:
+        from shoal.engine.load import engine_for
+
+        engine = engine_for(model)
+        if engine.stack.device != self._home.stack.device:
+            raise Unsupported(
+                f"a draft model on {engine.stack.device} for a model on {self._home.stack.device}",
+                "logits of both are compared",
+                "Move the draft model there before, with draft.to(...)",
+            )
+        return engine
+
+
+def check_tokens(home: Engine, other: Engine) -> None:
+    """Refuse a model whose token ids do not mean what the home engine's mean.
+
+    Where both have tokenizers these decide, and the heads may be padded to different sizes; else the sizes decide.
+    """
+    name = other.model_name or "the draft model"
+    if home.tokenizer is not None and other.tokenizer is not None:
+        if home.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+            raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
+    elif home.stack.vocab_size != other.stack.vocab_size:
+        raise Unsupported(
+            f"drafting with {name!r}",
+            f"it has {other.stack.vocab_size} tokens and the model {home.stack.vocab_size}, so their ids differ",
+            _REMEDY,
+        )

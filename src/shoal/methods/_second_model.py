@@ -1,0 +1,80 @@
+"""What methods have in common that draft with a second model. Imports no torch before there is an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.errors import Unsupported
+from shoal.methods._drafting import DraftingMethod
+from shoal.methods.base import Method
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Proposer
+    from shoal.draft.shape import Shape
+    from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True, repr=False)
+class SecondModelMethod(DraftingMethod):
+    """A method whose guesses come from a smaller model with the same tokens.
+
+    Attributes:
+        draft: the smaller model: its folder, its Hub id, or a loaded transformers model, which is not changed.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("a draft model with the same tokens",)
+
+    draft: str | object = field(default=None)
+
+    def __repr__(self) -> str:
+        shown = (f"{one.name}={_short(getattr(self, one.name))}" for one in fields(self))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Method.to_dict`; a loaded model has no JSON form."""
+        if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
+            raise Unsupported(
+                f"{self.name} with a loaded {type(self.draft).__name__} as JSON",
+                "a loaded model cannot be written down",
+                "Name the draft model by its folder or Hub id",
+            )
+        return super().to_dict()
+
+    def proposing(self, info: ModelInfo, shape: Shape) -> Proposer:
+        """The draft model as a proposer of trees of that shape.
+
+        Raises:
+            ValueError: no draft model was named, or it cannot be loaded.
+            Unsupported: it cannot draft for this model.
+        """
+        if info.companion is None:
+            return Absent()
+        from shoal.draft.model import ModelProposer
+
+        engine = self.companion(info)
+        follow = self.rule != "rejection"
+        return ModelProposer(engine.stack, shape, follow, engine.model_name or "the draft model")
+
+    def companion(self, info: ModelInfo) -> Any:
+        """The draft model's engine."""
+        assert info.companion is not None
+        if self.draft is None:
+            raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
+        return info.companion(self.draft)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands for a draft model where there is no engine to load it: when a method is only described or planned."""
+
+    def begin(self, stack: Any, cache: Any) -> Any:
+        """Refuses."""
+        raise Unsupported("drafting with a second model", "there is no engine to load it", "Use Engine.generate")
+
+
+def _short(value: object) -> str:
+    """A knob as it is shown: what is not a plain value by its type."""
+    plain = value is None or isinstance(value, str | int | float | tuple | os.PathLike | Method)
+    return repr(value) if plain else f"<{type(value).__name__}>"

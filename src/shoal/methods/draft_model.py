@@ -1,0 +1,44 @@
+"""Speculative decoding: a smaller model guesses, the target confirms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.draft.shape import Branching
+from shoal.methods._second_model import SecondModelMethod
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True, repr=False)
+class DraftModel(SecondModelMethod):
+    """A smaller model guesses a few tokens ahead and the target confirms them in one forward.
+
+    The draft model keeps a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled
+    guesses are drawn with the uniform numbers that the target will use, so that equal laws give equal draws; under
+    "rejection" with numbers of their own.
+
+    Attributes:
+        length: tokens to guess at a time.
+        branching: instead of a chain, children per node at each level, such as 3,2,1; then `length` does not count.
+    """
+
+    name: ClassVar[str] = "draft_model"
+    paper: ClassVar[str] = "arXiv 2211.17192"
+
+    length: int = 4
+    branching: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; it must be at least 1 token")
+        self._shape()
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The draft model's guesses, confirmed by the target."""
+        return self.verified(self.proposing(info, self._shape()), info)
+
+    def _shape(self) -> Branching:
+        return Branching((1,) * self.length if self.branching is None else self.branching)
