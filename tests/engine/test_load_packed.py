@@ -226,7 +226,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "names without a prefix": (
         lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
-        "a checkpoint without 'model.layers.0.self_attn.q_proj.weight'",
+        "a checkpoint without 'model.embed_tokens.weight'",
     ),
 }
 

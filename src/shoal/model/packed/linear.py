@@ -17,7 +17,7 @@ Quant = Literal["int8", "int4"]
 GROUP = 32
 """Columns that share a scale in int4."""
 
-_AT_ONCE = 2**22
+_AT_ONCE = 2**20
 _INT4_ROWS, _INT4_BLOCK = 16, 64
 """torch's int4 kernel takes multiples of the first and orders rows in blocks of the second."""
 
@@ -81,17 +81,21 @@ class Quantised:
     """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns.
 
     Multiplied by torch's own weight-only kernels where they take the dtype, else dequantised at every use. Two levels
-    of int4 share a byte; torch's kernel keeps a copy of them in its own order.
+    of int4 share a byte; where torch's kernel has them in its own order, only a table keeps them by rows as well. That
+    kernel also reads a zero point beside every scale.
     """
 
-    def __init__(self, weight: Tensor, quant: Quant) -> None:
+    def __init__(self, weight: Tensor, quant: Quant, *, indexed: bool = False) -> None:
         self.rows, self.columns = weight.shape
-        self._dtype, self._quant = weight.dtype, quant
+        self._dtype, self._device, self._quant = weight.dtype, weight.device, quant
         group = self.columns if quant == "int8" else GROUP
-        levels, self._scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
-        self._kernel = _kernel(levels, self._scales, self.columns, quant)
-        self._stored = levels if quant == "int8" else _paired(levels)
-        self.nbytes = sum(t.numel() * t.element_size() for t in (self._stored, self._scales))
+        levels, scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
+        self._kernel = _kernel(levels, scales, self.columns, quant)
+        self._stored: tuple[Tensor, Tensor] | None = None
+        if quant == "int8" or self._kernel is None or indexed:
+            self._stored = levels if quant == "int8" else _paired(levels), scales
+        per_byte, points = (1, 0) if quant == "int8" else (2, self._kernel is not None)
+        self.nbytes = levels.numel() // per_byte + (1 + points) * scales.numel() * scales.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
@@ -99,11 +103,15 @@ class Quantised:
 
     def dequantised(self) -> Tensor:
         """[rows, columns] in the dtype that the weights came in."""
-        return self._values(self._stored, self._scales)
+        if self._stored is None:
+            return self(torch.eye(self.columns, dtype=self._dtype, device=self._device)).t()
+        return self._values(*self._stored)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self._values(self._stored[ids], self._scales[ids])
+        """See `Linear`; only for matrices made with `indexed`."""
+        assert self._stored is not None
+        levels, scales = self._stored
+        return self._values(levels[ids], scales[ids])
 
     def _values(self, stored: Tensor, scales: Tensor) -> Tensor:
         levels = stored if self._quant == "int8" else _parted(stored)
@@ -113,7 +121,7 @@ class Quantised:
 
 def _paired(levels: Tensor) -> Tensor:
     """Levels -7..7 [..., even] as uint8 [..., half]: 8 is added; even columns in the low half of a byte."""
-    raised = (levels + 8).to(torch.uint8)
+    raised = (levels + 8).view(torch.uint8)
     return raised[..., ::2] | raised[..., 1::2] << 4
 
 
@@ -135,8 +143,10 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
         return lambda x: torch._weight_int8pack_mm(x, matrix, factors)
     if len(levels) % _INT4_ROWS:
         return None
-    pieces = levels.flatten(1).split(_INT4_BLOCK * max(1, _AT_ONCE // (_INT4_BLOCK * columns)))
-    packed = torch.cat([torch._convert_weight_to_int4pack_for_cpu((p + 8).to(torch.int32), 1) for p in pieces])
+    packed = levels.new_empty(len(levels), columns // 2, dtype=torch.uint8)
+    for part in _parts(len(levels), columns, _INT4_BLOCK):
+        raised = (levels[part].flatten(1) + 8).to(torch.int32)
+        packed[part] = torch._convert_weight_to_int4pack_for_cpu(raised, 1)
     pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
     return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
 
@@ -146,9 +156,19 @@ def quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> 
 
     Some rows at a time, since this takes several float32 copies of them.
     """
-    pieces = weight.split(max(1, _AT_ONCE // weight.shape[1]))
-    levels, scales = zip(*(_quantise(piece, group, top, scale_dtype) for piece in pieces), strict=True)
-    return torch.cat(levels), torch.cat(scales)
+    rows, columns = weight.shape
+    groups = -(-columns // group)
+    levels = weight.new_empty(rows, groups, group, dtype=torch.int8)
+    scales = weight.new_empty(rows, groups, dtype=scale_dtype)
+    for part in _parts(rows, columns):
+        levels[part], scales[part] = _quantise(weight[part], group, top, scale_dtype)
+    return levels, scales
+
+
+def _parts(rows: int, columns: int, block: int = 1) -> list[slice]:
+    """Slices of all rows, each of whole blocks and about `_AT_ONCE` entries."""
+    step = block * max(1, _AT_ONCE // (block * columns))
+    return [slice(first, first + step) for first in range(0, rows, step)]
 
 
 def _quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,4 +180,5 @@ def _quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) ->
 
 def pack(weight: Tensor, role: str, quant: Quant | None) -> Linear:
     """Pack `weight` [rows, columns] in its dtype, or quantised."""
-    return Dense(weight, indexed=role == "table") if quant is None else Quantised(weight, quant)
+    indexed = role == "table"
+    return Dense(weight, indexed=indexed) if quant is None else Quantised(weight, quant, indexed=indexed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -82,21 +84,21 @@ class Packer:
 
     def __init__(self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
-        self._pack = pack
+        self._packed_by = pack
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
 
     def weights(self) -> Weights:
-        """Everything, one layer after the other.
+        """Everything, one layer after the other; first the largest matrices, while there is still room.
 
         Raises:
             Unsupported: a tensor is missing, or not what the config says.
         """
         shape = self._shape
-        layers = [self.layer(index) for index in range(shape.num_layers)]
         embedding = self._pack(self._matrix("model.embed_tokens.weight", shape.vocab, shape.hidden), "table")
         head = embedding
         if not shape.tied and self._source.has("lm_head.weight"):
             head = self._pack(self._matrix("lm_head.weight", shape.vocab, shape.hidden), "matrix")
+        layers = [self.layer(index) for index in range(shape.num_layers)]
         return Weights(layers, embedding, head, self._vector("model.norm.weight", shape.hidden))
 
     def layer(self, index: int) -> Layer:
@@ -121,6 +123,11 @@ class Packer:
             down_bias=self._optional(mlp + "down_proj.bias", shape.hidden),
         )
 
+    def _pack(self, matrix: Tensor, role: Role) -> Linear:
+        packed = self._packed_by(matrix, role)
+        _give_back()
+        return packed
+
     def _tensor(self, name: str, *size: int) -> Tensor:
         if not self._source.has(name):
             why = "the packed backend finds weights by the names that transformers gives them"
@@ -143,7 +150,10 @@ class Packer:
         """A matrix of `hidden` columns that the checkpoint holds fused (Phi-3) or in parts, given with their rows."""
         if self._source.has(fused + ".weight"):
             return self._matrix(fused + ".weight", sum(parts.values()), self._shape.hidden)
-        return torch.cat([self._matrix(part + ".weight", rows, self._shape.hidden) for part, rows in parts.items()])
+        whole = torch.empty(sum(parts.values()), self._shape.hidden, dtype=self._dtype, device=self._device)
+        for place, (part, rows) in zip(whole.split(list(parts.values())), parts.items(), strict=True):
+            place.copy_(self._tensor(part + ".weight", rows, self._shape.hidden))
+        return whole
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._tensor(name, size).to(self._device, self._vectors, copy=True)
@@ -155,3 +165,10 @@ class Packer:
         if not any(self._source.has(part + ".bias") for part in parts):
             return None
         return torch.cat([self._vector(part + ".bias", rows) for part, rows in parts.items()])
+
+
+def _give_back() -> None:
+    """Hand freed memory back to the system: glibc would keep the holes that temporaries leave between matrices."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
