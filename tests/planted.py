@@ -43,7 +43,8 @@ class Planted:
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """A tree per row, its depth drawn between 0 and `depth`."""
-        made = [self._one(row, self._random.randint(0, self.depth)) for row in rows]
+        whole = [self._one(row, self._random.randint(0, self.depth)) for row in rows]
+        made = [tree.cut(most) for tree, most in zip(whole, limits, strict=True)]
         self.trees.extend(made)
         return made
 

@@ -138,6 +138,10 @@ class Stats:
         layer_tokens: sum of the layers run over the generated tokens (token 0 at L).
         ideal_speedup: `(L + e) / (mean_layers + e)`, e being the LM head's cost in layers.
         target_forwards: forwards of the model, the prefill's included.
+        draft_forwards: forwards of what guesses ahead; draft_layer_tokens: work of the model's own layers in them.
+        drafted, accepted: guessed tokens, and those of them that were kept.
+        acceptance: share of the guesses kept at each distance from the last certain token, nearest first.
+        tokens_per_forward: generated tokens, corrections and bonus included, per forward after the prefill.
         horizon: the number of tokens over which the depth schedule was laid out.
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
         kv_bytes_saved: what the dropped layers did not store, against every layer storing every position.
@@ -151,12 +155,16 @@ class Stats:
     ideal_speedup: float
     target_forwards: int
     draft_forwards: int
+    draft_layer_tokens: float
     drafted: int
     accepted: int
+    acceptance: tuple[float, ...]
+    tokens_per_forward: float
     horizon: int
     seconds: float
     prefill_seconds: float
     decode_seconds: float
+    draft_seconds: float
     tokens_per_second: float
     kv_bytes_allocated: int
     kv_bytes_used: int

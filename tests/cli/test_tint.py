@@ -24,6 +24,12 @@ def test_the_ends_of_the_ramp_differ_and_the_middle_lies_between(truecolor):
     assert len({colour(ramp.paint("abc", depth)) for depth in (10, 15, 20)}) == 3
 
 
+@pytest.mark.parametrize("depth", [10, 15, 20])
+def test_guesses_have_colours_of_their_own(depth):
+    ramp = tint.Tint(10, 20)
+    assert colour(ramp.paint("abc", depth)) != colour(ramp.paint("abc", depth, guessed=True))
+
+
 @given(DEPTHS, DEPTHS, DEPTHS, st.booleans())
 def test_any_depth_has_a_colour_that_exists(shallow, deep, depth, truecolor):
     kind, *numbers = map(int, colour(tint.Tint(shallow, deep, truecolor).paint("abc", depth)).split(";"))

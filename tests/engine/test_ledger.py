@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
@@ -139,3 +140,21 @@ def test_seconds_add_up() -> None:
     assert stats.prefill_seconds + stats.decode_seconds <= stats.seconds
     assert stats.tokens_per_second == pytest.approx((NEW - 1) / stats.decode_seconds)
     assert engine_for(tiny("llama")).generate(IDS, max_new_tokens=1).stats.tokens_per_second == 0
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_guesses_are_counted_by_their_place(tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(tiny("llama"))
+    truth = engine.generate(IDS, max_new_tokens=NEW).tokens
+    planted = Planted({0: truth}, error=0.3, depth=4, tree=tree)
+    made = engine.recipe("full", NEW)
+    monkeypatch.setattr(engine, "recipe", lambda method, new: replace(made, proposer=planted))
+    result = engine.generate(IDS, max_new_tokens=NEW)
+    stats, fed = result.stats, [one for one in planted.trees if len(one) > 1]
+    deepest = max(one.depths[-1] for one in fed)
+    offered = [sum(one.depths[-1] >= place for one in fed) for place in range(1, deepest + 1)]
+    assert result.tokens == truth and stats.accepted > 0
+    kept = sum(rate * count for rate, count in zip(stats.acceptance, offered, strict=True))
+    assert kept == pytest.approx(stats.accepted)
+    assert stats.tokens_per_forward == (NEW - 1) / (stats.target_forwards - 1) > 1
+    assert stats.drafted == sum(len(one) - 1 for one in fed)

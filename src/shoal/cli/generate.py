@@ -1,6 +1,7 @@
 """Continue a prompt. Text goes to stdout as it is made; a line of figures follows on stderr.
 
-On a terminal the colour of the text is the depth that computed it: blue where every layer ran, sand where fewest did.
+On a terminal the colour of the text is the depth that computed it: blue where every layer ran, sand where fewest did;
+tokens that were guessed ahead and confirmed are green.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.types import Result, Step, TokenLogprob
+    from shoal.types import Result, Stats, Step, TokenLogprob
 
 EXAMPLES = """examples:
   shoal generate "Tom has 3 boxes with 12 pencils each and gives 7 away. How many pencils does he have left?"
@@ -143,7 +144,7 @@ class Tinted(Plain):
 
     def text(self, step: Step) -> str:
         """The step's text between colour codes."""
-        return self.tint.paint(step.text, step.depth)
+        return self.tint.paint(step.text, step.depth, step.from_draft)
 
 
 def _printer(args: argparse.Namespace, engine: Engine) -> Silent:
@@ -159,7 +160,14 @@ def summary(result: Result) -> str:
     ended = "interrupted" if result.finish_reason == "cancelled" else f"ended by {result.finish_reason}"
     return (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
             f"{stats.mean_layers:.2f} of {stats.num_layers} layers on average, "
-            f"ideal speed-up {stats.ideal_speedup:.2f}x, {ended}]")
+            f"ideal speed-up {stats.ideal_speedup:.2f}x, {_guesses(stats)}{ended}]")
+
+
+def _guesses(stats: Stats) -> str:
+    if not stats.drafted:
+        return ""
+    kept = f"{stats.accepted} of {stats.drafted} guesses kept"
+    return f"{stats.tokens_per_forward:.2f} tokens per forward, {kept}, "
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:

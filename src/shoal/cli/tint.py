@@ -1,4 +1,4 @@
-"""Colour of a token by its depth: from deep water to the shallows.
+"""Colour of a token by its depth: from deep water to the shallows; green where it was guessed ahead and kept.
 
 Knows terminals and depths, not engines.
 """
@@ -12,6 +12,8 @@ from typing import TextIO
 
 _DEEP = (96, 150, 235)
 _SHALLOW = (240, 205, 110)
+_DEEP_GUESS = (70, 190, 120)
+_SHALLOW_GUESS = (190, 225, 120)
 _RESET = "\x1b[0m"
 
 
@@ -29,14 +31,15 @@ class Tint:
     deep: float
     truecolor: bool = True
 
-    def paint(self, text: str, depth: float) -> str:
+    def paint(self, text: str, depth: float, guessed: bool = False) -> str:
         """`text` in the colour of `depth`, and back to the terminal's own."""
-        return f"\x1b[38;{self._colour(depth)}m{text}{_RESET}" if text else ""
+        return f"\x1b[38;{self._colour(depth, guessed)}m{text}{_RESET}" if text else ""
 
-    def _colour(self, depth: float) -> str:
+    def _colour(self, depth: float, guessed: bool) -> str:
+        deep, shallow = (_DEEP_GUESS, _SHALLOW_GUESS) if guessed else (_DEEP, _SHALLOW)
         span = self.deep - self.shallow
         share = min(max((self.deep - depth) / span, 0.0), 1.0) if span > 0 else 0.0
-        red, green, blue = (round(a + (b - a) * share) for a, b in zip(_DEEP, _SHALLOW, strict=True))
+        red, green, blue = (round(a + (b - a) * share) for a, b in zip(deep, shallow, strict=True))
         if self.truecolor:
             return f"2;{red};{green};{blue}"
         return f"5;{16 + 36 * _cube(red) + 6 * _cube(green) + _cube(blue)}"

@@ -16,21 +16,25 @@ class RowLedger:
         prefill_tokens: prompt tokens run at full depth (fewer than the prompt's where a cache held the rest).
         prefill_layer_tokens, decode_layer_tokens: layer-tokens of the prompt, and of every later node, kept or not.
         target_forwards: forwards of the target model that held this row, prefill included.
+        prefill_forwards: those of them that read the prompt.
         draft_forwards: forwards of a drafter for this row.
         draft_layer_tokens: layer-tokens that guessing ran through the target's own layers.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
-        accepted_at: how often the guess at each distance from the root was kept.
+        drafted_at: how often there was a guess at each distance from the root.
+        accepted_at: how often one of them was kept.
     """
 
     prefill_tokens: int = 0
     prefill_layer_tokens: float = 0.0
     decode_layer_tokens: float = 0.0
     target_forwards: int = 0
+    prefill_forwards: int = 0
     draft_forwards: int = 0
     draft_layer_tokens: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 
 

@@ -91,8 +91,8 @@ class Loop:
         drafted = time.perf_counter()
         feeds = [_tree_feed(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
         logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
-        for row, feed in zip(self.rows, feeds, strict=True):
-            _count_tree(row, feed)
+        for row, tree, feed in zip(self.rows, trees, feeds, strict=True):
+            _count_tree(row, tree, feed)
         targets = [RowTarget(*item) for item in zip(self.rows, trees, logits, strict=True)]
         outcomes = [row.rule.walk(target.tree, target) for row, target in zip(self.rows, targets, strict=True)]
         done = time.perf_counter()
@@ -144,13 +144,15 @@ def _tree_feed(row: Row, tree: TokenTree) -> Feed:
 
 def _count_prompt(row: Row, tokens: int) -> None:
     row.ledger.target_forwards += 1
+    row.ledger.prefill_forwards += 1
     row.ledger.prefill_tokens += tokens
     row.ledger.prefill_layer_tokens += tokens * row.recipe.plan.num_layers
 
 
-def _count_tree(row: Row, feed: Feed) -> None:
+def _count_tree(row: Row, tree: TokenTree, feed: Feed) -> None:
     row.ledger.target_forwards += 1
-    row.ledger.drafted += len(feed.tokens) - 1
+    row.ledger.drafted += len(tree) - 1
+    row.ledger.drafted_at.update(range(1, tree.depths[-1] + 1))
     row.ledger.decode_layer_tokens += sum(feed.plan.depth(step) for step in feed.steps)
 
 

@@ -32,6 +32,7 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
     new, ledger = len(row.steps), row.ledger
     layer_tokens = sum(step.depth for step in row.steps)
     mean = layer_tokens / new if new else float(info.num_layers)
+    forwards = ledger.target_forwards - ledger.prefill_forwards
     kv = row.bytes or KVBytes(0, 0, 0)
     return Stats(
         prompt_tokens=row.prompt_length,
@@ -42,12 +43,16 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         ideal_speedup=ideal_speedup(info.num_layers, mean, info.head_layers),
         target_forwards=ledger.target_forwards,
         draft_forwards=ledger.draft_forwards,
+        draft_layer_tokens=ledger.draft_layer_tokens,
         drafted=ledger.drafted,
         accepted=ledger.accepted,
+        acceptance=tuple(ledger.accepted_at[at] / count for at, count in sorted(ledger.drafted_at.items())),
+        tokens_per_forward=(new - 1) / forwards if new > 1 and forwards else 0.0,
         horizon=row.recipe.horizon or new,
         seconds=seconds,
         prefill_seconds=clock.prefill_seconds,
         decode_seconds=clock.decode_seconds,
+        draft_seconds=clock.draft_seconds,
         tokens_per_second=(new - 1) / clock.decode_seconds if new > 1 and clock.decode_seconds else 0.0,
         kv_bytes_allocated=kv.allocated,
         kv_bytes_used=kv.used,
