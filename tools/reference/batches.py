@@ -18,7 +18,7 @@ QUESTION_WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [rows, length + 1], the weight of the loss at each target [rows, length], the kind of each row [rows]."""
+    """Token ids [rows, length + 1], weights of the loss at each target [rows, length], kinds of the rows [rows]."""
 
     ids: Tensor
     weights: Tensor
@@ -31,7 +31,9 @@ class Corpus:
 
     def __init__(self, file: Path) -> None:
         table = torch.load(file, weights_only=True)
-        self.tokens, self.lengths, self.starts, self.kinds = (table[key] for key in ("tokens", "lengths", "starts", "kinds"))
+        self.tokens, self.lengths, self.starts, self.kinds = (
+            table[key] for key in ("tokens", "lengths", "starts", "kinds")
+        )
         self.offsets = torch.cat((torch.zeros(1, dtype=torch.long), self.lengths.cumsum(0)))
 
     def plan(self, size: int, seed: int) -> Iterator[list[int]]:

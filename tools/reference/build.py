@@ -1,6 +1,6 @@
 """Build the tokenizer and the token file that `train.py` reads.
 
-    python tools/reference/build.py --data DIR --out DIR --tokens 20000000
+python -m tools.reference.build --data DIR --out DIR --tokens 20000000
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import corpus
-import templates
 import torch
-from templates.draw import Problem
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
+
+from . import corpus, templates
+from .templates.draw import Problem
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 PIECES = r" [-+*/=] (?=\$?\d)|\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
@@ -29,11 +29,16 @@ def tokenizer_from(texts: Iterator[str], vocab: int) -> Tokenizer:
     """Byte-level BPE in which each digit, and each sign of a calculation with its blanks, is a piece of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
@@ -55,7 +60,7 @@ def streams(data: Path) -> dict[str, Iterator[Problem | str]]:
 
 
 def encode(tokenizer: Tokenizer, item: Problem | str) -> tuple[list[int], int]:
-    """Token ids with `<s>`, for a problem also `</s>`; and the index at which the answer starts (1 for running text)."""
+    """Token ids with `<s>`, for a problem also `</s>`; and where the answer starts (1 for running text)."""
     if isinstance(item, str):
         return tokenizer.encode(item).ids[:PASSAGE_TOKENS], 1
     prompt = tokenizer.encode(item.question + "\n").ids
@@ -63,7 +68,9 @@ def encode(tokenizer: Tokenizer, item: Problem | str) -> tuple[list[int], int]:
     return [*prompt, *answer, SPECIAL.index("</s>")], len(prompt)
 
 
-def fill(tokenizer: Tokenizer, kind: str, items: Iterator[Problem | str], budget: int) -> list[tuple[list[int], int, int]]:
+def fill(
+    tokenizer: Tokenizer, kind: str, items: Iterator[Problem | str], budget: int
+) -> list[tuple[list[int], int, int]]:
     """Examples (ids, start of the answer, kind) until `budget` tokens are reached; those above CONTEXT are left out."""
     out, total = [], 0
     with tqdm(total=budget, desc=kind, unit="tok", unit_scale=True) as bar:
@@ -94,7 +101,12 @@ def main() -> None:
         examples += fill(tokenizer, kind, items, int(SHARES[kind] * args.tokens))
     lengths = torch.tensor([len(ids) for ids, _, _ in examples])
     flat = torch.tensor([token for ids, _, _ in examples for token in ids], dtype=torch.int16)
-    table = {"tokens": flat, "lengths": lengths, "starts": torch.tensor([e[1] for e in examples]), "kinds": torch.tensor([e[2] for e in examples])}
+    table = {
+        "tokens": flat,
+        "lengths": lengths,
+        "starts": torch.tensor([e[1] for e in examples]),
+        "kinds": torch.tensor([e[2] for e in examples]),
+    }
     torch.save(table, args.out / "corpus.pt")
     print(f"{len(examples)} examples, {len(flat)} tokens")
 

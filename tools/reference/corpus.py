@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import renumber
-import templates
-from templates.draw import Problem
+from . import renumber
+from .templates.draw import Problem
 
 KNOWN_COUNT = 400
 UNSEEN_COUNT = 1_000

@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from model import Model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from .model import Model
 
 CHAT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}"
@@ -60,7 +61,11 @@ def export(model: Model, tokenizer_file: Path, folder: Path) -> None:
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file), bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
+        tokenizer_file=str(tokenizer_file),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(fresh)

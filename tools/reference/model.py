@@ -1,4 +1,4 @@
-"""A Llama whose layers are stacked in one tensor per kind: quick to train on a CPU, written out in Hugging Face's names."""
+"""A Llama whose layers lie in one tensor per kind, so that an optimizer can treat them all at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,16 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer(
-    x: Tensor, qkv: Tensor, o: Tensor, up: Tensor, down: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+    x: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    up: Tensor,
+    down: Tensor,
+    norms: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    eps: float,
 ) -> Tensor:
     """One decoder layer on the residual stream x [batch, length, hidden]; matrices are [out, in]."""
     batch, length, hidden = x.shape
@@ -60,7 +69,7 @@ def layer(
 
 
 class Model(nn.Module):
-    """Decoder with tied embeddings. Matrices are stacked over layers: `qkv` is [layers, 3 * hidden, hidden], and so on."""
+    """Decoder with tied embeddings; `qkv` is [layers, 3 * hidden, hidden], and so on."""
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Muon for stacks of matrices: momentum made orthogonal by Newton-Schulz steps, all layers at once (Jordan et al. 2024)."""
+"""Muon (Jordan et al. 2024) for stacks of matrices: momentum made orthogonal, all layers at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """GSM8K training problems with new numbers: numbers drawn anew, the chain of calculations evaluated again.
 
-A number stands for one quantity wherever it occurs: in the question, in the calculations `<<a>>` and in the sentences of the
-answer. A problem can be renumbered when every number of its answer is a number of the question, an earlier result, or a
-common constant, and no two quantities share a number.
+A number stands for one quantity wherever it occurs: in the question, in the calculations `<<a>>` and in the sentences
+of the answer. A problem can be renumbered when every number of its answer is a number of the question, an earlier
+result, or a common constant, and no two quantities share a number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from templates.draw import Problem
+from .templates.draw import Problem
 
 CONSTANTS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 24, 30, 52, 60, 100})
 ANY_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -83,7 +83,10 @@ def known(question: str, answer: str) -> Known | None:
 
 def _traceable(problem: Known) -> bool:
     """Whether the chain is right and every number of the answer has one source."""
-    if any(number in problem.given and re.search(rf"\b({word})\b", problem.question, re.I) for number, word in WORDS.items()):
+    if any(
+        number in problem.given and re.search(rf"\b({word})\b", problem.question, re.I)
+        for number, word in WORDS.items()
+    ):
         return False
     names = set(problem.given)
     try:

@@ -1,9 +1,9 @@
 """Train shoal-reference from the token file of `build.py`; stop and start it at will.
 
-    python tools/reference/train.py --data DIR --out DIR --minutes 95
+    python -m tools.reference.train --data DIR --out DIR --minutes 95
 
-The learning rate falls to zero at the end of the budget: `--minutes` of wall clock over all starts, or `--tokens`, whichever is
-spent first. Checkpoints are written every few minutes, at the end, and on SIGTERM.
+The learning rate falls to zero at the end of the budget: `--minutes` of wall clock over all starts, or `--tokens`,
+whichever is spent first. Checkpoints are written every few minutes, at the end, and on SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from batches import Batch, Corpus
-from export import export
-from model import Model, Shape, layer
-from muon import Muon
 from torch import Tensor
+
+from .batches import Batch, Corpus
+from .export import export
+from .model import Model, Shape, layer
+from .muon import Muon
 
 WARMUP = 100
 FLAT = 0.45
@@ -46,7 +47,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=240.0, help="seconds between checkpoints")
-    parser.add_argument("--layer-dropout", type=float, default=0.0, help="rate at the last layer (LayerSkip, 2404.16710)")
+    parser.add_argument(
+        "--layer-dropout", type=float, default=0.0, help="rate at the last layer (LayerSkip, 2404.16710)"
+    )
     parser.add_argument("--early-exit", type=float, default=0.0, help="weight of the early-exit loss (LayerSkip)")
     parser.add_argument("--init", type=Path, help="state.pt of another run whose weights start this one")
     return parser
@@ -82,8 +85,17 @@ class Run:
     def save(self) -> None:
         """Write the state, the curve and a model folder, each of them whole or not at all."""
         out = self.args.out
-        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-        state |= {"step": self.step, "tokens": self.tokens, "spent": self.spent, "curve": self.curve, "shape": asdict(self.model.shape)}
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+        state |= {
+            "step": self.step,
+            "tokens": self.tokens,
+            "spent": self.spent,
+            "curve": self.curve,
+            "shape": asdict(self.model.shape),
+        }
         torch.save(state, out / "state.new")
         os.replace(out / "state.new", out / "state.pt")
         (out / "curve.new").write_text(json.dumps(self.curve))
@@ -126,7 +138,9 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += batch.tokens
-        return {"step": self.step, "tokens": self.tokens, "loss": float(loss.detach()), "scale": scale} | _by_kind(batch, losses)
+        return {"step": self.step, "tokens": self.tokens, "loss": float(loss.detach()), "scale": scale} | _by_kind(
+            batch, losses
+        )
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean weighted loss (with the early-exit part) and the loss of every target [rows, length]."""
@@ -142,10 +156,12 @@ class Run:
 
     def _token_losses(self, x: Tensor, batch: Batch) -> Tensor:
         logits = self.model.logits(x).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none").view_as(batch.weights)
+        return F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none").view_as(
+            batch.weights
+        )
 
     def _run(self, draw: torch.Generator) -> list[bool] | None:
-        """Which layers run in this step: the rate of dropping grows exponentially from 0 to `--layer-dropout` with depth."""
+        """Which layers run in this step: the rate of dropping grows with depth, from 0 to `--layer-dropout`."""
         if not self.args.layer_dropout:
             return None
         depth = torch.arange(self.model.shape.layers) / (self.model.shape.layers - 1)
@@ -156,7 +172,9 @@ class Run:
 def _optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     stacks = [(model.qkv, 3), (model.o, 1), (model.up, 2), (model.down, 1)]
     groups: list[dict[str, object]] = [{"params": [parameter], "blocks": blocks} for parameter, blocks in stacks]
-    rest = torch.optim.AdamW([model.embed, model.norms, model.final], lr=args.lr_rest, betas=(0.9, 0.95), weight_decay=0.0)
+    rest = torch.optim.AdamW(
+        [model.embed, model.norms, model.final], lr=args.lr_rest, betas=(0.9, 0.95), weight_decay=0.0
+    )
     out: list[torch.optim.Optimizer] = [Muon(groups, args.lr, decay=0.01), rest]
     for optimizer in out:
         for group in optimizer.param_groups:
@@ -180,7 +198,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args)
     run.train()
-    print(f"{'stopped' if run.stop else 'finished'} at step {run.step}, {run.tokens} tokens, {run.spent / 60:.1f} minutes")
+    print(
+        f"{'stopped' if run.stop else 'finished'} at step {run.step}, {run.tokens} tokens, {run.spent / 60:.1f} minutes"
+    )
 
 
 if __name__ == "__main__":

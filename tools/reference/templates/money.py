@@ -15,7 +15,11 @@ def shopping(d: Draw) -> Text:
     goods = d.source.sample(sorted(SHOP), d.number(2, 4))
     prices = [d.number(*SHOP[good]) for good in goods]
     counts = [d.number(2, 8) for _ in goods]
-    told = [f"{who} buys " + ", ".join(f"{n} {g}s at ${p} each" for n, g, p in zip(counts, goods, prices, strict=True)) + "."]
+    told = [
+        f"{who} buys "
+        + ", ".join(f"{n} {g}s at ${p} each" for n, g, p in zip(counts, goods, prices, strict=True))
+        + "."
+    ]
     costs = [mul(n, p) for n, p in zip(counts, prices, strict=True)]
     worked = [f"The {n} {g}s cost {c.text} dollars." for n, g, c in zip(counts, goods, costs, strict=True)]
     total = costs[0]
@@ -33,7 +37,7 @@ def shopping(d: Draw) -> Text:
 def wages(d: Draw) -> Text:
     """Hours on two or three days at an hourly wage, less what is spent."""
     who = d.person()
-    days = d.source.sample("Monday Tuesday Wednesday Thursday Friday".split(), d.number(2, 3))
+    days = d.source.sample(["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"], d.number(2, 3))
     hours = [d.number(2, 9) for _ in days]
     rate, spent = d.number(6, 20), d.number(5, 80)
     told = [f"{who} earns ${rate} an hour."]
@@ -61,7 +65,11 @@ def saving(d: Draw) -> Text:
     ]
     missing = sub(price, have)
     answer = div(missing, weekly)
-    return told, [f"{who} still needs {missing.text} dollars.", f"At {weekly} dollars a week that takes {answer.text} weeks."], answer
+    return (
+        told,
+        [f"{who} still needs {missing.text} dollars.", f"At {weekly} dollars a week that takes {answer.text} weeks."],
+        answer,
+    )
 
 
 def profit(d: Draw) -> Text:
@@ -113,7 +121,11 @@ def tickets(d: Draw) -> Text:
     ]
     first, second = mul(adults, dear), mul(children, cheap)
     total = add(first, second)
-    worked = [f"The adults pay {first.text} dollars.", f"The children pay {second.text} dollars.", f"Together they pay {total.text} dollars."]
+    worked = [
+        f"The adults pay {first.text} dollars.",
+        f"The children pay {second.text} dollars.",
+        f"Together they pay {total.text} dollars.",
+    ]
     return told, worked, total
 
 
@@ -148,7 +160,10 @@ def swap(d: Draw) -> Text:
         f"{who} sells {count} {mine} for ${price} each.",
         f"With the money {who.he} buys {other} at ${cost} each. How many {other} does {who.he} get?",
     ]
-    worked = [f"{who} gets {money.text} dollars for the {mine}.", f"A {singular(other)} costs {cost} dollars, so {who.he} gets {answer.text} {other}."]
+    worked = [
+        f"{who} gets {money.text} dollars for the {mine}.",
+        f"A {singular(other)} costs {cost} dollars, so {who.he} gets {answer.text} {other}.",
+    ]
     return told, worked, answer
 
 

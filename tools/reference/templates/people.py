@@ -56,7 +56,11 @@ def ages(d: Draw) -> Text:
     told.append(f"{third} is twice as old as {second}.")
     then = add(double, years)
     told.append(f"How old will {third} be in {years} years?")
-    worked = [f"{second} is {older.text} years old.", f"{third} is {double.text} years old.", f"In {years} years {third} will be {then.text} years old."]
+    worked = [
+        f"{second} is {older.text} years old.",
+        f"{third} is {double.text} years old.",
+        f"In {years} years {third} will be {then.text} years old.",
+    ]
     return told, worked, then
 
 
@@ -69,7 +73,8 @@ def age_sum(d: Draw) -> Text:
     change = mul(3, years)
     then = add(now, change)
     told = [
-        f"{first} is {age} years old. {second} is {older} years older and {third} is {younger} years younger than {first}.",
+        f"{first} is {age} years old. {second} is {older} years older "
+        f"and {third} is {younger} years younger than {first}.",
         f"How old will the three be together in {years} years?",
     ]
     worked = [
@@ -133,19 +138,31 @@ def team_points(d: Draw) -> Text:
     counts = [d.number(2, 12) for _ in range(4)]
     told = [
         f"In a game a short throw gives {small} points and a long throw gives {large} points.",
-        f"{first} makes {counts[0]} short and {counts[1]} long throws. {second} makes {counts[2]} short and {counts[3]} long throws.",
+        f"{first} makes {counts[0]} short and {counts[1]} long throws. "
+        f"{second} makes {counts[2]} short and {counts[3]} long throws.",
     ]
     scores, worked = [], []
     for who, low, high in ((first, counts[0], counts[1]), (second, counts[2], counts[3])):
         one, two = mul(low, small), mul(high, large)
         scores.append(add(one, two))
-        worked.append(f"{who} gets {one.text} points for short throws and {two.text} points for long throws, so {scores[-1].text} points.")
+        worked.append(
+            f"{who} gets {one.text} points for short throws and {two.text} points for long throws, "
+            f"so {scores[-1].text} points."
+        )
     if d.number(0, 1):
         total = add(*scores)
-        return [*told, "How many points do they have together?"], [*worked, f"Together they have {total.text} points."], total
+        return (
+            [*told, "How many points do they have together?"],
+            [*worked, f"Together they have {total.text} points."],
+            total,
+        )
     best, worst = sorted(scores, reverse=True)
     gap = sub(best, worst)
-    return [*told, "By how many points does the better one win?"], [*worked, f"The difference is {gap.text} points."], gap
+    return (
+        [*told, "By how many points does the better one win?"],
+        [*worked, f"The difference is {gap.text} points."],
+        gap,
+    )
 
 
 def collections(d: Draw) -> Text:
@@ -157,7 +174,13 @@ def collections(d: Draw) -> Text:
     part = add(base, two)
     total = add(part, three)
     told = [f"{who} has {base} {first}.", text, other, f"How many things does {who.he} have in all?"]
-    worked = [f"There are {base} {first}.", answer, reply, f"{first.capitalize()} and {second} are {part.text}.", f"With the {third} there are {total.text} things."]
+    worked = [
+        f"There are {base} {first}.",
+        answer,
+        reply,
+        f"{first.capitalize()} and {second} are {part.text}.",
+        f"With the {third} there are {total.text} things.",
+    ]
     return told, worked, total
 
 

@@ -69,8 +69,15 @@ def packing(d: Draw) -> Text:
     if d.number(0, 1):
         price = d.number(2, 12)
         money = mul(needed, price)
-        told[1] = f"The rest are packed into {box} with {each} {things} each, and each {singular(box)} is sold for ${price}. How much money comes in?"
-        worked = [f"There are {rest.text} good {things}.", f"They fill {needed.text} {box}.", f"The {box} bring {money.text} dollars."]
+        told[1] = (
+            f"The rest are packed into {box} with {each} {things} each, and each {singular(box)} is sold for ${price}. "
+            "How much money comes in?"
+        )
+        worked = [
+            f"There are {rest.text} good {things}.",
+            f"They fill {needed.text} {box}.",
+            f"The {box} bring {money.text} dollars.",
+        ]
         return told, worked, money
     return told, [f"There are {rest.text} good {things}.", f"They fill {needed.text} {box}."], needed
 
@@ -86,7 +93,11 @@ def rows(d: Draw) -> Text:
     ]
     people = add(taken, late)
     empty = sub(seats, people)
-    worked = [f"The hall has {seats.text} seats.", f"There are {people.text} people.", f"So {empty.text} seats stay empty."]
+    worked = [
+        f"The hall has {seats.text} seats.",
+        f"There are {people.text} people.",
+        f"So {empty.text} seats stay empty.",
+    ]
     return told, worked, empty
 
 
@@ -100,7 +111,11 @@ def machine(d: Draw) -> Text:
     ]
     first, second = mul(hours, fast), mul(hours + more, slow)
     total = add(first, second)
-    worked = [f"The first machine makes {first.text} {things}.", f"The second machine makes {second.text} {things}.", f"Together they make {total.text} {things}."]
+    worked = [
+        f"The first machine makes {first.text} {things}.",
+        f"The second machine makes {second.text} {things}.",
+        f"Together they make {total.text} {things}.",
+    ]
     return told, worked, total
 
 
@@ -122,7 +137,11 @@ def farm(d: Draw) -> Text:
     sold = d.number(2, 30)
     left = sub(whole, sold)
     told += [f"The farmer sells {sold} animals. How many animals are left?"]
-    worked = [f"Hens and cows are {some.text}.", f"With the goats there are {whole.text} animals.", f"After the sale {left.text} animals are left."]
+    worked = [
+        f"Hens and cows are {some.text}.",
+        f"With the goats there are {whole.text} animals.",
+        f"After the sale {left.text} animals are left.",
+    ]
     return told, worked, left
 
 
@@ -171,7 +190,11 @@ def garden(d: Draw) -> Text:
         f"{who} has {beds} beds with {each} {plant} each and {extra} {plant} in pots.",
         f"In winter {dead} of the {plant} die. How many {plant} live on?",
     ]
-    worked = [f"In the beds there are {first.text} {plant}.", f"With the pots there are {second.text} {plant}.", f"After the winter {left.text} {plant} live on."]
+    worked = [
+        f"In the beds there are {first.text} {plant}.",
+        f"With the pots there are {second.text} {plant}.",
+        f"After the winter {left.text} {plant} live on.",
+    ]
     return told, worked, left
 
 

@@ -44,7 +44,9 @@ def packs(d: Draw, who: Person, things: str, have: int) -> tuple[str, str, Sum]:
     count, each, box = d.number(2, 9), d.number(2, 12), d.pick(BOXES)
     more = mul(count, each)
     now = add(have, more)
-    told = d.pick([f"{who.He} buys {count} {box} with {each} {things} each.", f"{who.He} buys {count} {box} of {each} {things}."])
+    told = d.pick(
+        [f"{who.He} buys {count} {box} with {each} {things} each.", f"{who.He} buys {count} {box} of {each} {things}."]
+    )
     return told, f"The {count} {box} hold {more.text} {things}. {_now(d, who, things, now)}", now
 
 
@@ -90,7 +92,10 @@ def splits(d: Draw, who: Person, things: str, have: int) -> tuple[str, str, Sum]
     now = mul(count - gone, each)
     box = d.pick(BOXES)
     told = f"{who.He} puts all {things} into {count} {box}, equally, and gives {gone} of the {box} away."
-    worked = f"Each of the {box} holds {each.text} {things}. There are {sub(count, gone).text} {box} left, with {now.text} {things}."
+    worked = (
+        f"Each of the {box} holds {each.text} {things}. "
+        f"There are {sub(count, gone).text} {box} left, with {now.text} {things}."
+    )
     return told, worked, now
 
 

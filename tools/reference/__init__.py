@@ -1,0 +1,1 @@
+"""How shoal-reference is made: its training text, its training, and the problems held out from it."""
