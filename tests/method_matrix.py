@@ -7,6 +7,7 @@ small and decays steep: each lossy setting changes the number of layers within t
 from __future__ import annotations
 
 from drafts import draft_of
+from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
@@ -34,6 +35,8 @@ MATRIX: tuple[Method, ...] = (
     ShortGPT(removed=2),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
+    ADED(),
+    ADED(search="mcts", depth=3, iterations=20, inner=D3(alpha=0.9, core=2)),
     DraftModel(draft_of("llama")),
     DraftModel(draft_of("llama"), branching=(2, 2), rule="rejection"),
     DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),

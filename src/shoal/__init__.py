@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
+    from shoal.methods.aded import ADED
     from shoal.methods.base import Method
     from shoal.methods.d3 import D3
     from shoal.methods.draft_model import DraftModel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
 __all__ = [
+    "ADED",
     "D3",
     "RSD",
     "DepthPlan",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ADED": "shoal.methods.aded",
     "D3": "shoal.methods.d3",
     "DepthPlan": "shoal.depth.plan",
     "DraftModel": "shoal.methods.draft_model",

@@ -17,6 +17,7 @@ import shoal.methods
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import get, make, names
+from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
@@ -39,6 +40,7 @@ SHIPPED = {
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
     "rsd": RSD,
+    "aded": ADED,
 }
 CONFIGURED = [
     Full(),
@@ -50,6 +52,7 @@ CONFIGURED = [
     EarlyExit(7),
     ShortGPT(3),
     PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
+    ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
 ]

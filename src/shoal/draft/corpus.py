@@ -1,0 +1,58 @@
+"""Text files as tokens, for proposers that learn from text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.draft.adaptive_ngram import Counts, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PIECE = 1 << 16
+
+
+def tokens_of(path: str, tokenizer: Any, knob: str) -> list[int]:
+    """The tokens of a text file.
+
+    Args:
+        path: UTF-8 text.
+        tokenizer: a transformers tokenizer.
+        knob: the option that named the file, for messages.
+
+    Raises:
+        ValueError: there is no such file, it is no text, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError(f"{knob} is {path!r}, but the model has no tokenizer to read it with; load the model with one")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{knob} is {path!r}, which cannot be read as UTF-8 text: {error}") from error
+    found: list[int] = []
+    for piece in _pieces(text):
+        found.extend(tokenizer(piece, add_special_tokens=False)["input_ids"])
+    return found
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Pieces of moderate size that end at line ends: tokenizers are slow on one long string."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def trigrams_of(path: str, tokenizer: Any) -> Counts:
+    """The tri-gram table of a text file; kept, so that a request does not read the file again."""
+    stamp = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+    return _trigrams(path, stamp, tokenizer)
+
+
+@lru_cache(maxsize=4)
+def _trigrams(path: str, stamp: int, tokenizer: Any) -> Counts:
+    return count(tokens_of(path, tokenizer, "corpus"))
