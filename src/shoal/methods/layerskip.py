@@ -1,0 +1,55 @@
+"""LayerSkip: the first layers draft, all layers verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.draft.shallow import Shallow, check_length, check_share
+from shoal.methods._drafting import DraftingMethod
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class LayerSkip(DraftingMethod):
+    """The model drafts through its first layers, final norm and head, and then verifies the block with all layers.
+
+    Draft and target share weights and KV. Models trained with an exit loss accept long drafts; on others early exits
+    seldom agree with the full model. The paper verifies from the exit layer on, with hidden states kept from
+    drafting; here all layers run again, because the last guess needs the first ones anyway and further tokens of the
+    same forward cost little where reading weights is the bound.
+
+    Attributes:
+        exit_layer: number of layers that draft, 1..L; None for a quarter of L, as in the paper's examples.
+        length: most tokens to guess at a time.
+        stop: confidence below which a guess is the last one of its block; 0 always drafts `length`.
+    """
+
+    name: ClassVar[str] = "layerskip"
+    paper: ClassVar[str] = "arXiv 2404.16710"
+
+    exit_layer: int | None = None
+    length: int = 6
+    stop: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.length)
+        check_share("stop", self.stop)
+        if self.exit_layer is not None and self.exit_layer < 1:
+            raise ValueError(f"exit_layer is {self.exit_layer}; it must be at least 1, the number of layers that draft")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """A prefix of the stack drafts.
+
+        Raises:
+            ValueError: the model has fewer layers than `exit_layer`.
+        """
+        num_layers = info.num_layers
+        exit_layer = max(1, num_layers // 4) if self.exit_layer is None else self.exit_layer
+        if exit_layer > num_layers:
+            raise ValueError(f"exit_layer is {exit_layer}, but the model has {num_layers} layers; use 1..{num_layers}")
+        plan = DepthPlan.whole_layers([NEVER if layer < exit_layer else 1 for layer in range(num_layers)])
+        return self.verified(Shallow(plan, self.length, self.stop), info)
