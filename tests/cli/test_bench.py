@@ -108,9 +108,9 @@ def test_bad_input(capsys, words, message):
 
 def test_labels_and_methods_are_each_others_inverse():
     for word in ("full", "d3:mean=0.6", "d3:alpha=0.99:core=4", "early_exit:exit_layer=20"):
-        (method,) = bench._methods(word).values()
+        (method,) = bench.methods_from(word).values()
         assert bench.label_of(method) == word
-    assert bench._methods("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
+    assert bench.methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 
 
 def test_help_names_every_group(capsys):

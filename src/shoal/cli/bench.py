@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, env
+from shoal.cli import common, env, suite
 from shoal.cli.parser import Parser, parse
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ EXAMPLES = """examples:
   shoal bench --shape 1b --quant none,int8,int4 --peer hf --peer llama.cpp --json 1b.json
   shoal bench --shape 135m --methods full,d3:mean=0.6,early_exit:exit_layer=20 --batch 1,8 --context 64,1024
   shoal bench --shape 1b --positions 1,8 --prefill 512 --minutes 10
+  shoal bench --suite spec --shape 1b --data DATA --methods prompt_lookup,aded
+  shoal bench --suite spec --methods prompt_lookup:control=goodput --peer hf-prompt-lookup
 """
 
 
@@ -50,9 +52,11 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--new-tokens", metavar="N", type=int, default=64, help="tokens to decode")
     grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
     grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
-    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-compiled or llama.cpp; can be repeated; "
+    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-compiled or llama.cpp, in a suite hf, "
+                      "hf-prompt-lookup or hf-early-exit; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
+    suite.add_arguments(parser)
     how = parser.add_argument_group("procedure")
     how.add_argument("--rounds", metavar="N", type=int, default=3, help="how often everything is measured")
     how.add_argument("--minutes", metavar="T", type=float, help="begin no round that would end later")
@@ -64,6 +68,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     _check_outputs(args)
+    if args.suite is not None:
+        return suite.run(args, methods_from(args.methods or ""), _quants(args.quant))
     import torch
 
     from shoal.bench import report, run, table
@@ -106,7 +112,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 def _grid(args: argparse.Namespace) -> Grid:
     from shoal.bench.cells import Grid
 
-    chosen = _methods(args.methods) if args.methods else {}
+    chosen = methods_from(args.methods) if args.methods else {}
     if args.method.name != "full":
         chosen[label_of(args.method)] = args.method
     return Grid(
@@ -134,7 +140,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(args.rounds, args.minutes, setting)
 
 
-def _methods(text: str) -> dict[str, Method]:
+def methods_from(text: str) -> dict[str, Method]:
     """Methods by label from `full,d3:mean=0.6:core=4`."""
     return {word: _method(word) for word in text.split(",") if word}
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "draw which layers every token runs",
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
     "bench": "measure speed, beside other software on the same weights",
+    "eval": "measure quality: methods and controls beside the full model, on the same items",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141

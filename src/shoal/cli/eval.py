@@ -1,0 +1,185 @@
+"""Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
+
+Problems are answered greedily and judged by the number after `####`; texts and reference solutions are scored, token by
+token, under each method's plan. Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common
+from shoal.cli.bench import label_of, methods_from
+from shoal.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.eval.study import Study
+    from shoal.methods.base import Method
+
+EXAMPLES = """examples:
+  shoal eval --suite gsm8k_renumbered --data DIR --method d3 --mean 0.8 --n 500
+  shoal eval --suite gsm8k --data DIR --methods d3:mean=0.9,shortgpt:removed=2 --out results
+  shoal eval --suite gsm8k_renumbered --data DIR --controls 1.25,1.5 --out results
+  shoal eval --suite wikitext2,novels --data DIR --measure loss
+  shoal eval --list
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    common.add_method(parser)
+    parser.add_argument("--methods", metavar="A,B:KNOB=X", help="several at once; the full model is always there")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--suite", metavar="S,...", help="suites that --list names, or FILE.jsonl with problems")
+    what.add_argument("--list", action="store_true", help="list the suites")
+    what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, wikitext2/, novels/")
+    what.add_argument("--n", metavar="N", type=int, default=1000, help="items per suite, drawn by --seed")
+    what.add_argument("--loss-n", metavar="N", type=int, help="items of which losses are measured; as --n if none")
+    what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both")
+    what.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="the longest answer")
+    what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
+    rivals = parser.add_argument_group("controls at equal realised depth")
+    rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
+    rivals.add_argument("--groups", metavar="G,...", default="budgets,geometry", help="controls that answer: budgets, "
+                        "geometry, random, orders, starts")
+    rivals.add_argument("--loss-groups", metavar="G,...", default="budgets,geometry,random,orders,starts",
+                        help="controls whose loss is measured")
+    rivals.add_argument("--core", metavar="N", type=int, help="layers that always run; max(4, L/8) if none")
+    rivals.add_argument("--order", metavar="NAME", default="auto", help="removal order of D3 and its controls")
+    rivals.add_argument("--card", metavar="X=CARD.json", action="append", default=[], help="a calibrated method to "
+                        "compare among the controls of ideal speed-up X; can be repeated")
+    rivals.add_argument("--seeds", metavar="N,...", default="0,1,2", help="of the random orders")
+    how = parser.add_argument_group("procedure")
+    how.add_argument("--out", metavar="DIR", type=Path, help="keep outcomes and results here, and go on from them")
+    how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
+    how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
+    common.add_model(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the tables, end with one JSON line."""
+    from shoal.eval import suites
+
+    if args.list:
+        return _list(args)
+    if not args.suite:
+        raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
+    chosen = [suites.get(name) for name in args.suite.split(",") if name]
+    _check(args)
+    items = [suite.items(args.data, limit=args.n, seed=args.seed) for suite in chosen]
+    engine = _engine(args)
+    from shoal.eval import study
+    from shoal.eval.evaluate import Evaluator
+    from shoal.eval.outcomes import Outcomes
+
+    kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
+    evaluator = Evaluator(engine, kept, args.max_new_tokens, args.batch)
+    plan, warnings = _study(args, engine), list[str]()
+    parts = [study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings))
+             for suite, part in zip(chosen, items, strict=True)]
+    report = {"command": args.words, **study.engine_facts(engine), "seed": args.seed, "suites": parts,
+              "warnings": warnings}
+    if args.out is not None:
+        (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        print(_text(report))
+    common.print_json(report)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from shoal.eval import suites
+
+    rows = [suites.get(name) for name in suites.names()]
+    if args.json:
+        common.print_json({"suites": [{"name": s.name, "kind": s.kind, "about": s.about} for s in rows]})
+    else:
+        print("\n".join(f"{suite.name:<20} {suite.kind:<9} {suite.about}" for suite in rows))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse before a model is loaded."""
+    for name in ("n", "loss_n", "max_new_tokens", "batch", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    for measure in _words(args.measure):
+        if measure not in ("answers", "loss"):
+            raise ValueError(f"--measure holds {measure!r}; it takes answers and loss, separated by a comma")
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    return common.load_engine(args)
+
+
+def _study(args: argparse.Namespace, engine: Engine) -> Study:
+    from shoal.eval.study import Study
+
+    chosen: dict[str, Method] = methods_from(args.methods) if args.methods else {}
+    if args.method.name != "full":
+        chosen[label_of(args.method)] = args.method
+    return Study(
+        methods={label: method for label, method in chosen.items() if method.name != "full"},
+        speedups=_numbers("--controls", args.controls),
+        groups=_words(args.groups),
+        loss_groups=_words(args.loss_groups),
+        measures=_words(args.measure),
+        order=args.order,
+        core=args.core,
+        seeds=tuple(map(int, _numbers("--seeds", args.seeds))),
+        calibrated=_cards(args.card),
+    )
+
+
+def _cards(given: list[str]) -> dict[float, dict[str, Method]]:
+    """Calibrated methods by ideal speed-up, from `1.5=card.json`."""
+    from shoal.methods import make
+
+    found: dict[float, dict[str, Method]] = {}
+    for word in given:
+        speedup, _, path = word.partition("=")
+        (number,) = _numbers("--card", speedup) or (0.0,)
+        found.setdefault(number, {})["calibrated"] = make(path)
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in _words(text or ""))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; it must be numbers separated by commas") from None
+
+
+def _warner(warnings: list[str]) -> Any:
+    def warn(words: str) -> None:
+        warnings.append(words)
+        print(f"warning: {words}", file=sys.stderr)
+
+    return warn
+
+
+def _text(report: dict[str, Any]) -> str:
+    from shoal.eval.table import answers_table, loss_table
+
+    parts = []
+    for suite in report["suites"]:
+        if "answers" in suite:
+            parts.append(f"{suite['suite']}: answers\n{answers_table(suite['answers'])}")
+        if "loss" in suite:
+            parts.append(f"{suite['suite']}: loss of the reference\n{loss_table(suite['loss'])}")
+    return "\n\n".join(parts)

@@ -1,0 +1,129 @@
+"""Measure contenders on a suite, item by item, each outcome kept as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.engine.engine import Engine
+from shoal.eval.answers import is_right
+from shoal.eval.decoders import Contender, Decoder, decoder_for
+from shoal.eval.items import Item, Sample, encode
+from shoal.eval.outcomes import Outcomes, Run
+from shoal.model.packed.stack import PackedStack
+
+BIN = 16
+"""Tokens whose losses are summed up in one number of an outcome."""
+
+
+@dataclass
+class Evaluator:
+    """Measures contenders on one model.
+
+    Attributes:
+        engine: the model.
+        outcomes: where outcomes are kept, and found again.
+        max_new_tokens: the longest answer.
+        batch: items measured together; finished batches survive an interruption.
+        progress: whether bars are shown on stderr; None shows them on a terminal only.
+    """
+
+    engine: Engine
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    max_new_tokens: int = 256
+    batch: int = 64
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.engine.tokenizer is None:
+            raise ValueError("an evaluation needs a tokenizer; load the model with one")
+        self.decoder: Decoder = decoder_for(self.engine)
+        stack = self.engine.stack
+        self._precision: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
+        if isinstance(stack, PackedStack):
+            self._precision["weight_bytes"] = stack.weights.nbytes
+
+    def samples(self, items: Sequence[Item]) -> list[Sample]:
+        """Items in the model's tokens, those that fit its context, short prompts first."""
+        eos = min(self.engine.eos_token_ids, default=None)
+        found = encode(items, self.engine.tokenizer, eos, self.engine.stack.max_positions)
+        if not found:
+            raise ValueError("no item fits the model's context; give shorter ones")
+        return sorted(found, key=lambda sample: (len(sample.prompt) + len(sample.reference), sample.item.id))
+
+    def run_of(self, suite: str, kind: str, who: Contender) -> Run:
+        """The run under which outcomes are kept."""
+        settings = dict(self._precision)
+        if kind == "answers":
+            settings["max_new_tokens"] = self.max_new_tokens
+        return Run(suite, kind, who.spec, self.engine.fingerprint, settings)
+
+    def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
+        """Generate and judge the answer to every sample; outcomes by item id."""
+        run = self.run_of(suite, "answers", who)
+        for batch in self._batches(samples, [run], f"{suite}: {who.label}"):
+            answered = self.decoder.answers([sample.prompt for sample in batch], who, self.max_new_tokens)
+            rows = zip(batch, answered, strict=True)
+            self.outcomes.add(run, [(sample.item.id, self._judged(sample, found)) for sample, found in rows])
+        return self._chosen(run, samples)
+
+    def _judged(self, sample: Sample, found: Any) -> dict[str, Any]:
+        tokens = found.tokens
+        ended = bool(tokens) and tokens[-1] in self.engine.eos_token_ids
+        text = self.engine.tokenizer.decode(tokens[:-1] if ended else tokens)
+        return {
+            "right": is_right(text, sample.item.answer),
+            "cut": not ended,
+            "layers": found.layer_tokens,
+            "seconds": round(found.seconds, 6),
+            "prompt": len(sample.prompt),
+            "tokens": tokens,
+        }
+
+    def losses(
+        self, suite: str, samples: Sequence[Sample], contenders: Sequence[Contender]
+    ) -> list[dict[str, dict[str, Any]]]:
+        """Score every sample's reference under every contender's plan; outcomes by item id, contender after contender.
+
+        Contenders share the prompts' forward, so measure many at once.
+        """
+        runs = [self.run_of(suite, "loss", who) for who in contenders]
+        for batch in self._batches(samples, runs, f"{suite}: loss"):
+            open_runs = [
+                (run, who) for run, who in zip(runs, contenders, strict=True)
+                if any(sample.item.id not in self.outcomes.of(run) for sample in batch)
+            ]
+            scored = self.decoder.losses(
+                [sample.prompt for sample in batch], [sample.reference for sample in batch],
+                [who.table for _, who in open_runs],
+            )
+            for (run, who), values in zip(open_runs, scored, strict=True):
+                rows = zip(batch, values, strict=True)
+                self.outcomes.add(run, [(sample.item.id, _loss(who, row.tolist())) for sample, row in rows])
+        return [self._chosen(run, samples) for run in runs]
+
+    def _batches(self, samples: Sequence[Sample], runs: Sequence[Run], words: str) -> Iterator[Sequence[Sample]]:
+        """Batches that some run still lacks. Their bounds never depend on what is there already."""
+        starts = range(0, len(samples), self.batch)
+        batches = [samples[start : start + self.batch] for start in starts]
+        hidden = None if self.progress is None else not self.progress
+        with tqdm(total=len(samples), desc=words, unit="item", disable=hidden) as bar:
+            for batch in batches:
+                if any(sample.item.id not in self.outcomes.of(run) for run in runs for sample in batch):
+                    yield batch
+                bar.update(len(batch))
+
+    def _chosen(self, run: Run, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+        found = self.outcomes.of(run)
+        return {sample.item.id: found[sample.item.id] for sample in samples}
+
+
+def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:
+    bins = [round(sum(values[start : start + BIN]), 4) for start in range(0, len(values), BIN)]
+    return {"nll": bins, "count": len(values), "layers": who.table.layer_tokens(len(values))}

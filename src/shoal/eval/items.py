@@ -1,0 +1,131 @@
+"""What is evaluated: problems with a reference solution, and stretches of text. Knows no model but its tokenizer."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Part = Literal["evaluation", "calibration"]
+_CALIBRATION_SHARE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One problem, or one stretch of text.
+
+    Attributes:
+        id: stable name within its suite.
+        prompt: what the model is given.
+        solution: the reference continuation: a worked solution, or the rest of the text.
+        answer: the reference's final answer; empty where there is none to compare.
+        group: the kind of problem, for tables by kind.
+    """
+
+    id: str
+    prompt: str
+    solution: str
+    answer: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An item in a model's tokens: prompt ids and reference ids, an end-of-sequence id included where it has one."""
+
+    item: Item
+    prompt: tuple[int, ...]
+    reference: tuple[int, ...]
+
+
+def part_of(question: str) -> Part:
+    """The part of a data set that a problem belongs to, by the words of its question.
+
+    Numbers are left out, so all variants of a problem that differ in numbers only fall into one part.
+    """
+    words = " ".join(re.findall(r"[a-z]+", question.lower()))
+    digest = hashlib.sha256(words.encode()).digest()
+    return "calibration" if digest[0] * 256 + digest[1] < 65536 // _CALIBRATION_SHARE else "evaluation"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, plain or gzipped.
+
+    Raises:
+        ValueError: there is no such file, or a line is no JSON object.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    found = []
+    with opened as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} of {str(path)!r} is no JSON object")
+            found.append(row)
+    return found
+
+
+def problem(name: str, row: dict[str, Any], source: str) -> Item:
+    """A problem from a JSON object with `question` and either `solution` and `answer`, `equations` and `answer`, or an
+    `answer` that ends in `#### N`.
+    """
+    if not isinstance(row.get("question"), str) or "answer" not in row:
+        raise ValueError(f"problem {name} of {source} has no 'question' or no 'answer'")
+    answer = str(row["answer"])
+    solution = str(row.get("solution") or "")
+    if not solution and "equations" in row:
+        solution = f"{row['equations']} #### {answer}"
+    if not solution and "####" in answer:
+        solution, answer = re.sub(r"<<[^>]*>>", "", answer), answer.rpartition("####")[2].strip()
+    return Item(name, row["question"], solution, answer, str(row.get("kind", "")))
+
+
+def stretches(name: str, text: str, prompt: int, length: int) -> list[Item]:
+    """A long text cut into items of `prompt` + `length` words each, the last short one left out."""
+    words = re.findall(r"\S+\s*", text)
+    size = prompt + length
+    starts = range(0, len(words) - size + 1, size)
+    return [
+        Item(f"{name}/{start}", "".join(words[start : start + prompt]), "".join(words[start + prompt : start + size]))
+        for start in starts
+    ]
+
+
+def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int | None) -> list[Sample]:
+    """Items in a model's tokens; those whose prompt leaves no room in the context are left out.
+
+    A question is put as a user's message where the tokenizer has a chat template, else as it is with a line break; a
+    reference solution ends with the model's end-of-sequence token, a stretch of text does not.
+    """
+    samples = []
+    for item in items:
+        prompt = _prompt_ids(item, tokenizer)
+        reference = list(tokenizer(item.solution, add_special_tokens=False)["input_ids"])
+        if item.answer and eos is not None:
+            reference.append(eos)
+        room = None if context is None else context - len(prompt)
+        if room is None or room > 1:
+            samples.append(Sample(item, tuple(prompt), tuple(reference[:room])))
+    return samples
+
+
+def _prompt_ids(item: Item, tokenizer: Any) -> Sequence[int]:
+    if item.answer and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": item.prompt}]
+        ids: list[int] = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return ids
+    text = item.prompt if not item.answer or item.prompt.endswith(("\n", "A:")) else item.prompt + "\n"
+    found: list[int] = tokenizer(text)["input_ids"]
+    return found

@@ -1,0 +1,201 @@
+"""Run a comparison: the methods that are asked for and the controls of D3, on some suites, as one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.engine.engine import Engine
+from shoal.eval.controls import GROUPS, Setting, controls, setting
+from shoal.eval.decoders import Contender, contender
+from shoal.eval.equal_depth import TOLERANCE, Lengths
+from shoal.eval.evaluate import BIN, Evaluator
+from shoal.eval.items import Item, Sample
+from shoal.eval.summary import Found, adjust, answers_row, by_position, idle_warning, loss_row, versus
+from shoal.methods.base import Method
+from shoal.methods.full import Full
+
+PILOT = 192
+"""Items on which a control's answer lengths are learnt before it is run on all."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Attributes:
+        methods: methods by label, besides the full model.
+        speedups: ideal speed-ups at which D3 and its controls are compared.
+        groups: which controls generate answers.
+        loss_groups: which controls are compared by the loss of the reference solutions.
+        measures: "answers", "loss" or both.
+        order: removal order of the controls.
+        core: layers that always run, None for the default.
+        seeds: of the random orders.
+        calibrated: schedules by ideal speed-up, to be compared among the controls of that speed-up.
+    """
+
+    methods: dict[str, Method] = field(default_factory=dict)
+    speedups: tuple[float, ...] = ()
+    groups: tuple[str, ...] = ("budgets", "geometry")
+    loss_groups: tuple[str, ...] = GROUPS
+    measures: tuple[str, ...] = ("answers", "loss")
+    order: str | tuple[int, ...] = "auto"
+    core: int | None = None
+    seeds: tuple[int, ...] = (0, 1, 2)
+    calibrated: dict[float, dict[str, Method]] = field(default_factory=dict)
+
+
+def run(
+    evaluator: Evaluator, suite: str, kind: str, items: Sequence[Item], study: Study, loss_limit: int | None = None,
+    warn: Say = lambda _: None,
+) -> dict[str, Any]:
+    """One suite's part of the report: tables of answers and losses, and the full model's loss by position.
+
+    Args:
+        evaluator: measures and keeps outcomes.
+        suite: the suite's name.
+        kind: "problems" or "text", which has no answers to judge.
+        items: what is measured.
+        study: what is compared.
+        loss_limit: of how many items the losses are measured; None for all.
+        warn: told what a reader of the numbers should know.
+    """
+    samples = evaluator.samples(items)
+    full = contender(evaluator.engine, Full(), evaluator.max_new_tokens, "full")
+    fixed = [contender(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()]
+    report: dict[str, Any] = {"suite": suite, "kind": kind, "items": len(samples)}
+    answers: Found | None = None
+    if kind == "problems" and "answers" in study.measures:
+        answers = evaluator.answers(suite, samples, full)
+        report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
+    if "loss" in study.measures:
+        part = _spread(samples, loss_limit)
+        lengths = Lengths(tuple(len(sample.reference) for sample in part))
+        report.update(_losses(evaluator, suite, part, full, fixed, study, lengths))
+    if answers is not None and "loss" in study.measures:
+        report["own_by_position"] = _own_losses(evaluator, suite, samples, answers, full, loss_limit)
+    return report
+
+
+def _answers(
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Contender, fixed: Sequence[Contender],
+    study: Study, warn: Say,
+) -> list[dict[str, Any]]:
+    base = evaluator.answers(suite, samples, full)
+    stack = evaluator.engine.stack
+    longest = evaluator.max_new_tokens
+
+    def row(who: Contender, found: Found, **more: Any) -> dict[str, Any]:
+        figures = answers_row(base, found, stack.num_layers, stack.head_layers)
+        planned = who.table.layer_tokens(longest) / longest
+        said = idle_warning(who.label, suite, figures["mean_layers"], stack.num_layers, planned)
+        if said is not None:
+            warn(said)
+        return {"label": who.label, "method": who.spec, **more, **figures}
+
+    rows = [row(full, base)] + [row(who, evaluator.answers(suite, samples, who)) for who in fixed]
+    for speedup in study.speedups:
+        rivals = settled(evaluator, suite, samples, base, study, speedup)
+        found = [evaluator.answers(suite, samples, who) for who in rivals]
+        for who, outcomes in zip(rivals, found, strict=True):
+            rows.append(row(who, outcomes, speedup=speedup, versus_d3=versus(found[0], outcomes)))
+    adjust(rows[1:], "difference")
+    adjust([row for row in rows if row["label"] != "d3"], "versus_d3")
+    return rows
+
+
+def settled(
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], base: Found, study: Study, speedup: float
+) -> list[Contender]:
+    """D3 and its controls, each solved for the lengths of its own answers, which depend on what it leaves out."""
+    lengths = Lengths(tuple(len(row["tokens"]) for row in base.values()))
+    at = _setting(evaluator, study, lengths, speedup)
+    pilot = _spread(samples, PILOT)
+    return [_settle(evaluator, suite, samples, pilot, at, who, study) for who in _rivals(at, study.groups, study)]
+
+
+def _settle(
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], pilot: Sequence[Sample], at: Setting,
+    who: Contender, study: Study,
+) -> Contender:
+    """The contender whose realised mean is right: tried on a pilot, then on all, solved again where it is off."""
+    for items in (pilot, pilot, samples, samples):
+        found = evaluator.answers(suite, items, who)
+        lengths = Lengths(tuple(len(row["tokens"]) for row in found.values()), at.lengths.horizon)
+        close = TOLERANCE / 2 if items is pilot else TOLERANCE
+        if abs(lengths.mean_layers(who.table) - at.mean) <= close:
+            if items is samples:
+                return who
+            continue
+        again = [rival for rival in _rivals(replace(at, lengths=lengths), study.groups, study)
+                 if rival.label == who.label]
+        who = again[0] if again else who
+    return who
+
+
+def _rivals(at: Setting, groups: Sequence[str], study: Study) -> list[Contender]:
+    speed = (at.num_layers + at.engine.stack.head_layers) / (at.mean + at.engine.stack.head_layers)
+    given = next((found for wanted, found in study.calibrated.items() if abs(wanted - speed) < 1e-6), {})
+    named = [contender(at.engine, method, at.max_new_tokens, label) for label, method in given.items()]
+    return controls(at, groups) + named
+
+
+def _setting(evaluator: Evaluator, study: Study, lengths: Lengths, speedup: float) -> Setting:
+    return setting(evaluator.engine, lengths, speedup, evaluator.max_new_tokens, study.order, study.core, study.seeds)
+
+
+def _losses(
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Contender, fixed: Sequence[Contender],
+    study: Study, lengths: Lengths,
+) -> dict[str, Any]:
+    stack = evaluator.engine.stack
+    groups = [("", [full, *fixed])]
+    for speedup in study.speedups:
+        at = _setting(evaluator, study, lengths, speedup)
+        groups.append((f"{speedup:g}", _rivals(at, study.loss_groups, study)))
+    everyone = [who for _, rivals in groups for who in rivals]
+    found = evaluator.losses(suite, samples, everyone)
+    rows, place = [], 0
+    for name, rivals in groups:
+        first = found[place]
+        for who in rivals:
+            row = {"label": who.label, "method": who.spec,
+                   **loss_row(found[0], found[place], stack.num_layers, stack.head_layers)}
+            if name:
+                row |= {"speedup": float(name), "versus_d3": versus(first, found[place])}
+            rows.append(row)
+            place += 1
+    adjust(rows[1:], "loss_difference")
+    adjust([row for row in rows if row["label"] != "d3"], "versus_d3")
+    return {"loss": rows, "by_position": by_position(found[0], BIN)}
+
+
+def _own_losses(
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], answers: Found, full: Contender, limit: int | None
+) -> list[dict[str, float]]:
+    """The full model's loss on its own greedy answers, by position."""
+    own = [replace(sample, reference=tuple(answers[sample.item.id]["tokens"])) for sample in samples]
+    found = evaluator.losses(f"{suite} (own answers)", _spread(own, limit), [full])[0]
+    return by_position(found, BIN)
+
+
+def _spread(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
+    """`limit` samples, evenly spread over the short and the long."""
+    if limit is None or limit >= len(samples):
+        return list(samples)
+    return [samples[index * len(samples) // limit] for index in range(limit)]
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """What identifies the model in a report."""
+    return {
+        "model": engine.model_name,
+        "fingerprint": engine.fingerprint,
+        "num_layers": engine.stack.num_layers,
+        "head_layers": engine.stack.head_layers,
+        "dtype": str(engine.stack.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,159 @@
+"""The quick suites by name: where their items come from, and which of them may be calibrated on.
+
+Items of the calibration part never occur in the evaluation part: they lie in other files, or are told apart by the
+words of their question.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal import reference
+from shoal.errors import Unsupported, unknown
+from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
+
+Kind = Literal["problems", "text"]
+Read = Callable[[Path | None, Part], list[Item]]
+_PROMPT_WORDS, _TEXT_WORDS = 16, 144
+_PLAIN = (("\u201c", '"'), ("\u201d", '"'), ("\u2019", "'"), ("\u2018", "'"), ("\u2014", "--"), ("_", ""))
+_HELD_OUT_NOVELS = {
+    "evaluation": ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt"),
+    "calibration": ("Gaskell_Ruth_1855.txt",),
+}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named set of items.
+
+    Attributes:
+        name: as on the command line and in results.
+        kind: problems are answered and judged; text is only read.
+        about: one line.
+        read: gives the items of a part from the data folder.
+    """
+
+    name: str
+    kind: Kind
+    about: str
+    read: Read
+
+    def items(
+        self, data: Path | None, part: Part = "evaluation", limit: int | None = None, seed: int = 0
+    ) -> list[Item]:
+        """The items of a part, shuffled by `seed`, the first `limit` of them.
+
+        Raises:
+            ValueError: the data folder or a file in it is missing, or holds no item.
+        """
+        found = self.read(data, part)
+        if not found:
+            raise ValueError(f"suite {self.name} has no items for {part}; give another suite or data folder")
+        random.Random(f"{self.name}/{seed}").shuffle(found)
+        return found if limit is None else found[:limit]
+
+
+def names() -> list[str]:
+    """Every suite that ships."""
+    return sorted(_table())
+
+
+def get(name: str) -> Suite:
+    """A suite by its name, or one of problems from the path of a `.jsonl` or `.jsonl.gz` file.
+
+    Raises:
+        ValueError: there is no such suite.
+    """
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        path = Path(name)
+        return Suite(path.name, "problems", f"problems of {name}", lambda _, part: _split(path, part))
+    table = _table()
+    if name not in table:
+        raise unknown("suite", name, [*table, "FILE.jsonl"])
+    return table[name]
+
+
+def _table() -> dict[str, Suite]:
+    suites = [
+        Suite("gsm8k", "problems", "GSM8K test set; calibrates on its training set", _gsm8k),
+        Suite("gsm8k_renumbered", "problems", "GSM8K training problems with new numbers, as equations",
+              lambda data, part: _split(folder(data, "gsm8k") / "renumbered_heldout.jsonl", part)),
+        Suite("novels", "text", "chapters of novels that the packaged model was not trained on", _novels),
+        Suite("wikitext2", "text", "Wikipedia articles", _wikitext2),
+    ]
+    kinds = [kind for kind in getattr(reference, "PROBLEM_KINDS", ()) if kind != "calibration"]
+    suites += [Suite(kind, "problems", "problems that ship with the packaged model", _packaged(kind)) for kind in kinds]
+    return {suite.name: suite for suite in suites}
+
+
+def folder(data: Path | None, name: str) -> Path:
+    """The folder of one data set.
+
+    Raises:
+        Unsupported: no data folder was named.
+        ValueError: it does not exist.
+    """
+    if data is None:
+        raise Unsupported(f"data set {name!r}", "no data folder was named", "Name the folder that holds it: --data DIR")
+    if not data.is_dir():
+        raise ValueError(f"there is no data folder {str(data)!r}; name the one that holds {name}/ with --data")
+    if not (data / name).is_dir():
+        raise ValueError(f"the data folder {str(data)!r} holds no {name}/; put that data set there, or leave it out")
+    return data / name
+
+
+def _problems(rows: Sequence[dict[str, object]], source: str) -> list[Item]:
+    return [problem(f"{source}/{number}", row, source) for number, row in enumerate(rows)]
+
+
+def _split(path: Path, part: Part) -> list[Item]:
+    return [item for item in _problems(read_lines(path), path.name) if part_of(item.prompt) == part]
+
+
+def _gsm8k(data: Path | None, part: Part) -> list[Item]:
+    name = "test.jsonl" if part == "evaluation" else "train.jsonl"
+    return _problems(read_lines(folder(data, "gsm8k") / name), name)
+
+
+def _packaged(kind: str) -> Read:
+    def read(_: Path | None, part: Part) -> list[Item]:
+        chosen = kind if part == "evaluation" else "calibration"
+        return _problems(reference.problems(chosen), chosen)
+
+    return read
+
+
+def _wikitext2(data: Path | None, part: Part) -> list[Item]:
+    path = folder(data, "wikitext2") / ("test.txt" if part == "evaluation" else "valid.txt")
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    return stretches(path.name, path.read_text("utf-8"), _PROMPT_WORDS, _TEXT_WORDS)
+
+
+def _novels(data: Path | None, part: Part) -> list[Item]:
+    path = folder(data, "novels") / "novels_before_1900.tar.xz"
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
+    found: list[Item] = []
+    with tarfile.open(path) as archive:
+        for member in archive.getmembers():
+            name = Path(member.name).name
+            file = archive.extractfile(member) if name in _HELD_OUT_NOVELS[part] else None
+            if file is not None:
+                text = _paragraphs(file.read().decode("utf-8", errors="replace"))
+                found += stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)
+    return found
+
+
+def _paragraphs(text: str) -> str:
+    """One line per paragraph, plain quotation marks."""
+    for fine, plain in _PLAIN:
+        text = text.replace(fine, plain)
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text.replace("\r", "")))
+    return "\n".join(part for part in paragraphs if part)

@@ -1,0 +1,136 @@
+"""From outcomes of items to a row of figures per contender, each beside the full model on the same items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from typing import Any
+
+from shoal.depth.speedup import ideal_speedup
+from shoal.eval.agreement import agreement
+from shoal.eval.paired import Difference, accuracy_difference, holm, ratio_difference, wilson
+
+Found = Mapping[str, Mapping[str, Any]]
+_IDLE = 0.02
+"""Share of the layers below which a saving counts as none."""
+
+
+def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
+    """Figures of a contender's answers.
+
+    Args:
+        full: outcomes of the full model by item id; the same items as `other`.
+        other: the contender's outcomes.
+        num_layers: L.
+        head_layers: cost of the LM head in layers.
+    """
+    items = sorted(other)
+    rows = [other[item] for item in items]
+    right = [bool(row["right"]) for row in rows]
+    tokens = sum(len(row["tokens"]) for row in rows)
+    layers = sum(row["layers"] for row in rows) / tokens
+    pace, base_pace = _pace(other), _pace(full)
+    return {
+        "n": len(items),
+        "accuracy": sum(right) / len(items),
+        "accuracy_interval": list(wilson(sum(right), len(items))),
+        "difference": _difference(accuracy_difference([bool(full[i]["right"]) for i in items], right)),
+        "mean_layers": layers,
+        "ideal_speedup": ideal_speedup(num_layers, layers, head_layers),
+        "realised_speedup": base_pace / pace if pace else None,
+        "seconds_per_answer": mean(row["seconds"] for row in rows),
+        "tokens_per_answer": tokens / len(items),
+        "share_cut": mean(bool(row["cut"]) for row in rows),
+        **_agreement(full, other, items),
+    }
+
+
+def loss_row(full: Found, other: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
+    """Figures of the references' loss under a contender's plan; see `answers_row`."""
+    items = sorted(other)
+    counts = [other[item]["count"] for item in items]
+    base, mine = ([sum(found[item]["nll"]) for item in items] for found in (full, other))
+    layers = sum(other[item]["layers"] for item in items) / sum(counts)
+    loss = sum(mine) / sum(counts)
+    return {
+        "n": len(items),
+        "tokens": sum(counts),
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "loss_difference": _difference(ratio_difference(base, mine, counts)),
+        "mean_layers": layers,
+        "ideal_speedup": ideal_speedup(num_layers, layers, head_layers),
+    }
+
+
+def versus(base: Found, other: Found) -> dict[str, float]:
+    """`other` minus `base` on the same items: in accuracy where they are answers, in nats per token where losses."""
+    items = sorted(other)
+    if "right" in other[items[0]]:
+        before, after = ([bool(found[item]["right"]) for item in items] for found in (base, other))
+        return _difference(accuracy_difference(before, after))
+    lost, mine = ([sum(found[item]["nll"]) for item in items] for found in (base, other))
+    return _difference(ratio_difference(lost, mine, [other[item]["count"] for item in items]))
+
+
+def by_position(found: Found, width: int) -> list[dict[str, float]]:
+    """Mean loss and number of tokens by token position, in bins of `width` tokens."""
+    longest = max((len(row["nll"]) for row in found.values()), default=0)
+    bins = []
+    for index in range(longest):
+        rows = [row for row in found.values() if len(row["nll"]) > index]
+        counts = [min(width, row["count"] - index * width) for row in rows]
+        values = [row["nll"][index] for row in rows]
+        loss = sum(values) / sum(counts)
+        rests = [value - loss * count for value, count in zip(values, counts, strict=True)]
+        error = math.sqrt(sum(rest * rest for rest in rests)) / sum(counts)
+        bins.append({"first": index * width, "tokens": sum(counts), "loss": loss, "error": error})
+    return bins
+
+
+def adjust(rows: Sequence[dict[str, Any]], key: str) -> None:
+    """Add Holm's adjusted p-value to the differences under `key` of all rows that have one."""
+    differences = [row[key] for row in rows if key in row]
+    for difference, p in zip(differences, holm([found["p"] for found in differences]), strict=True):
+        difference["p_holm"] = p
+
+
+def idle_warning(label: str, suite: str, mean_layers: float, num_layers: int, planned: float) -> str | None:
+    """Why a comparison says little about a method: its answers were too short for it to leave much out.
+
+    Args:
+        label: the contender.
+        suite: the suite.
+        mean_layers: as realised.
+        num_layers: L.
+        planned: mean layers of the contender's plan over the longest answer.
+    """
+    saved, meant = num_layers - mean_layers, num_layers - planned
+    if meant <= 0 or (saved >= _IDLE * num_layers and saved >= meant / 4):
+        return None
+    return (
+        f"{suite} does not exercise {label}: {mean_layers:.2f} of {num_layers} layers ran, where its plan over the "
+        f"longest answer means {planned:.2f}. Its answers are short; lay the schedule out over fewer tokens (horizon), "
+        f"or take a suite with longer answers"
+    )
+
+
+def _agreement(full: Found, other: Found, items: Sequence[str]) -> dict[str, Any]:
+    pairs = [agreement(full[item]["tokens"], other[item]["tokens"]) for item in items]
+    return {
+        "same": mean(pair.same for pair in pairs),
+        "first_divergence": median(pair.first_divergence for pair in pairs),
+        "token_agreement": mean(pair.token_agreement for pair in pairs),
+        "rouge_l": mean(pair.rouge_l for pair in pairs),
+    }
+
+
+def _pace(found: Found) -> float:
+    """Seconds per generated token."""
+    seconds = sum(float(row["seconds"]) for row in found.values())
+    return seconds / sum(len(row["tokens"]) for row in found.values())
+
+
+def _difference(found: Difference) -> dict[str, float]:
+    return {"mean": found.mean, "low": found.low, "high": found.high, "p": found.p}

@@ -1,0 +1,71 @@
+"""Results as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_Cell = Callable[[dict[str, Any]], str]
+
+
+def _points(key: str, scale: float, digits: int) -> _Cell:
+    def cell(row: dict[str, Any]) -> str:
+        found = row[key]
+        spread = f"[{scale * found['low']:+.{digits}f}, {scale * found['high']:+.{digits}f}]"
+        return f"{scale * found['mean']:+.{digits}f} {spread}"
+
+    return cell
+
+
+def _p(key: str) -> _Cell:
+    def cell(row: dict[str, Any]) -> str:
+        p = row[key].get("p_holm", row[key]["p"])
+        return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+    return cell
+
+
+_ANSWERS: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "n": lambda row: str(row["n"]),
+    "layers": lambda row: f"{row['mean_layers']:.2f}",
+    "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
+    "real": lambda row: "" if row["realised_speedup"] is None else f"{row['realised_speedup']:.2f}x",
+    "right %": lambda row: f"{100 * row['accuracy']:.1f}",
+    "difference, points [95 %]": _points("difference", 100, 1),
+    "p": _p("difference"),
+    "same %": lambda row: f"{100 * row['same']:.0f}",
+    "ROUGE-L": lambda row: f"{row['rouge_l']:.3f}",
+    "tokens": lambda row: f"{row['tokens_per_answer']:.1f}",
+    "s/answer": lambda row: f"{row['seconds_per_answer']:.3f}",
+    "cut %": lambda row: f"{100 * row['share_cut']:.1f}",
+}
+_LOSS: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "n": lambda row: str(row["n"]),
+    "layers": lambda row: f"{row['mean_layers']:.2f}",
+    "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
+    "perplexity": lambda row: f"{row['perplexity']:.3f}",
+    "loss difference, nats [95 %]": _points("loss_difference", 1, 3),
+    "p": _p("loss_difference"),
+}
+
+
+def answers_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `summary.answers_row`, each with its `label`."""
+    return _aligned(_ANSWERS, rows)
+
+
+def loss_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `summary.loss_row`, each with its `label`."""
+    return _aligned(_LOSS, rows)
+
+
+def _aligned(columns: dict[str, _Cell], rows: Sequence[dict[str, Any]]) -> str:
+    grid = [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(word.ljust(width) if i == 0 else word.rjust(width)
+                  for i, (word, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in grid
+    )

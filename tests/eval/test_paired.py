@@ -1,0 +1,96 @@
+"""Paired statistics against scipy and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from shoal.eval.paired import accuracy_difference, holm, mcnemar, mean_difference, ratio_difference, wilson
+
+PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_mcnemar_is_the_two_sided_binomial_test(lost: int, won: int) -> None:
+    expected = stats.binomtest(lost, lost + won).pvalue if lost + won else 1.0
+    assert mcnemar(lost, won) == pytest.approx(expected)
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_mcnemar_by_enumeration(lost: int, won: int) -> None:
+    n = lost + won
+    far = [abs(sum(way) - n / 2) >= abs(won - n / 2) for way in itertools.product((0, 1), repeat=n)]
+    assert mcnemar(lost, won) == pytest.approx(sum(far) / 2**n)
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_wilson_is_scipy_s(right: int, n: int) -> None:
+    right = min(right, n)
+    expected = stats.binomtest(right, n).proportion_ci(method="wilson")
+    assert wilson(right, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+@given(PAIRS)
+def test_a_difference_of_accuracies(pairs: list[tuple[bool, bool]]) -> None:
+    base, other = ([pair[i] for pair in pairs] for i in (0, 1))
+    found = accuracy_difference(base, other)
+    assert found.mean == pytest.approx(sum(other) / len(pairs) - sum(base) / len(pairs))
+    assert found.low <= found.mean <= found.high and found.low < found.high
+    back = accuracy_difference(other, base)
+    assert (back.low, back.high, back.p) == pytest.approx((-found.high, -found.low, found.p))
+
+
+def test_the_paired_interval_covers_the_truth() -> None:
+    rng = random.Random(1)
+    truth, rounds, hits = 0.6 * 0.1 - 0.4 * 0.05, 600, 0
+    for _ in range(rounds):
+        base = [rng.random() < 0.4 for _ in range(120)]
+        other = [rng.random() >= 0.05 if b else rng.random() < 0.1 for b in base]
+        found = accuracy_difference(base, other)
+        hits += found.low <= truth <= found.high
+    assert 0.92 * rounds <= hits <= 0.99 * rounds
+
+
+def test_a_mean_difference_is_the_paired_z_test() -> None:
+    rng = random.Random(2)
+    base = [rng.gauss(0, 1) for _ in range(400)]
+    other = [b + rng.gauss(0.1, 0.5) for b in base]
+    found = mean_difference(base, other)
+    t = stats.ttest_rel(other, base)
+    assert found.p == pytest.approx(2 * stats.norm.sf(abs(t.statistic)))
+    assert found.mean == pytest.approx(sum(other) / 400 - sum(base) / 400)
+
+
+def test_equal_weights_make_a_ratio_a_mean() -> None:
+    rng = random.Random(4)
+    base, other = ([rng.gauss(0, 1) for _ in range(80)] for _ in range(2))
+    ratio, mean = ratio_difference(base, other, [1.0] * 80), mean_difference(base, other)
+    assert vars(ratio) == pytest.approx(vars(mean))
+    weights = [rng.randint(1, 9) for _ in base]
+    assert ratio_difference(base, other, weights).mean == pytest.approx((sum(other) - sum(base)) / sum(weights))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_by_its_definition(ps: list[float]) -> None:
+    ranked = sorted(ps)
+    slow = [max(min(1.0, (len(ps) - j) * ranked[j]) for j in range(len(ps)) if ranked[j] <= p) for p in ps]
+    assert holm(ps) == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("call", [accuracy_difference, mean_difference])
+def test_unpaired_outcomes_are_refused(call) -> None:
+    with pytest.raises(ValueError, match="needs the same"):
+        call([True], [True, False])
+    with pytest.raises(ValueError, match="at least one"):
+        call([], [])
+
+
+def test_nothing_to_tell_apart_is_p_one() -> None:
+    assert accuracy_difference([True] * 5, [True] * 5).p == 1.0
+    assert math.isclose(mean_difference([1.0, 2.0], [1.0, 2.0]).p, 1.0)
