@@ -9,12 +9,14 @@ from __future__ import annotations
 from drafts import draft_of
 from shoal.methods.aded import ADED
 from shoal.methods.base import Method
+from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
+from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -33,6 +35,10 @@ MATRIX: tuple[Method, ...] = (
     EarlyExit(3),
     ShortGPT(removed=0),
     ShortGPT(removed=2),
+    Schedule((), ()),
+    Schedule((2, 4, 1), (1, 3, 3)),
+    Calibrated(Full()),
+    Calibrated(Schedule((3, 2), (2, 5))),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
     ADED(),

@@ -19,12 +19,14 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods import get, make, names
 from shoal.methods.aded import ADED
 from shoal.methods.base import Method
+from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
+from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
@@ -37,6 +39,8 @@ SHIPPED = {
     "unified_layer_skipping": UnifiedLayerSkipping,
     "early_exit": EarlyExit,
     "shortgpt": ShortGPT,
+    "schedule": Schedule,
+    "calibrated": Calibrated,
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
     "rsd": RSD,
@@ -51,6 +55,8 @@ CONFIGURED = [
     UnifiedLayerSkipping(2),
     EarlyExit(7),
     ShortGPT(3),
+    Schedule((3, 2), (4, 9)),
+    Calibrated(Schedule((3, 2), (4, 9)), fingerprint="0123456789abcdef"),
     PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
     ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),

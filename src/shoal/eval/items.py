@@ -61,23 +61,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    found = []
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} of {str(path)!r} is no JSON object")
-            found.append(row)
-    return found
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    return [_object(line, number, path) for number, line in enumerate(text.splitlines(), start=1)]
+
+
+def _object(line: str, number: int, path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"line {number} of {str(path)!r} is no JSON object")
+    return row
 
 
 def problem(name: str, row: dict[str, Any], source: str) -> Item:
-    """A problem from a JSON object with `question` and either `solution` and `answer`, `equations` and `answer`, or an
-    `answer` that ends in `#### N`.
+    """A problem from a JSON object with `question` and `answer`.
+
+    The reference solution is `solution`, or `equations` and the answer, or an `answer` that ends in `#### N`.
     """
     if not isinstance(row.get("question"), str) or "answer" not in row:
         raise ValueError(f"problem {name} of {source} has no 'question' or no 'answer'")

@@ -17,19 +17,19 @@ class Calibrated(Method):
 
     Attributes:
         inner: the method with its knobs.
-        fingerprint: of the model, as `shoal.load(...).fingerprint` gives it.
+        fingerprint: of the model, as `shoal.load(...).fingerprint` gives it; None binds it to no model.
     """
 
     name: ClassVar[str] = "calibrated"
     needs: ClassVar[tuple[str, ...]] = ("a calibration card",)
 
     inner: Method
-    fingerprint: str
+    fingerprint: str | None = None
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The inner method's recipe, on the model that it was made for."""
         here = None if info.fingerprint is None else info.fingerprint()
-        if here is not None and here != self.fingerprint:
+        if None not in (here, self.fingerprint) and here != self.fingerprint:
             raise Unsupported(
                 f"method {self.inner.name!r} as calibrated for model {self.fingerprint}",
                 f"this model is {here}, and what one model can spare another may need",
