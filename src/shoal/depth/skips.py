@@ -1,0 +1,59 @@
+"""Sets of sublayers, attention or MLP, that a draft leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.depth.plan import NEVER, DepthPlan
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Layers whose attention, and layers whose MLP, a draft leaves out; ascending."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+
+    @classmethod
+    def spread(cls, num_layers: int, count: int) -> Skips:
+        """`count` sublayers, evenly spaced between the first and the last layer, which stay whole."""
+        inner = sublayers(num_layers)
+        count = min(count, len(inner))
+        return cls.of(inner[(2 * i + 1) * len(inner) // (2 * count)] for i in range(count))
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[str, int]]) -> Skips:
+        """From ("attention" or "mlp", layer) pairs."""
+        chosen = list(parts)
+        return cls(*(tuple(layer for part, layer in chosen if part == name) for name in ("attention", "mlp")))
+
+    @property
+    def size(self) -> int:
+        """Number of sublayers left out."""
+        return len(self.attention) + len(self.mlp)
+
+    def parts(self) -> frozenset[tuple[str, int]]:
+        """The inverse of `of`."""
+        return frozenset([*(("attention", layer) for layer in self.attention), *(("mlp", layer) for layer in self.mlp)])
+
+    def plan(self, num_layers: int) -> DepthPlan:
+        """The plan that leaves them out from step 1 on.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        wrong = [layer for layer in (*self.attention, *self.mlp) if not 0 <= layer < num_layers]
+        if wrong:
+            raise ValueError(f"sublayers of layers {wrong} are to be skipped; the model has layers 0..{num_layers - 1}")
+        drops = [tuple(1 if i in gone else NEVER for i in range(num_layers)) for gone in (self.attention, self.mlp)]
+        return DepthPlan(*drops)
+
+
+def sublayers(num_layers: int) -> list[tuple[str, int]]:
+    """Attention and MLP of every layer but the first and the last, from the bottom up."""
+    return [(part, layer) for layer in range(1, num_layers - 1) for part in ("attention", "mlp")]

@@ -1,0 +1,56 @@
+"""How often layers left out would have changed nothing: judged on tokens that stand already, in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.rewind import rewound
+from shoal.model.stack import Feed
+
+if TYPE_CHECKING:
+    from shoal.model.kv import KVCache
+    from shoal.model.stack import Stack
+
+Text = tuple[int, Sequence[int], int, DepthPlan]
+"""A row of the cache, its tokens (the committed ones and the one after them), how many of the last, and a plan."""
+
+
+@torch.no_grad()
+def agreements(stack: Stack, cache: KVCache, texts: Sequence[Text]) -> list[float]:
+    """The share of each row's last tokens that the layers of a plan's step 1 predict as the most likely ones.
+
+    Args:
+        stack: the model.
+        cache: its cache; as before afterwards.
+        texts: what to predict, of ascending rows.
+    """
+    shares: list[float] = []
+    for some in _batches(texts, stack.prefill_chunk):
+        with ExitStack() as back:
+            feeds = [_feed(cache, back, *text) for text in some]
+            logits = stack.forward(feeds, cache).split([feed.wanted for feed in feeds])
+        for values, (_, tokens, count, _) in zip(logits, some, strict=True):
+            shares.append((values.argmax(-1).cpu() == torch.tensor(tokens[-count:])).double().mean().item())
+    return shares
+
+
+def _feed(cache: KVCache, back: ExitStack, row: int, tokens: Sequence[int], count: int, plan: DepthPlan) -> Feed:
+    end = cache.positions[row]
+    back.enter_context(rewound(cache, row, end - count))
+    return Feed(row, tokens[end - count : end], [1] * count, plan, wanted=count)
+
+
+def _batches(texts: Sequence[Text], most: int) -> list[list[Text]]:
+    """Rows for one forward each: as many as the stack runs well together."""
+    batches: list[list[Text]] = []
+    for text in texts:
+        if batches and sum(one[2] for one in batches[-1]) + text[2] <= most:
+            batches[-1].append(text)
+        else:
+            batches.append([text])
+    return batches

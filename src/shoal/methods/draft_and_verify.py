@@ -1,0 +1,79 @@
+"""Draft & Verify: the model without some sublayers drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.skips import Skips, sublayers
+from shoal.draft.shallow import check_share
+from shoal.draft.skipping import Adaptive
+from shoal.errors import Unsupported
+from shoal.methods._drafting import DraftingMethod
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class DraftAndVerify(DraftingMethod):
+    """The model drafts with some attention and MLP sublayers left out, and verifies whole.
+
+    Which ones is best found by a search on texts of the kind at hand: `shoal.calibrate.skips.search_skips` returns a
+    card for this method. Drafts end where the model's confidence falls below a threshold, which rises while too few
+    guesses are accepted and falls while enough are.
+
+    Attributes:
+        skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for `share`.
+        skip_mlp: layers whose MLP does not draft.
+        share: without sets, the share of all sublayers left out, evenly spaced between the first and the last layer.
+        length: most tokens to guess at a time.
+        greedy_stop: the threshold at first, for greedy rows.
+        sampled_stop: the threshold at first, for sampled rows.
+        accepted: share of the guesses that the threshold aims at.
+    """
+
+    name: ClassVar[str] = "draft_and_verify"
+    paper: ClassVar[str] = "arXiv 2309.08168"
+
+    skip_attention: tuple[int, ...] | None = None
+    skip_mlp: tuple[int, ...] | None = None
+    share: float = 0.35
+    length: int = 12
+    greedy_stop: float = 0.8
+    sampled_stop: float = 0.5
+    accepted: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("share", self.share)
+        self._proposer(Skips(), 1)
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """A plan without the sublayers drafts.
+
+        Raises:
+            ValueError: a layer outside the model.
+            Unsupported: the sets differ, and the model's sublayers cannot be told apart.
+        """
+        skips = self._skips(info)
+        if skips.attention != skips.mlp and not info.can_split:
+            raise Unsupported(
+                f"skipping the attention of layers {list(skips.attention)} and the MLP of layers {list(skips.mlp)}",
+                "attention and MLP cannot be told apart in this architecture",
+                "Give skip_attention and skip_mlp the same layers",
+            )
+        return self.verified(self._proposer(skips, info.num_layers), info)
+
+    def _skips(self, info: ModelInfo) -> Skips:
+        if self.skip_attention is not None or self.skip_mlp is not None:
+            return Skips(self.skip_attention or (), self.skip_mlp or ())
+        count = min(round(self.share * 2 * info.num_layers), len(sublayers(info.num_layers)))
+        skips = Skips.spread(info.num_layers, count if info.can_split else count // 2)
+        if info.can_split:
+            return skips
+        layers = sorted({layer for _, layer in skips.parts()})
+        return Skips(tuple(layers), tuple(layers))
+
+    def _proposer(self, skips: Skips, num_layers: int) -> Adaptive:
+        plan = skips.plan(num_layers)
+        return Adaptive(plan, self.length, self.greedy_stop, self.sampled_stop, self.accepted)

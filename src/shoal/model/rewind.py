@@ -1,0 +1,65 @@
+"""Going back in a row for a moment: to run committed tokens again in another way, and then go on as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from shoal.model.kv import KVCache, KVLayer
+
+
+@contextmanager
+def rewound(cache: KVCache, row: int, length: int) -> Iterator[None]:
+    """Within the context the row holds its first `length` positions; afterwards it is as it was, scratch forgotten.
+
+    What is fed meanwhile must not be committed. Costs a copy of the positions from `length` on.
+
+    Raises:
+        ValueError: a layer no longer stores what the tokens after `length` positions see.
+    """
+    held, shallow = cache.positions[row], cache.first_shallow(row)
+    if not earliest(cache, row) <= length <= held:
+        raise ValueError(f"row {row} can go back to {earliest(cache, row)}..{held} positions, not to {length}")
+    cut = [layer for layer in _current(cache, row) if held > length]
+    saved = [_saved(layer, row, length) for layer in cut]
+    cache.positions[row] = length
+    for layer in cut:
+        layer.lengths[row], layer.scratch[row] = length, 0
+    try:
+        yield
+    finally:
+        cache.rollback(row)
+        for layer, stores in zip(cut, saved, strict=True):
+            layer.lengths[row] = held
+            _restore(layer, row, length, stores)
+        cache.positions[row] = held
+        if shallow < held:
+            cache.mark_shallow(row, shallow)
+
+
+def earliest(cache: KVCache, row: int) -> int:
+    """The fewest positions to which a row can go back: windows have left the others behind."""
+    slid = [layer for layer in _current(cache, row) if layer.window is not None and layer.starts[row]]
+    return max((layer.starts[row] + (layer.window or 0) - 1 for layer in slid), default=0)
+
+
+def _current(cache: KVCache, row: int) -> list[KVLayer]:
+    """The layers that have run all of the row's positions; no other one can be run."""
+    layers = [layer for layer in cache.layers if layer.lengths[row] == cache.positions[row]]
+    return [layer for layer in layers if layer.keys is not None and not layer.released[row]]
+
+
+def _saved(layer: KVLayer, row: int, length: int) -> tuple[Tensor, Tensor]:
+    assert layer.keys is not None and layer.values is not None
+    columns = slice(length - layer.starts[row], layer.lengths[row] - layer.starts[row])
+    return layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()
+
+
+def _restore(layer: KVLayer, row: int, length: int, saved: tuple[Tensor, Tensor]) -> None:
+    """A window may have moved on meanwhile, never beyond what is put back."""
+    assert layer.keys is not None and layer.values is not None
+    first = length - layer.starts[row]
+    for store, entries in zip((layer.keys, layer.values), saved, strict=True):
+        store[row, :, first : first + entries.shape[1]] = entries

@@ -1,0 +1,358 @@
+"""Drafting with the model's own layers changes no token, leaves no trace in the KV and needs no second cache."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from backends import CPU, HF, Backend, each_backend, on_backends
+from drive import Run, decode, gap, make_run, prompt, stack_of
+from families import HEADS, HIDDEN, fingerprint, tiny
+from oracle import decoder_layers, layer_calls, sublayers
+from self_speculation import METHODS, SIBLINGS, Watched, watched
+from shared_models import STORIES, load_model
+from shoal.decode.recipe import Recipe
+from shoal.decode.stop import StopRules
+from shoal.depth.plan import DepthPlan
+from shoal.engine.load import engine_for
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.full import Full
+from shoal.methods.layerskip import LayerSkip
+from shoal.model.kv import KVCache
+from shoal.model.packed.build import build
+from shoal.model.packed.source import ModelSource
+from shoal.model.stack import Stack
+from shoal.types import ModelInfo, Sampling
+from toy_tokenizers import metaspace
+
+NEW = 28
+IDS = [prompt(5, 1), prompt(13, 2), prompt(2, 3), prompt(9, 4)]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "penalised": Sampling(repetition_penalty=1.2, presence_penalty=0.3),
+    "sampled": Sampling(temperature=1.0),
+    "truncated": Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1),
+}
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+@functools.cache
+def mild(name: str, dtype: torch.dtype, factor: float = 0.3, peak: float = 1.0) -> Any:
+    """A tiny model whose layers change little, so that some of them often agree with all; `peak` scales its head."""
+    model = copy.deepcopy(tiny(name, dtype=dtype))
+    for layer in decoder_layers(model):
+        for part in sublayers(layer):
+            last = [module for module in part.modules() if isinstance(module, torch.nn.Linear)][-1]
+            last.weight.data.mul_(factor)
+    model.get_output_embeddings().weight.data.mul_(peak)
+    return model
+
+
+def mild_stack(backend: Backend, name: str, peak: float = 1.0) -> Stack:
+    backend.stack(name)  # skips where it cannot run
+    return _mild_stack(backend, name, peak)
+
+
+@functools.cache
+def _mild_stack(backend: Backend, name: str, peak: float) -> Stack:
+    model = mild(name, backend.dtype, peak=peak)
+    if backend.name == "hf":
+        return stack_of(model)
+    return build(model.config, ModelSource(model), model.dtype, CPU, None, kernels=backend.name == "native")
+
+
+def recipe_of(method: Method, new: int = NEW, stack: Stack | None = None) -> tuple[Recipe, Watched]:
+    info = ModelInfo(6, new, head_layers=0.5, can_split=True)
+    if stack is not None:
+        info = replace(info, num_layers=stack.num_layers, head_layers=stack.head_layers)
+    return watched(method.recipe(info))
+
+
+def both(
+    method: Method, stack: Stack, ids: list[list[int]], new: Any = NEW, **options: Any
+) -> tuple[Run, Run, Watched]:
+    """A plain run of the recipe's plan, and the run with drafts."""
+    recipe, watch = recipe_of(method, stack=stack)
+    options = {"new": new, "stack": stack, "watch": False, **options}
+    return decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options), watch
+
+
+@each_method
+@on_backends("llama", "hybrid")
+def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
+    for stack, ids in [
+        (backend.stack(name), IDS[:1]),
+        (mild_stack(backend, name), IDS),
+        (mild_stack(backend, name, 4.0), IDS[1:2]),
+    ]:
+        plain, run, watch = both(METHODS[method], stack, ids)
+        assert run.tokens == plain.tokens
+        assert watch.trees
+
+
+@each_method
+@on_backends("hybrid", backends=(HF,))
+def test_every_outcome_is_met(backend: Backend, name: str, method: str) -> None:
+    met: Counter[str] = Counter()
+    for stack in (backend.stack(name), mild_stack(backend, name)):
+        met += both(METHODS[method], stack, IDS)[2].met
+    wanted = {"all"} if "all layers" in method else {"none", "some", "all"}
+    assert {kind for kind, times in met.items() if times} == wanted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@each_method
+@on_backends("hybrid")
+def test_no_sample_changes(backend: Backend, name: str, method: str, sampling: str) -> None:
+    plain, run, _ = both(METHODS[method], mild_stack(backend, name), IDS, 16, sampling=SAMPLINGS[sampling], seed=5)
+    assert run.tokens == plain.tokens
+    assert sum(row.ledger.accepted for row in run.rows) > 0
+
+
+@each_method
+@each_backend
+def test_under_a_plan_of_the_target(backend: Backend, method: str) -> None:
+    """Verification is exact to the target's own plan, whose dropped layers have no KV to draft on."""
+    inner = D3(alpha=0.93, core=2)
+    plain, run, watch = both(replace(METHODS[method], inner=inner), mild_stack(backend, "hybrid"), IDS, 30)
+    full = decode(None, IDS, DepthPlan.full(6), 30, stack=mild_stack(backend, "hybrid"))
+    assert run.tokens == plain.tokens != full.tokens
+    assert watch.met["all"] + watch.met["some"] > 0
+
+
+@each_method
+@on_backends("hybrid")
+def test_the_cache_is_that_of_a_plain_run(backend: Backend, name: str, method: str) -> None:
+    stack, ids = mild_stack(backend, name), [prompt(21, 1)]
+    plain, run, _ = both(METHODS[method], stack, ids, release=False)
+    assert run.cache.positions == plain.cache.positions
+    assert run.cache.first_shallow(0) == plain.cache.first_shallow(0) == run.cache.positions[0]
+    for one, other in zip(run.cache.layers, plain.cache.layers, strict=True):
+        assert one.scratch == other.scratch == [0]
+        assert one.lengths == other.lengths
+        first = max(one.starts[0], other.starts[0])
+        for ours, theirs in ((one.keys, other.keys), (one.values, other.values)):
+            assert ours is not None and theirs is not None
+            mine, its = (
+                store[0, :, first - layer.starts[0] : layer.lengths[0] - layer.starts[0]]
+                for store, layer in ((ours, one), (theirs, other))
+            )
+            assert gap(mine, its) <= backend.exact
+
+
+@each_method
+@pytest.mark.parametrize("backend", ["hf", "packed"])
+def test_there_is_no_second_cache(backend: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted over every cache that exists: what the plain loop allocates, and at most the widest block beside it."""
+    engine, caches, made = engine_for(mild("llama", torch.float32), backend=backend), WeakSet(), KVCache.__init__
+
+    def init(self: KVCache, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        caches.add(self)
+
+    monkeypatch.setattr(KVCache, "__init__", init)
+
+    def peak(what: Method) -> int:
+        caches.clear()
+        with engine.stream(IDS, method=what, max_new_tokens=30) as stream:
+            return max(sum(cache.bytes().allocated for cache in caches) for _ in stream)
+
+    position = 2 * 2 * (HIDDEN // HEADS) * 4 * 6 * len(IDS)
+    plain = peak(Full())
+    assert plain == position * (13 + 30)
+    assert plain <= peak(METHODS[method]) <= plain + position * SIBLINGS.get(method, 0)
+
+
+@each_method
+@each_backend
+def test_an_exception_while_drafting(backend: Backend, method: str) -> None:
+    """Cache and model are as before, and a new run on them gives what it always gave."""
+    stack = mild_stack(backend, "hybrid")
+    recipe, watch = recipe_of(METHODS[method])
+    plain = decode(None, IDS[:1], recipe.plan, NEW, stack=stack, watch=False)
+    before = fingerprint(mild("hybrid", backend.dtype))
+    watch.fail_at = 3
+    run = make_run(None, IDS[:1], recipe, NEW, stack=stack, watch=False)
+    with pytest.raises(RuntimeError, match="the drafter broke"):
+        for _ in run.loop.run():
+            pass
+    emitted = run.tokens[0]
+    assert 4 <= len(emitted) < NEW and emitted == plain.tokens[0][: len(emitted)]
+    assert run.cache.positions == [len(IDS[0]) + len(emitted) - 1]
+    assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
+    assert fingerprint(mild("hybrid", backend.dtype)) == before
+    watch.fail_at = None
+    assert decode(None, IDS[:1], recipe, NEW, stack=stack, watch=False).tokens == plain.tokens
+
+
+@each_method
+def test_a_forward_that_fails_while_drafting(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the draft's scratch stands, some not; a chat goes on after the failure as if nothing had happened."""
+    engine = engine_for(mild("llama", torch.float64))
+    forward, calls = engine.stack.forward, [0]
+    chat, other = (engine.session(method=METHODS[method], max_new_tokens=12) for _ in range(2))
+    want = [other.send([5, 9, 2]).tokens, other.send([7, 7]).tokens]
+
+    def broken(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError("no more")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(engine.stack, "forward", broken)
+    with pytest.raises(RuntimeError, match="no more"):
+        chat.send([5, 9, 2])
+    chat = engine.session(method=METHODS[method], max_new_tokens=12)
+    assert [chat.send([5, 9, 2]).tokens, chat.send([7, 7]).tokens] == want
+
+
+@pytest.mark.parametrize("limit", (1, 2, 5, 9))
+@each_method
+def test_max_new_tokens_is_never_passed(method: str, limit: int) -> None:
+    plain, run, watch = both(METHODS[method], mild_stack(HF, "llama"), IDS[:1], limit)
+    assert run.tokens == plain.tokens
+    assert len(run.tokens[0]) == limit
+    assert all(max(tree.depths) <= most for tree, most in zip(watch.trees, watch.limits, strict=True))
+    assert run.cache.positions == [len(IDS[0]) + limit - 1]
+
+
+@each_method
+def test_the_context_is_never_passed(method: str) -> None:
+    engine = engine_for(tiny("llama", max_position_embeddings=24))
+    plain = engine.generate(IDS[1], max_new_tokens=50)
+    result = engine.generate(IDS[1], method=METHODS[method], max_new_tokens=50)
+    assert result.tokens == plain.tokens and len(result.tokens) == 11
+
+
+@pytest.mark.parametrize("place", (0, 4, 9, 15))
+@each_method
+def test_eos_ends_a_block_exactly_there(method: str, place: int) -> None:
+    stack = mild_stack(HF, "hybrid")
+    free = decode(None, IDS[:1], DepthPlan.full(6), 24, stack=stack).tokens[0]
+    rules = StopRules(eos_token_ids=frozenset([free[place]]), max_new_tokens=24)
+    plain, run, _ = both(METHODS[method], stack, IDS[:1], rules=lambda _: rules)
+    assert run.tokens == plain.tokens == [free[: free.index(free[place]) + 1]]
+    assert run.rows[0].finish_reason == "stop"
+    assert run.cache.positions == [len(IDS[0]) + len(run.tokens[0]) - 1]
+
+
+@each_method
+def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
+    words = metaspace()
+    ids, model = prompt(5, 1, len(words)), tiny("llama", vocab_size=len(words))
+    steps = decode(model, [ids], DepthPlan.full(6), 24, tokenizer=words).rows[0].steps
+    text = "".join(step.text for step in steps)
+    for stop in sorted({text[at : at + size] for at in (3, 8, 14) for size in (1, 3)}):
+        rules = StopRules(stop_strings=(stop,), max_new_tokens=24)
+        options = {"rules": lambda _, rules=rules: rules, "tokenizer": words}
+        plain, run, _ = both(METHODS[method], stack_of(model), [ids], **options)
+        assert run.tokens == plain.tokens
+        assert "".join(step.text for step in run.rows[0].steps) == text[: text.index(stop)]
+
+
+@each_method
+def test_rows_are_independent(method: str) -> None:
+    """Neither tokens nor what drafting brought depend on batch-mates."""
+    stack = mild_stack(HF, "hybrid")
+    for law in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
+        recipe, _ = recipe_of(METHODS[method])
+        batch = decode(None, IDS, recipe, [24, 9, 31, 17], stack=stack, sampling=law, watch=False)
+        for row, new in enumerate((24, 9, 31, 17)):
+            one = decode(None, [IDS[row]], recipe, new, stack=stack, sampling=law, watch=False, numbers=[row])
+            assert one.tokens[0] == batch.tokens[row]
+            assert one.rows[0].ledger == batch.rows[row].ledger
+
+
+@each_method
+def test_layer_tokens_of_drafts_are_counted(method: str) -> None:
+    """Against the forwards themselves, seen by hooks."""
+    model = mild("llama", torch.float64)
+    recipe, _ = recipe_of(METHODS[method])
+    run = make_run(None, IDS[:1], recipe, NEW, stack=stack_of(model), watch=False)
+    with layer_calls(model) as calls:
+        for _ in run.loop.run():
+            pass
+    ledger = run.rows[0].ledger
+    counted = ledger.prefill_layer_tokens + ledger.decode_layer_tokens + ledger.draft_layer_tokens
+    assert sum(calls.attention_rows) + sum(calls.mlp_rows) == 2 * counted
+    assert ledger.accepted <= ledger.drafted
+    assert ledger.accepted + ledger.target_forwards == NEW
+
+
+@pytest.mark.parametrize("kind", ["match", "rejection", "typical", "lenient"])
+@each_method
+def test_every_rule_takes_the_drafts(method: str, kind: Any) -> None:
+    margin = 0.5 if kind == "lenient" else None
+    recipe, watch = recipe_of(replace(METHODS[method], rule=kind, margin=margin))
+    run = decode(None, IDS, recipe, 20, stack=mild_stack(HF, "llama"), sampling=SAMPLINGS["sampled"], watch=False)
+    assert recipe.exact_to == ("full" if kind in ("match", "rejection") else "none")
+    assert [len(tokens) for tokens in run.tokens] == [20] * 4
+    assert all(tree.laws is not None for tree in watch.trees if len(tree) > 1)
+
+
+def test_all_layers_accept_everything() -> None:
+    """The same law twice: an exact match through the common number, rejection because the ratio is 1."""
+    for kind in ("match", "rejection"):
+        for name, law in SAMPLINGS.items():
+            recipe, watch = recipe_of(LayerSkip(6, 4, rule=kind))
+            run = decode(None, IDS, recipe, 21, stack=stack_of(tiny("hybrid")), sampling=law, watch=False)
+            assert {*watch.met} == {"all"}, (kind, name)
+            assert [row.ledger.target_forwards for row in run.rows] == [1 + 4] * 4
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@each_method
+@pytest.mark.parametrize("backend", ["hf", "packed"])
+def test_trained_weights(backend: str, method: str, sampling: str) -> None:
+    """A small story model of five layers, where it is at hand."""
+    engine = engine_for(load_model(STORIES), backend=backend)
+    what = METHODS[method]
+    if isinstance(what, LayerSkip):
+        what = replace(what, exit_layer=min(what.exit_layer or 1, 5))
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": float(sampling == "sampled"), "seed": 3}
+    ids = [[1, 403, 407], [1, 317], [1, 383, 286, 261]]
+    plain = engine.generate(ids, **options)
+    results = engine.generate(ids, method=what, **options)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    assert sum(r.stats.accepted for r in results) > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: LayerSkip(0), "exit_layer is 0; it must be at least 1"),
+        (lambda: LayerSkip(7).recipe(ModelInfo(6)), r"exit_layer is 7, but the model has 6 layers; use 1\.\.6"),
+        (lambda: LayerSkip(2, 0), "length is 0; it must be at least 1 token"),
+        (lambda: LayerSkip(2, stop=1.5), r"stop is 1\.5; it must be in \[0, 1\]"),
+        (lambda: LayerSkip(2, inner=LayerSkip(1)).recipe(ModelInfo(6)), "inner of layerskip is layerskip"),
+        (lambda: D3Spec(length=0), "length is 0"),
+        (lambda: D3Spec(alpha=1.5), r"alpha is 1\.5"),
+        (lambda: D3Spec(alpha=0.9, mean=0.5), "give one"),
+        (lambda: D3Spec(core=7).recipe(ModelInfo(6)), r"core is 7.*1\.\.6"),
+        (lambda: D3Spec(mean=0.1).recipe(ModelInfo(6)), "out of reach"),
+        (lambda: D3Spec(stop=-0.1), r"stop is -0\.1"),
+    ],
+)
+def test_bad_knobs_are_named(build: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_defaults_take_a_quarter_and_a_half_of_the_layers() -> None:
+    plan = LayerSkip().recipe(ModelInfo(32)).proposer.plan
+    assert [plan.layers(step) for step in (1, 6)] == [tuple(range(8))] * 2
+    proposer = D3Spec().recipe(ModelInfo(32)).proposer
+    depths = [proposer.plan.depth(step) for step in range(1, proposer.length + 1)]
+    assert sum(depths) / len(depths) == pytest.approx(16, abs=1) and depths == sorted(depths, reverse=True)
+    assert D3Spec(mean=10.0).recipe(ModelInfo(32)).proposer == D3Spec(mean=10 / 32).recipe(ModelInfo(32)).proposer
+    assert D3Spec(alpha=1.0).recipe(ModelInfo(32)).proposer.plan.is_full
+    assert D3Spec().recipe(ModelInfo(2)).proposer.plan.is_full

@@ -1,0 +1,78 @@
+"""The methods that draft with the model's own layers, and a watch over what becomes of their drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.decode.accept import Outcome
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.methods.base import Method
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.draft_and_verify import DraftAndVerify
+from shoal.methods.layerskip import LayerSkip
+from shoal.methods.swift import Swift
+
+METHODS: dict[str, Method] = {
+    "layerskip": LayerSkip(4, 5),
+    "layerskip, stopping": LayerSkip(5, 8, stop=0.4),
+    "layerskip, all layers": LayerSkip(6, 4),
+    "d3_spec": D3Spec(mean=0.85, core=2),
+    "d3_spec, steep": D3Spec(alpha=0.6, core=1, length=7, order="late_middle"),
+    "draft_and_verify": DraftAndVerify((2, 3), (3,), greedy_stop=0.3, sampled_stop=0.2, accepted=0.5),
+    "swift": Swift(ratio=0.25, length=4, stop=0.3, nodes=14, window=8, rounds=6, bayes_every=3),
+    "swift, chains": Swift(ratio=0.3, length=5, stop=0.2, trees=False, window=6, rounds=3, bayes_every=0),
+}
+"""Settings under which the six layers of a tiny random model accept something and reject something."""
+
+SIBLINGS = {"swift": 14}
+"""Of the settings that draft trees: the most nodes of a block."""
+
+
+@dataclass
+class Watched:
+    """A proposer that behaves like `inner` and keeps what came of it.
+
+    Attributes:
+        met: how often nothing, a part and all of the way to a leaf was accepted.
+        trees: everything that was proposed.
+        limits: what each proposal was allowed.
+        fail_at: number of the proposal after which it raises, its scratch still in the cache.
+    """
+
+    inner: Any
+    met: Counter[str] = field(default_factory=Counter)
+    trees: list[TokenTree] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    fail_at: int | None = None
+
+    def begin(self, stack: Any, cache: Any) -> Watched:
+        """It stands in front of the drafter."""
+        self._drafter = self.inner.begin(stack, cache)
+        watch = getattr(self._drafter, "watch", None)
+        if watch is not None:
+            self.watch = watch
+        return self
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        trees = self._drafter.propose(rows, limits)
+        if self.fail_at is not None and len(self.trees) >= self.fail_at:
+            raise RuntimeError("the drafter broke")
+        self.trees.extend(trees)
+        self.limits.extend(limits)
+        return trees
+
+    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
+        last = outcome.path[-1]
+        self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
+        self._drafter.observe(row, tree, outcome)
+
+
+def watched(recipe: Recipe) -> tuple[Recipe, Watched]:
+    """A recipe whose proposer is watched."""
+    proposer = Watched(recipe.proposer)
+    return replace(recipe, proposer=proposer), proposer
