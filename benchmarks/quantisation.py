@@ -1,10 +1,13 @@
 """What quantised weights cost in quality: perplexity in bfloat16, int8 and int4 on the same text.
 
     python benchmarks/quantisation.py --text FILE [--model M] [--windows 64] [--json OUT]
+    python benchmarks/quantisation.py --writer OTHER [--model M] [--windows 64] [--json OUT]
 
-The text is cut into windows of the model's context; every token but a window's first is judged. A line of a `.jsonl`
+A text is cut into windows of the model's context; every token but a window's first is judged. A line of a `.jsonl`
 file counts as one window: its "question", a newline and its "equations" and "answer", of which only the last two are
-judged. The last line on stdout is the result as JSON.
+judged. With `--writer` every window is a text that another model of the same kind draws at temperature 1: text that
+the model under test has neither seen nor made, where nothing held out is at hand. Losses are also given in bits per
+byte of the text, which compare between vocabularies. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +30,78 @@ from shoal.model.kv import KVCache
 from shoal.model.stack import Feed
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
+AT_ONCE = 16
+"""Texts that are drawn side by side."""
 
 
 def main() -> None:
     """Measure every kind and print a table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of problems")
+    source.add_argument("--writer", help="folder or Hub id of a model that writes the text")
     parser.add_argument("--model", help="folder or Hub id; the packaged model if none")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = [measure(args, dtype, quant) for dtype, quant in KINDS]
+    texts = written(args.writer, args.windows) if args.writer else []
+    rows = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
     base = rows[0]["loss"]
     for row in rows:
         row["loss_rise"] = row["loss"] - base
-        print(f"{row['kind']:>14}  perplexity {row['perplexity']:8.4f}  loss rise {row['loss_rise']:+.5f}")
-    report = {"command": sys.argv, "torch": torch.__version__, "shoal": shoal.__version__, "rows": rows}
+        shown = f"perplexity {row['perplexity']:9.4f}  bits/byte {row['bits_per_byte']:.5f}"
+        print(f"{row['kind']:>14}  {shown}  loss rise {row['loss_rise']:+.5f}")
+    report = {"command": ["python", *sys.argv], "torch": torch.__version__, "shoal": shoal.__version__, "rows": rows}
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
 
 
-def measure(args: argparse.Namespace, dtype: str, quant: Any) -> dict[str, Any]:
+def measure(args: argparse.Namespace, texts: Sequence[str], dtype: str, quant: Any) -> dict[str, Any]:
     """Mean negative log-likelihood of the text under one kind of weights."""
     engine = shoal.load(args.model, dtype=dtype, quant=quant, backend="packed")
-    pieces = list(windows(engine, args.text, args.windows))
-    total, count = 0.0, 0
+    pieces = list(windows(engine, args.text, args.windows) if args.text else openings(engine, texts))
+    total, count, size = 0.0, 0, 0
     for ids, judged in tqdm(pieces, desc=quant or dtype, disable=None):
         total += loss(engine, ids, judged)
         count += judged
+        size += text_bytes(engine, ids) - text_bytes(engine, ids[:-judged])
     mean = total / count
-    kind = dtype if quant is None else quant
-    return {"kind": kind, "loss": mean, "perplexity": math.exp(mean), "tokens": count, "bytes": weight_bytes(engine)}
+    return {
+        "kind": dtype if quant is None else quant,
+        "loss": mean,
+        "perplexity": math.exp(mean),
+        "bits_per_byte": total / size / math.log(2),
+        "tokens": count,
+        "text_bytes": size,
+        "bytes": weight_bytes(engine),
+    }
+
+
+def written(writer: str, count: int) -> list[str]:
+    """Texts that a model draws from its beginning-of-sequence id on, until it ends them or its context is full."""
+    engine = shoal.load(writer, dtype="float32")
+    start, room = engine.tokenizer.bos_token_id, (engine.stack.max_positions or 1024) - 1
+    texts: list[str] = []
+    for first in tqdm(range(0, count, AT_ONCE), desc="writing", disable=None):
+        prompts = [[start]] * min(AT_ONCE, count - first)
+        drawn = engine.generate(prompts, max_new_tokens=room, temperature=1.0, seed=first)
+        texts += [result.text for result in drawn]
+    return texts
+
+
+def openings(engine: Engine, texts: Sequence[str]) -> Iterator[tuple[list[int], int]]:
+    """Texts as windows: the beginning-of-sequence id, then all that is judged."""
+    tokenizer, length = engine.tokenizer, engine.stack.max_positions or 1024
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: length - 1]
+        if ids:
+            yield [tokenizer.bos_token_id, *ids], len(ids)
+
+
+def text_bytes(engine: Engine, ids: Sequence[int]) -> int:
+    """Bytes of the text that the ids stand for."""
+    return len(engine.tokenizer.decode(ids, skip_special_tokens=True).encode())
 
 
 def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int], int]]:
