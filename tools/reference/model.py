@@ -46,6 +46,16 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention [batch, heads, length, head size].
+
+    Written out: for sequences this short it trains twice as fast on a CPU as the fused kernel, whose backward pass is slow.
+    """
+    length = q.shape[-2]
+    future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
+    return ((q * q.shape[-1] ** -0.5) @ k.mT + future).softmax(-1) @ v
+
+
 def layer(
     x: Tensor,
     qkv: Tensor,
@@ -62,7 +72,7 @@ def layer(
     batch, length, hidden = x.shape
     h = F.linear(norm(x, norms[0], eps).to(qkv.dtype), qkv).view(batch, length, 3, heads, hidden // heads)
     q, k, v = h.permute(2, 0, 3, 1, 4).unbind(0)
-    a = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+    a = attend(turn(q, cos, sin), turn(k, cos, sin), v)
     x = x + F.linear(a.transpose(1, 2).reshape(batch, length, hidden), o)
     gate, value = F.linear(norm(x, norms[1], eps).to(up.dtype), up).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * value, down)

@@ -1,10 +1,20 @@
-"""The small language model that ships with the package: 16 layers, trained on school arithmetic."""
+"""The small language model that ships with the package, and the problems held out from its training."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 NAME = "gsm16"
+PROBLEM_KINDS = (
+    "known_templates",
+    "unseen_templates",
+    "known_gsm8k",
+    "known_gsm8k_equations",
+    "unseen_gsm8k",
+    "calibration",
+)
 
 
 def path() -> Path:
@@ -17,3 +27,20 @@ def path() -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"the packaged model is missing from {folder}; reinstall shoal or name a model")
     return folder
+
+
+def problems(kind: str) -> list[dict[str, str]]:
+    """A set of word problems, each with `question`, `solution` (it ends with `#### answer`), `answer` and `kind`.
+
+    The prompt is the question and a line break. `calibration` shares no problem with the other sets.
+
+    Raises:
+        ValueError: there is no such set.
+        FileNotFoundError: the package was installed without its problems.
+    """
+    if kind not in PROBLEM_KINDS:
+        raise ValueError(f"there are no problems called {kind!r}; choose one of {', '.join(PROBLEM_KINDS)}")
+    file = Path(__file__).parent / "problems" / f"{kind}.jsonl.gz"
+    if not file.is_file():
+        raise FileNotFoundError(f"the packaged problems are missing: {file}; reinstall shoal")
+    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()]
