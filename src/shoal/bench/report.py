@@ -17,6 +17,7 @@ from shoal.bench.cells import Grid
 from shoal.bench.outcome import Absent, Outcome
 from shoal.bench.run import Plan
 from shoal.bench.subject import Subject
+from shoal.bench.system import Setting
 
 SCHEMA = 1
 _NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")
@@ -50,6 +51,22 @@ def report(
         "results": summary.results(outcome),
         "cost_cards": [{"quant": quant, **card} for (quant, _), card in outcome.cards.items()],
         "not_measured": [dataclasses.asdict(one) for one in _unique(outcome.absent)],
+    }
+
+
+def framed(
+    found: Mapping[str, Any], subject: Subject, setting: Setting, *, machine: Mapping[str, Any], command: Sequence[str]
+) -> dict[str, Any]:
+    """Findings of another kind with the same facts before them."""
+    return {
+        "schema": SCHEMA,
+        "command": shlex.join(command),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": dict(machine),
+        "subject": dict(subject.facts()),
+        "setting": dataclasses.asdict(setting),
+        **found,
     }
 
 

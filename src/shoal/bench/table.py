@@ -19,7 +19,7 @@ def text(report: Mapping[str, Any]) -> str:
     ]
     lines += [f"{system}: {what}" for system, what in systems(report).items()]
     for title, header, rows in sections(report):
-        lines += ["", title, *_aligned([header, *rows])]
+        lines += ["", title, *aligned([header, *rows])]
     lines += _absent(report)
     lines += [f"warning: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)
@@ -146,7 +146,8 @@ def _absent(report: Mapping[str, Any]) -> list[str]:
     return ["", "Not measured", *lines] if lines else []
 
 
-def _aligned(rows: Sequence[Row]) -> list[str]:
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """Lines in which the columns stand under each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return [("  " + "  ".join(row)).rstrip() for row in padded]

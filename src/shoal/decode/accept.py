@@ -31,6 +31,10 @@ class Target(Protocol):
         """Probabilities [V] of the token after `node`: what temperature and truncation make of the scores."""
         ...
 
+    def index(self, node: int) -> int:
+        """How many tokens the row has emitted when the token after `node` comes."""
+        ...
+
     def uniform(self, node: int, purpose: str) -> float:
         """A uniform number in [0, 1) that depends on seed, row, emitted index and `purpose` alone."""
         ...

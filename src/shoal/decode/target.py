@@ -63,10 +63,13 @@ class RowTarget:
             self._laws[node] = sampling.law_of(self.scores(node), self._row.sampling)
         return self._laws[node]
 
+    def index(self, node: int) -> int:
+        """The emitted index of the token after `node`."""
+        return self._row.emitted + self.tree.depths[node]
+
     def uniform(self, node: int, purpose: str) -> float:
-        """See the protocol; the token after `node` has the emitted index `row.emitted + depth`."""
-        index = self._row.emitted + self.tree.depths[node]
-        return sampling.uniform(self._row.seed, self._row.number, index, purpose)
+        """See the protocol."""
+        return sampling.uniform(self._row.seed, self._row.number, self.index(node), purpose)
 
     def draw(self, law: Tensor, node: int, purpose: str) -> int:
         """A token from `law` [V] by inverse CDF."""

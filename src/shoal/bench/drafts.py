@@ -1,0 +1,122 @@
+"""The suite of drafts from its options to its report: which texts, which systems, replayed or free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.bench import suite, words, workloads
+from shoal.bench.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
+from shoal.bench.subject import Subject
+from shoal.bench.suite import Speaker, Task
+from shoal.bench.system import Setting
+from shoal.engine.device import as_dtype
+from shoal.engine.engine import Engine
+from shoal.errors import unknown
+from shoal.methods.base import Method
+from shoal.methods.full import Full
+
+PROBLEMS = "problems"
+"""Word problems that ship with the package: what its own model was trained for."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured.
+
+    Attributes:
+        workloads: names in `workloads.WORKLOADS`, or `PROBLEMS`.
+        data: folder with the recorded texts.
+        items: texts of each workload.
+        new_tokens: most tokens per text.
+        rounds: how often each text is decoded by each system.
+        peers: names in `HF_OPTIONS`.
+        exit_layer: of transformers' early exit; None for a third of the layers.
+    """
+
+    workloads: Sequence[str]
+    data: Path | None
+    items: int = 4
+    new_tokens: int = 128
+    rounds: int = 1
+    peers: Sequence[str] = ()
+    exit_layer: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("items", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.new_tokens < 2:
+            raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 2")
+        for peer in self.peers:
+            if peer not in HF_OPTIONS:
+                raise unknown("peer of this suite", peer, list(HF_OPTIONS))
+        if self.data is None and set(self.workloads) != {PROBLEMS}:
+            raise ValueError(f"{', '.join(self.workloads)} are read from files; give their folder with --data")
+
+
+def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: Wish) -> dict[str, Any]:
+    """Decode all texts by all systems; JSON values.
+
+    Raises:
+        ValueError: texts that are not there, or methods and peers that cannot follow a recorded answer.
+    """
+    texts = _texts(wish)
+    engine = subject.engine(as_dtype(setting.dtype), setting.device, setting.backend, setting.quant)
+    replay = subject.shape is not None
+    if replay and wish.peers:
+        raise ValueError("transformers cannot be held to a recorded answer; give a model, or leave the peers out")
+    tasks = {name: _tasks(engine, found, wish.new_tokens, replay) for name, found in texts.items()}
+    speakers: dict[str, Speaker] = {suite.PLAIN: ShoalSpeaker(engine, Full())}
+    speakers |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != suite.PLAIN}
+    speakers |= _peers(subject, setting, engine, wish)
+    return {
+        "way": "replay" if replay else "free",
+        "workloads": {name: {"texts": len(found)} for name, found in tasks.items()},
+        "rounds": wish.rounds,
+        "results": suite.run(tasks, speakers, wish.rounds),
+    }
+
+
+def _texts(wish: Wish) -> dict[str, list[workloads.Text]]:
+    recorded = [name for name in wish.workloads if name != PROBLEMS]
+    found = {} if wish.data is None else workloads.load(wish.data, recorded, wish.items)
+    if PROBLEMS in wish.workloads:
+        found[PROBLEMS] = _problems(wish.items)
+    return found
+
+
+def _problems(items: int) -> list[workloads.Text]:
+    from shoal.reference import problems
+
+    return [workloads.Text(one["question"] + "\n", one["solution"]) for one in problems("known_templates")[:items]]
+
+
+def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[Task]:
+    if not replay:
+        encode = engine.tokenizer
+        room = (engine.stack.max_positions or 1 << 30) - new_tokens
+        return [Task(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
+    tokenizer = words.train(part for one in texts for part in (one.prompt, one.answer))
+    tasks = []
+    for one in texts:
+        answer = tuple(tokenizer.encode(one.answer).ids[:new_tokens])
+        if len(answer) > 1:
+            tasks.append(Task(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
+    return tasks
+
+
+def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> dict[str, Speaker]:
+    if not wish.peers:
+        return {}
+    model = subject.hf_model(as_dtype(setting.dtype), setting.device)
+    layer = wish.exit_layer or max(1, engine.stack.num_layers // 3)
+    speakers: dict[str, Speaker] = {}
+    for peer in wish.peers:
+        options = {key: layer if value is None else value for key, value in HF_OPTIONS[peer].items()}
+        speakers[peer] = HFSpeaker(model, options, sorted(engine.eos_token_ids))
+    return speakers
+
+

@@ -1,0 +1,92 @@
+"""Who decodes in the suite of drafts: Shoal by each method, and transformers with its own assisted generation."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from shoal.bench.replay import replayed
+from shoal.bench.suite import Decoded, Task
+from shoal.engine.engine import Engine
+from shoal.methods.base import Method
+
+
+class ShoalSpeaker:
+    """An engine under one method.
+
+    Args:
+        engine: shared by all of them.
+        method: how to decode.
+    """
+
+    def __init__(self, engine: Engine, method: Method) -> None:
+        self._engine, self._method = engine, method
+
+    def decode(self, task: Task) -> Decoded:
+        """See `Speaker`; along the recorded answer where there is one."""
+        method = self._method if task.answer is None else replayed(self._method, task.answer)
+        result = self._engine.generate(
+            list(task.prompt), method=method, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
+        )
+        stats = result.stats
+        return Decoded(
+            result.tokens, stats.new_tokens - 1, stats.decode_seconds, stats.tokens_per_forward, stats.acceptance
+        )
+
+
+class HFSpeaker:
+    """transformers' generate on the same weights.
+
+    Args:
+        model: a transformers model.
+        options: arguments of `generate` beside the usual, such as `prompt_lookup_num_tokens`.
+        eos: ids that end an answer.
+    """
+
+    def __init__(self, model: Any, options: dict[str, Any], eos: list[int]) -> None:
+        self._model, self._options, self._eos = model, options, eos
+
+    def decode(self, task: Task) -> Decoded:
+        """See `Speaker`; a streamer takes the times."""
+        if task.answer is not None:
+            raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")
+        ids, stamps = torch.tensor([task.prompt], device=self._model.device), _Stamps()
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=task.new_tokens,
+            eos_token_id=self._eos or None,
+            pad_token_id=0,
+            streamer=stamps,
+            **self._options,
+        )
+        tokens = tuple(out[0, ids.shape[1] :].tolist())
+        first, last = stamps.times[1], stamps.times[-1]
+        return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
+
+
+class _Stamps:
+    """A streamer that notes when it is given how much: the prompt first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.sizes: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+HF_OPTIONS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-early-exit": {"assistant_early_exit": None},
+}
+"""Peers of the suite -> arguments of transformers' generate; the exit layer is filled in."""

@@ -1,0 +1,155 @@
+"""How much a draft brings on texts of different kinds, against the plain loop and other software in the same run.
+
+Replay follows recorded answers on random weights; free decoding lets a real model speak. Every text is decoded by all
+systems in turn, the next one in the opposite order, and compared with the plain loop on the same text.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from shoal.bench import table
+from shoal.bench.cells import in_order
+
+PLAIN = "full"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text in tokens.
+
+    Attributes:
+        prompt: token ids.
+        answer: the recorded answer's ids, or None where the model answers itself.
+        new_tokens: how many to decode.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...] | None
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one system made of a task.
+
+    Attributes:
+        tokens: all that were generated.
+        timed: how many of them `seconds` covers: those after the first forward.
+        seconds: time for them.
+        per_forward: tokens per forward of the target; None where it is not known.
+        acceptance: share of the guesses kept, by distance.
+    """
+
+    tokens: tuple[int, ...]
+    timed: int
+    seconds: float
+    per_forward: float | None = None
+    acceptance: tuple[float, ...] = ()
+
+
+class Speaker(Protocol):
+    """A system that can decode a task."""
+
+    def decode(self, task: Task) -> Decoded:
+        """Greedily, to the task's length or the model's own end."""
+        ...
+
+
+@dataclass
+class _Score:
+    """One system on one workload."""
+
+    runs: list[Decoded] = field(default_factory=list)
+    faster: list[float] = field(default_factory=list)
+    equal: int = 0
+
+    def add(self, run: Decoded, plain: Decoded) -> None:
+        self.runs.append(run)
+        self.faster.append(_rate(run) / _rate(plain))
+        self.equal += run.tokens == plain.tokens
+
+    def row(self, workload: str, system: str) -> dict[str, Any]:
+        timed = [run for run in self.runs if run.timed]
+        known = [run.per_forward for run in self.runs if run.per_forward is not None]
+        return {
+            "workload": workload,
+            "system": system,
+            "runs": len(self.runs),
+            "tokens": sum(run.timed for run in timed),
+            "tokens_per_second": sum(run.timed for run in timed) / sum(run.seconds for run in timed),
+            "times_faster": {
+                "median": statistics.median(self.faster),
+                "min": min(self.faster),
+                "max": max(self.faster),
+                "each": self.faster,
+            },
+            "tokens_per_forward": statistics.mean(known) if known else None,
+            "acceptance": _mean_by_place([run.acceptance for run in self.runs]),
+            "equal_to_plain": self.equal / len(self.runs),
+        }
+
+
+def _rate(run: Decoded) -> float:
+    return run.timed / run.seconds if run.timed else float("nan")
+
+
+def _mean_by_place(shares: Sequence[tuple[float, ...]]) -> list[float]:
+    longest = max(map(len, shares), default=0)
+    return [statistics.mean([one[place] for one in shares if len(one) > place]) for place in range(longest)]
+
+
+def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker], rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table: a workload and a system each, the plain loop's among them.
+
+    Args:
+        workloads: tasks by name.
+        systems: by label; `PLAIN` is what the others are compared with.
+        rounds: how often each text is decoded by each system.
+    """
+    scores: dict[tuple[str, str], _Score] = defaultdict(_Score)
+    turns = [(name, task) for _ in range(rounds) for name, tasks in workloads.items() for task in tasks]
+    _warm_up(turns[0][1], systems)
+    for number, (name, task) in enumerate(tqdm(turns, desc="texts", disable=None)):
+        runs = {label: systems[label].decode(task) for label in in_order(list(systems), number)}
+        if runs[PLAIN].timed:
+            for label in systems:
+                scores[name, label].add(runs[label], runs[PLAIN])
+    return [scores[name, label].row(name, label) for name in workloads for label in systems if (name, label) in scores]
+
+
+def _warm_up(task: Task, systems: Mapping[str, Speaker]) -> None:
+    for system in systems.values():
+        system.decode(task)
+
+
+HEADER = ["text", "system", "runs", "tokens/s", "times faster than plain", "tokens per forward", "same output"]
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table for people."""
+    return "\n".join(table.aligned([HEADER, *map(_line, rows)]))
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    return table.markdown(HEADER, [_line(row) for row in rows])
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    ratio, forward = row["times_faster"], row["tokens_per_forward"]
+    return [
+        row["workload"],
+        row["system"],
+        str(row["runs"]),
+        f"{row['tokens_per_second']:.1f}",
+        f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})",
+        "" if forward is None else f"{forward:.2f}",
+        f"{100 * row['equal_to_plain']:.0f} %",
+    ]
