@@ -7,15 +7,15 @@ A matrix is packed once from [rows, columns] in the checkpoint's orientation; ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-Quant = Literal["int8", "int4"]
-GROUP = 32
-"""Columns that share a scale in int4."""
+from shoal.model.packed.linear_cuda import GROUP as GROUP
+from shoal.model.packed.linear_cuda import Quant as Quant
+from shoal.model.packed.linear_cuda import cuda_kernel
 
 _AT_ONCE = 2**20
 _INT4_ROWS, _INT4_BLOCK = 16, 64
@@ -136,7 +136,11 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Callable[[Tensor], Tensor] | None:
     """A weight-only kernel of torch's for these numbers, or None where it has none."""
-    if scales.dtype != torch.bfloat16 or levels.device.type != "cpu" or columns % GROUP:
+    if scales.dtype != torch.bfloat16 or columns % GROUP:
+        return None
+    if levels.device.type == "cuda":
+        return cuda_kernel(levels, scales, quant)
+    if levels.device.type != "cpu":
         return None
     if quant == "int8":
         matrix, factors = levels.flatten(1).contiguous(), scales[:, 0].contiguous()

@@ -1,0 +1,79 @@
+"""torch's weight-only int8 and int4 kernels on NVIDIA GPUs. Not yet run on one: what they return is checked at load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+Quant = Literal["int8", "int4"]
+GROUP = 32
+"""Columns that share a scale in int4."""
+
+_INNER_TILES = (8, 4, 2)
+_TILE = 16
+_TOLERANCE = 0.02
+
+Product = Callable[[Tensor], Tensor]
+log = logging.getLogger(__name__)
+
+
+def cuda_kernel(levels: Tensor, scales: Tensor, quant: Quant) -> Product | None:
+    """The kernel for a matrix, or None where torch has none that reproduces it; the reason is logged.
+
+    Args:
+        levels: int8 [rows, groups, group].
+        scales: bfloat16 [rows, groups].
+        quant: "int8" with one group per row, or "int4" with groups of `GROUP`.
+    """
+    try:
+        product = _int8(levels, scales) if quant == "int8" else _int4(levels, scales)
+        return product if _agrees(product, levels, scales) else None
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        log.info("no %s kernel of torch's for this matrix: %s", quant, str(error).splitlines()[0])
+        return None
+
+
+def _int8(levels: Tensor, scales: Tensor) -> Product:
+    matrix, factors = levels.flatten(1).contiguous(), scales[:, 0].contiguous()
+    return lambda x: torch._weight_int8pack_mm(x, matrix, factors)
+
+
+def _int4(levels: Tensor, scales: Tensor) -> Product:
+    packed = torch._convert_weight_to_int4pack(nibbles(levels), inner_tiles(levels[0].numel()))
+    pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
+    return lambda x: torch._weight_int4pack_mm(x, packed, GROUP, pairs)
+
+
+def nibbles(levels: Tensor) -> Tensor:
+    """Levels -8..7 as uint8 [rows, columns / 2]: 8 is added; even columns in the high half, as the GPU packer wants."""
+    raised = (levels.flatten(1) + 8).view(torch.uint8)
+    return raised[:, ::2] << 4 | raised[:, 1::2]
+
+
+def inner_tiles(columns: int) -> int:
+    """The packer's innermost tiles along the columns: as many as divide them.
+
+    Raises:
+        RuntimeError: no choice does.
+    """
+    for tiles in _INNER_TILES:
+        if columns % (tiles * _TILE) == 0:
+            return tiles
+    raise RuntimeError(f"{columns} columns are not a multiple of {_INNER_TILES[-1] * _TILE}")
+
+
+def _agrees(product: Product, levels: Tensor, scales: Tensor) -> bool:
+    """Whether the kernel multiplies by what was packed: wrong packing would give fluent nonsense."""
+    matrix = (levels.float() * scales[..., None].float()).flatten(1)
+    draw = torch.Generator(levels.device).manual_seed(0)
+    x = torch.randn(2, matrix.shape[1], generator=draw, device=levels.device).bfloat16()
+    true = linear(x.float(), matrix)
+    error = float((product(x).float() - true).norm() / true.norm())
+    if not error <= _TOLERANCE:
+        log.warning("a kernel of torch's is off by %.3f; the matrix is dequantised at every use instead", error)
+    return error <= _TOLERANCE
