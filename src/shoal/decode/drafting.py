@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from shoal.decode.accept import Outcome
 from shoal.decode.recipe import Controller, Drafter, Governor, Proposer, Tick
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.model.kv import KVCache
-from shoal.model.stack import Stack
+from shoal.model.stack import Stack, Tap
 
 T = TypeVar("T")
 
@@ -43,6 +45,22 @@ class Drafting:
                 cut = map(TokenTree.cut, guesses, allowed)
                 trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees[row.slot] for row in rows]
+
+    def watch(self, rows: Sequence[Row], trees: Sequence[TokenTree]) -> tuple[Tap, ...]:
+        """What shows the hidden states of the coming forward to the drafters that want them; empty if nobody does."""
+        taps: list[tuple[Tap, list[int]]] = []
+        for drafter, group in _grouped(rows, lambda row: row.recipe.proposer, self._drafter):
+            watch = getattr(drafter, "watch", None)
+            places = [place for place, row in enumerate(rows) if any(row is one for one in group)]
+            tap = None if watch is None else watch(group, [trees[place] for place in places])
+            if tap is not None:
+                taps.append((tap, places))
+
+        def show(layer: int, hidden: Tensor) -> None:
+            for tap, places in taps:
+                tap(layer, hidden if len(places) == len(rows) else hidden[places])
+
+        return (show,) if taps else ()
 
     def observe(self, tick: Tick) -> None:
         """Tell drafters and governors what became of a tick."""

@@ -90,7 +90,8 @@ class Loop:
         trees = self._drafting.propose(self.rows)
         drafted = time.perf_counter()
         feeds = [_tree_feed(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
-        logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
+        watched = self._drafting.watch(self.rows, trees)
+        logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
         for row, tree, feed in zip(self.rows, trees, feeds, strict=True):
             _count_tree(row, tree, feed)
         targets = [RowTarget(*item) for item in zip(self.rows, trees, logits, strict=True)]

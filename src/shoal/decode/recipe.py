@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.decode.accept import Outcome, Target
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
+    from shoal.model.stack import Tap
 
 Exactness = Literal["full", "plan", "none"]
 
@@ -45,6 +46,14 @@ class Drafter(Protocol):
 
     def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
         """Learn what became of a proposal."""
+        ...
+
+
+class Watcher(Drafter, Protocol):
+    """A drafter that learns from the hidden states of the target's own forwards."""
+
+    def watch(self, rows: Sequence[Row], trees: Sequence[TokenTree]) -> Tap | None:
+        """Called before the forward that verifies `trees`: what is to see the states of these rows, or None."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The registry of methods: one file, one method, named after the file.
+"""The registry of methods: one file, one method, named after the file; `_` follows where the name is a word of Python.
 
 Nothing is imported before it is asked for. Packages from outside add theirs through the entry-point group
 `shoal.methods`, each entry naming a subclass of `shoal.methods.base.Method`; the names that ship here come first.
@@ -11,6 +11,7 @@ import os
 import pkgutil
 from collections.abc import Mapping
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,7 +66,7 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str]) -> Method:
 
 def _shipped() -> set[str]:
     found = {module.name for module in pkgutil.iter_modules(__path__)}
-    return {name for name in found if name != "base" and not name.startswith("_")}
+    return {name.removesuffix("_") for name in found if name != "base" and not name.startswith("_")}
 
 
 def _foreign() -> dict[str, EntryPoint]:
@@ -77,10 +78,11 @@ def _foreign() -> dict[str, EntryPoint]:
 def _named_in(name: str) -> type[Method]:
     from shoal.methods.base import Method
 
-    for value in vars(import_module(f"{__name__}.{name}")).values():
+    file = f"{name}_" if iskeyword(name) else name
+    for value in vars(import_module(f"{__name__}.{file}")).values():
         if isinstance(value, type) and issubclass(value, Method) and vars(value).get("name") == name:
             return value
-    raise TypeError(f"shoal/methods/{name}.py defines no Method with name = {name!r}")
+    raise TypeError(f"shoal/methods/{file}.py defines no Method with name = {name!r}")
 
 
 def _read_card(path: Path) -> Mapping[str, Any]:

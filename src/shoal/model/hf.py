@@ -97,6 +97,11 @@ class HFStack:
         picked = [hidden[i, end - feed.wanted : end] for i, (feed, end) in enumerate(zip(feeds, ends, strict=True))]
         return self.parts.head(torch.cat(picked))
 
+    @torch.no_grad()
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """See the protocol."""
+        return self.parts.head(hidden)
+
     def module(self, layer: int, part: Part) -> nn.Module:
         """The layer, or a twin that shares its weights and lacks the other sublayer."""
         if part == "layer":
@@ -272,5 +277,3 @@ def _check_attention(model: Any) -> None:
 
 def _bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
-
-

@@ -119,6 +119,10 @@ class Stack(Protocol):
         """
         ...
 
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, D] as a tap is shown them, through the final norm and the head."""
+        ...
+
 
 def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache) -> None:
     """Refuse to run a layer that misses the KV of a node before those that it is given; a lone MLP needs none."""

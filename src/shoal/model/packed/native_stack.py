@@ -6,13 +6,15 @@ Python's part in a step is kept to a few loops over the layers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
+from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import native
@@ -85,7 +87,7 @@ class NativeStack(PackedStack):
 
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        if tap is not None or not _fits(feeds):
+        if not _fits(feeds):
             return super().forward(feeds, cache, tap)
         work = self._work(feeds)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
@@ -94,13 +96,27 @@ class NativeStack(PackedStack):
         batch = self._batch(feeds, work, cache, starts)
         if max(batch.positions) >= self._reach:
             self._extend_tables(max(batch.positions) + 1)
-        logits = self._model.forward(batch, self._binding(cache))
+        size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
+        taps = None if tap is None else torch.empty(size)
+        logits = self._model.forward(batch, self._binding(cache), taps=taps)
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
             for feed, count in zip(feeds, counts, strict=True):
                 scratch[feed.row] += count
         mark_shallow(feeds, cache)
+        if tap is not None and taps is not None:
+            sizes = [len(feed.tokens) for feed in feeds]
+            for layer in range(self.num_layers + 1):
+                states = taps[bisect_left(work.layers, layer)]
+                tap(layer, pad_sequence(list(states.split(sizes)), batch_first=True))
         return logits
+
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """See the protocol."""
+        normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
+        head = _matrix(self.weights.head)
+        logits = torch.cat([native.matmul(part, head) for part in normed.split(native.MAX_NODES)])
+        return logits * self.shape.logit_scale
 
     def _work(self, feeds: Sequence[Feed]) -> _Work:
         sizes = [len(feed.tokens) for feed in feeds]

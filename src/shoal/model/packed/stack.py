@@ -73,6 +73,11 @@ class PackedStack:
         mark_shallow(feeds, cache)
         return self._logits(run.wanted())
 
+    @torch.no_grad()
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """See the protocol."""
+        return self._logits(hidden)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
         return self.weights.head(normed) * self.shape.logit_scale

@@ -19,6 +19,15 @@ static void embed(const Worker *w) {
     }
 }
 
+/* This thread's columns of all states, as they are before layer number `entry` of the batch. */
+static void copy_states(const Worker *w, int entry) {
+    const Run *r = w->run;
+    const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
+    if (!r->b->taps) return;
+    float *to = r->b->taps + (int64_t)entry * r->b->tokens * hidden;
+    for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
+}
+
 static void run_head(const Worker *w) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -94,9 +103,11 @@ void shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char
         embed(&w);
         meet(&r.team);
         for (int entry = 0; entry < b->active_count; entry++) {
+            copy_states(&w, entry);
             run_attention(&w, entry);
             run_mlp(&w, entry);
         }
+        copy_states(&w, b->active_count);
         run_head(&w);
     }
 }

@@ -130,8 +130,17 @@ class NativeModel:
         shape = (self.spec.kv_heads, self.spec.head_dim)
         return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype)
 
-    def forward(self, batch: NativeBatch, kv: KVBinding, threads: int | None = None) -> Tensor:
+    def forward(
+        self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None
+    ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
+
+        Args:
+            batch: the tokens.
+            kv: the cache.
+            threads: at most how many; None for as many as torch uses.
+            taps: float32 [running layers + 1, tokens, hidden], filled with the states that enter each running layer,
+                and those after the last one.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
@@ -141,6 +150,12 @@ class NativeModel:
         """
         count = min(threads or torch.get_num_threads(), MAX_THREADS)
         struct = batch.struct(self.num_layers, kv)
+        if taps is not None:
+            shape = (struct.active_count + 1, struct.tokens, self.spec.hidden)
+            if taps.shape != shape or taps.dtype != torch.float32 or not taps.is_contiguous():
+                found = f"{taps.dtype} {list(taps.shape)}"
+                raise ValueError(f"taps are {found}; a contiguous float32 {list(shape)} is needed")
+            struct.taps = taps.data_ptr()
         model, reference = ctypes.byref(self._model), ctypes.byref(struct)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         if self._library.shoal_check(model, reference, message, _MESSAGE_BYTES):

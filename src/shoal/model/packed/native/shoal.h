@@ -57,6 +57,7 @@ typedef struct {
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
     const int32_t *capacity;   /* [num_layers], 0 where there is no storage */
+    float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
 } ShoalBatch;
 
 #endif

@@ -102,4 +102,5 @@ class Batch(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("capacity", c_void_p),
+        ("taps", c_void_p),
     ]
