@@ -1,4 +1,4 @@
-"""Whatever went wrong in a chat before, and however its transcript was changed, the next answer is that of a new one."""
+"""Whatever went wrong in a chat, and however its transcript was changed, the next answer is that of a new one."""
 
 from __future__ import annotations
 
@@ -169,9 +169,8 @@ def check(chat: Session, engine: Engine, question: str, method: Any) -> None:
     new = engine.session(**chat._options)
     new.messages = list(chat.messages)
     seen = [Seen(), Seen()]
-    answers = [
-        one.send(question, method=method, logits_processor=[watch]) for one, watch in zip((chat, new), seen, strict=True)
-    ]
+    both = zip((chat, new), seen, strict=True)
+    answers = [one.send(question, method=method, logits_processor=[watch]) for one, watch in both]
     assert answers[0].tokens == answers[1].tokens
     assert gap(torch.stack(seen[0].logits), torch.stack(seen[1].logits)) <= 1e-9
     assert chat.messages == new.messages
