@@ -89,6 +89,30 @@ def test_text(capsys, tiny_folder):
     assert sum("equal, 5 tokens" in line for line in lines) == 2
 
 
+def test_every_exact_method_is_compared(capsys, tiny_folder):
+    code, report = judged(capsys, "abc", "abcabcabcabc", "--model", tiny_folder, "--all")
+    assert code == 0 and report["passed"]
+    found = {one["method"] for one in report["methods"]}
+    assert {"full", "prompt_lookup", "aded", "draft_model", "rsd"} <= found
+    assert "d3" not in found and "early_exit" not in {*found, *report["skipped"]}
+    for one in report["methods"]:
+        assert one["exact_to"] == "full" and len(one["prompts"]) == 2
+        assert all(row["method_vs_plain"]["at"] is None for row in one["prompts"])
+
+
+def test_one_wrong_method_fails_them_all(capsys, tiny_folder, monkeypatch):
+    real = command._greedy
+
+    def greedy(engine, ids, method, max_new_tokens):
+        tokens = real(engine, ids, method, max_new_tokens)
+        return (*tokens[:-1], (tokens[-1] + 1) % 256) if getattr(method, "name", "") == "aded" else tokens
+
+    monkeypatch.setattr(command, "_greedy", greedy)
+    assert main(["correctness", "abc", "--model", tiny_folder, "--max-new-tokens", "6", "--all"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "FAILED" and [line.split()[1] for line in lines if line.startswith("FAILED:")] == ["aded"]
+
+
 def test_the_end_of_the_context_ends_the_comparison(capsys):
     code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500")
     assert code == 0 and report["prompts"][0]["new_tokens"]["huggingface"] < 500

@@ -1,7 +1,7 @@
 """Compare greedy tokens: the plain loop with Hugging Face's generate, and a method with the plain loop.
 
 Exit code 1 where the plain loop, or a method that is exact by its parts, differs other than by a tie. What a lossy
-method changes is reported and never fails.
+method changes is reported and never fails. With `--all`, every method that is exact with its defaults is compared.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shoal import methods, reference
 from shoal.cli import common
 from shoal.cli.divergence import TOLERANCE, Divergence, diverge
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal.methods.base import Method
 
 EXAMPLES = """examples:
   shoal correctness --method full
+  shoal correctness --all --max-new-tokens 128
   shoal correctness --method d3 --alpha 0.99 --max-new-tokens 128
   shoal correctness --model path/to/model --dtype bfloat16 --tie 0.25 "Once upon a time" "The capital of France"
 """
@@ -39,6 +42,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=64, help="length of each continuation")
     parser.add_argument("--tie", metavar="T", type=float, help="top-two margin in logits below which a difference is a "
                         "tie (default: 0.001 in float32, 0.5 in bfloat16, 0.05 in float16, 1e-9 in float64)")
+    parser.add_argument("--all", action="store_true", help="compare every method that is exact with its defaults")
+    parser.add_argument("--with-draft", metavar="M", help="with --all: the model that methods draft with which need a "
+                        "second one (default: the model itself, whose guesses are all right)")
     common.add_method(parser)
     common.add_model(parser, dtype="float32")
     common.add_json(parser)
@@ -47,18 +53,61 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, report, judge."""
     engine = common.load_engine(args)
-    peer = HuggingFace(common.load_peer(args, engine))
-    exact_to = args.method.recipe(engine.info(args.max_new_tokens)).exact_to
-    tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
-    rows = [_compare(args, engine, peer, prompt, tolerance) for prompt in args.prompts or PROMPTS]
-    failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
-    report = {**args.method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": tolerance,
-              "exact_to": exact_to, "passed": not failed, "prompts": rows}
+    judge = _Judge(args, engine, HuggingFace(common.load_peer(args, engine)))
+    if args.all:
+        report = _all(args, engine, judge)
+        text = _all_text(report)
+    else:
+        report = judge.report(args.method)
+        text = _text(report, args.method.name)
     if args.json:
         common.print_json(report)
     else:
-        print(_text(report, args.method.name))
-    return 1 if failed else 0
+        print(text)
+    return 0 if report["passed"] else 1
+
+
+class _Judge:
+    """Compares one method after another on the same prompts; the plain loop and its peer run once."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, peer: HuggingFace) -> None:
+        self._args, self._engine = args, engine
+        self._tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
+        self._bases = [_Base(engine, peer, prompt, args) for prompt in args.prompts or PROMPTS]
+
+    def report(self, method: Method) -> dict[str, Any]:
+        """What came of one method."""
+        args, engine = self._args, self._engine
+        exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
+        rows = [_compare(engine, base, method, self._tolerance) for base in self._bases]
+        failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
+        return {**method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": self._tolerance,
+                "exact_to": exact_to, "passed": not failed, "prompts": rows}
+
+
+def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, Any]:
+    """A report per exact method, and which could not run."""
+    info = engine.info(args.max_new_tokens)
+    draft = args.with_draft or args.model or str(reference.path())
+    reports: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for name in methods.names():
+        try:
+            method = _by_default(name, draft)
+            if method.recipe(info).exact_to == "full":
+                reports.append(judge.report(method))
+        except ValueError as reason:
+            skipped[name] = str(reason)
+        except TypeError:
+            skipped[name] = "it has options without defaults; compare it with --method"
+    return {"model": engine.model_name, "dtype": args.dtype, "passed": all(report["passed"] for report in reports),
+            "methods": reports, "skipped": skipped}
+
+
+def _by_default(name: str, draft: str) -> Method:
+    """The method with its defaults, and with a draft model if it takes one."""
+    cls = methods.get(name)
+    return cls(**({"draft": draft} if "draft" in cls.knobs() else {}))
 
 
 class HuggingFace:
@@ -88,24 +137,27 @@ class HuggingFace:
         return float(best - second)
 
 
-def _compare(
-    args: argparse.Namespace, engine: Engine, peer: HuggingFace, prompt: str, tolerance: float
-) -> dict[str, Any]:
-    ids = common.encode(engine, prompt, args.raw)
-    length = _room(engine, ids, args.max_new_tokens)
-    tokens = {
-        "huggingface": peer.generate(ids, length),
-        "plain": _greedy(engine, ids, "full", length),
-        "method": _greedy(engine, ids, args.method, length),
-    }
+class _Base:
+    """One prompt, and what the plain loop and its peer make of it."""
 
-    def margin(generated: Sequence[int]) -> float:
-        return peer.margin([*ids, *generated])
+    def __init__(self, engine: Engine, peer: HuggingFace, prompt: str, args: argparse.Namespace) -> None:
+        self.prompt, self._peer = prompt, peer
+        self.ids = common.encode(engine, prompt, args.raw)
+        self.length = _room(engine, self.ids, args.max_new_tokens)
+        self.tokens = {"huggingface": peer.generate(self.ids, self.length),
+                       "plain": _greedy(engine, self.ids, "full", self.length)}
 
-    plain = diverge(tokens["huggingface"], tokens["plain"], margin, tolerance)
-    method = diverge(tokens["plain"], tokens["method"], margin, tolerance)
-    return {"prompt": prompt, "new_tokens": {name: len(row) for name, row in tokens.items()},
-            "plain_vs_huggingface": _outcome(plain), "method_vs_plain": _outcome(method)}
+    def margin(self, generated: Sequence[int]) -> float:
+        """The reference's top-two margin after the prompt and `generated`."""
+        return self._peer.margin([*self.ids, *generated])
+
+
+def _compare(engine: Engine, base: _Base, method: Any, tolerance: float) -> dict[str, Any]:
+    tokens = {**base.tokens, "method": _greedy(engine, base.ids, method, base.length)}
+    plain = diverge(tokens["huggingface"], tokens["plain"], base.margin, tolerance)
+    found = diverge(tokens["plain"], tokens["method"], base.margin, tolerance)
+    return {"prompt": base.prompt, "new_tokens": {name: len(row) for name, row in tokens.items()},
+            "plain_vs_huggingface": _outcome(plain), "method_vs_plain": _outcome(found)}
 
 
 def _room(engine: Engine, ids: list[int], max_new_tokens: int) -> int:
@@ -136,6 +188,13 @@ def _text(report: dict[str, Any], name: str) -> str:
                   f"  plain loop against Hugging Face: {_line(row, 'plain_vs_huggingface')}",
                   f"  {name} against the plain loop: {_line(row, 'method_vs_plain')}"]
     return "\n".join([*lines, "", _verdict(report, name)])
+
+
+def _all_text(report: dict[str, Any]) -> str:
+    lines = [f"{report['model']} in {report['dtype']}"]
+    lines += [_verdict(one, one["method"]) for one in report["methods"]]
+    lines += [f"not compared: {name}: {why}" for name, why in report["skipped"].items()]
+    return "\n".join([*lines, "passed" if report["passed"] else "FAILED"])
 
 
 def _verdict(report: dict[str, Any], name: str) -> str:

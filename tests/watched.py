@@ -1,0 +1,46 @@
+"""A proposer that is watched: what became of its guesses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.decode.accept import Outcome
+from shoal.decode.recipe import Drafter, Proposer
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+
+
+@dataclass
+class Watched:
+    """Stands before a proposer.
+
+    Attributes:
+        met: how often nothing, a part and all of the way to a leaf was accepted.
+        trees: everything that was proposed.
+    """
+
+    proposer: Proposer
+    met: Counter[str] = field(default_factory=Counter)
+    trees: list[TokenTree] = field(default_factory=list)
+
+    def begin(self, stack: Any, cache: Any) -> Watched:
+        """It is its own drafter."""
+        self._drafter: Drafter = self.proposer.begin(stack, cache)
+        return self
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """What the proposer says."""
+        made = self._drafter.propose(rows, limits)
+        for tree, limit in zip(made, limits, strict=True):
+            assert max(tree.depths) <= limit
+        self.trees.extend(made)
+        return made
+
+    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
+        """Counts how far the walk went."""
+        last = outcome.path[-1]
+        self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
+        self._drafter.observe(row, tree, outcome)
