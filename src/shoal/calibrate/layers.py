@@ -85,6 +85,12 @@ def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool 
     )
 
 
+def influence(engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[float, ...]:
+    """Block Influence of every layer over the answers of (prompt, answer) pairs of token ids."""
+    turn = sum((_turns(engine, prompt, answer) for prompt, answer in pairs), torch.zeros(engine.stack.num_layers))
+    return tuple((turn / sum(len(answer) for _, answer in pairs)).tolist())
+
+
 def _ids(engine: Engine, sample: Sample) -> tuple[list[int], list[int]] | None:
     """Prompt and answer as token ids, cut to the context; None if either is empty."""
     tokenizer = engine.tokenizer

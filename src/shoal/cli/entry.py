@@ -22,6 +22,7 @@ COMMANDS = {
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
     "bench": "measure speed, beside other software on the same weights",
     "eval": "measure quality: methods and controls beside the full model, on the same items",
+    "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.eval.study import Study
     from shoal.methods.base import Method
+    from shoal.methods.schedule import Schedule
 
 EXAMPLES = """examples:
   shoal eval --suite gsm8k_renumbered --data DIR --method d3 --mean 0.8 --n 500
@@ -51,11 +52,14 @@ def add_arguments(parser: Parser) -> None:
                         help="controls whose loss is measured")
     rivals.add_argument("--core", metavar="N", type=int, help="layers that always run; max(4, L/8) if none")
     rivals.add_argument("--order", metavar="NAME", default="auto", help="removal order of D3 and its controls")
-    rivals.add_argument("--card", metavar="X=CARD.json", action="append", default=[], help="a calibrated method to "
-                        "compare among the controls of ideal speed-up X; can be repeated")
+    rivals.add_argument("--card", metavar="CARD.json", type=Path, help="a calibration card, whose schedules "
+                        "are compared as well")
     rivals.add_argument("--seeds", metavar="N,...", default="0,1,2", help="of the random orders")
     how = parser.add_argument_group("procedure")
     how.add_argument("--out", metavar="DIR", type=Path, help="keep outcomes and results here, and go on from them")
+    how.add_argument("--plot", metavar="DIR", type=Path, help="draw pictures into this folder (needs matplotlib)")
+    how.add_argument("--timed", metavar="N", type=int, default=0, help="answers that each method also decodes alone, "
+                     "in turn, for seconds and the realised speed-up")
     how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
     common.add_model(parser)
@@ -87,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
               "warnings": warnings}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from shoal.eval.plots import draw_report
+
+        draw_report(report, args.plot)
     if not args.json:
         print(_text(report))
     common.print_json(report)
@@ -106,10 +114,13 @@ def _list(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse before a model is loaded."""
+    from shoal.eval.controls import check_groups
+
     for name in ("n", "loss_n", "max_new_tokens", "batch", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_groups(_words(args.groups) + _words(args.loss_groups))
     for measure in _words(args.measure):
         if measure not in ("answers", "loss"):
             raise ValueError(f"--measure holds {measure!r}; it takes answers and loss, separated by a comma")
@@ -138,20 +149,21 @@ def _study(args: argparse.Namespace, engine: Engine) -> Study:
         order=args.order,
         core=args.core,
         seeds=tuple(map(int, _numbers("--seeds", args.seeds))),
-        calibrated=_cards(args.card),
+        curve=() if args.card is None else _curve(args.card, engine),
+        timed=args.timed,
     )
 
 
-def _cards(given: list[str]) -> dict[float, dict[str, Method]]:
-    """Calibrated methods by ideal speed-up, from `1.5=card.json`."""
+def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:
+    """The schedules of a calibration card, deepest first; refused where it is another model's."""
     from shoal.methods import make
+    from shoal.methods.schedule import Schedule
 
-    found: dict[float, dict[str, Method]] = {}
-    for word in given:
-        speedup, _, path = word.partition("=")
-        (number,) = _numbers("--card", speedup) or (0.0,)
-        found.setdefault(number, {})["calibrated"] = make(path)
-    return found
+    engine.recipe(make(str(path)), 1)
+    card = json.loads(path.read_text(encoding="utf-8"))
+    if "curve" not in card:
+        raise ValueError(f"the card {str(path)!r} holds no curve; make one with `shoal calibrate`")
+    return tuple(Schedule(tuple(card["order"][: len(p["steps"])]), tuple(p["steps"])) for p in card["curve"])
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ mean. Speeds are ideal speed-ups, (L + e) / (mean + e).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.depth.order import Core, default_core, removal_order
@@ -22,6 +24,9 @@ from shoal.methods.schedule import Schedule
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import evenly_spaced
 
+_BLENDS = 200
+_PLACES = ("center_out", "late_middle", "low_first", "spread")
+Make = Callable[[], Contender]
 STARTS = (0.2, 0.4, 0.6)
 GROUPS = ("budgets", "geometry", "random", "orders", "starts")
 """Other budgets in D3's order, the published geometries, random orders, named orders, a delayed decay."""
@@ -39,6 +44,7 @@ class Setting:
         core: layers that always run.
         max_new_tokens: the longest answer.
         seeds: of the random orders.
+        curve: calibrated schedules, deepest first, that drop layers in one order.
     """
 
     engine: Engine
@@ -48,6 +54,7 @@ class Setting:
     core: Core
     max_new_tokens: int
     seeds: tuple[int, ...] = (0, 1, 2)
+    curve: tuple[Schedule, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -57,7 +64,7 @@ class Setting:
 
 def setting(
     engine: Engine, lengths: Lengths, speedup: float, max_new_tokens: int, order: str | Sequence[int] = "auto",
-    core: int | None = None, seeds: Sequence[int] = (0, 1, 2),
+    core: int | None = None, seeds: Sequence[int] = (0, 1, 2), curve: Sequence[Schedule] = (),
 ) -> Setting:
     """The setting of an ideal speed-up; ValueError where the core alone costs more."""
     layers, head = engine.stack.num_layers, engine.stack.head_layers
@@ -69,7 +76,7 @@ def setting(
                          f"it is 1..{most:.2f}. Change it, or core")
     removal = removal_order(order if isinstance(order, str) else tuple(order), layers, *kept,
                             engine.card.layer_scores, engine.card.order)
-    return Setting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds))
+    return Setting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds), tuple(curve))
 
 
 def controls(at: Setting, groups: Sequence[str] = GROUPS) -> list[Contender]:
@@ -79,11 +86,19 @@ def controls(at: Setting, groups: Sequence[str] = GROUPS) -> list[Contender]:
     """
     makers = {"budgets": _budgets, "geometry": _geometry, "random": _random, "orders": _orders, "starts": _starts}
     found = [_d3(at, "d3", 0.0, at.order)]
+    for group in check_groups(groups):
+        for make in makers[group](at):
+            with suppress(ValueError):  # out of this control's reach
+                found.append(make())
+    return found + list(_calibrated(at))
+
+
+def check_groups(groups: Sequence[str]) -> Sequence[str]:
+    """The groups; ValueError where one of them is none."""
     for group in groups:
-        if group not in makers:
+        if group not in GROUPS:
             raise ValueError(f"there are no controls {group!r}; there are {', '.join(GROUPS)}")
-        found += makers[group](at)
-    return found
+    return groups
 
 
 def _d3(at: Setting, label: str, start: float, order: tuple[int, ...]) -> Contender:
@@ -107,23 +122,38 @@ def schedule(table: Counts, order: Sequence[int], num_layers: int) -> Schedule:
     return Schedule(tuple(order[: num_layers - least]), tuple(max(step, 1) for step in steps))
 
 
-def _budgets(at: Setting) -> Iterator[Contender]:
+def _budgets(at: Setting) -> list[Make]:
     layers, core = at.num_layers, at.core.size
-    yield _scheduled(at, "constant", two_levels(at.lengths, layers, core, at.mean), at.order)
-    yield _scheduled(at, "linear", linear(at.lengths, layers, core, at.mean)[2], at.order)
-    table = LayerTable.rising(rising(at.lengths, layers, core, at.mean), at.order, layers)
-    spec: dict[str, Any] = {"method": "reversed_d3",
-                            "method_args": {"counts": list(table.counts), "order": list(at.order)}}
-    yield Contender("reversed d3", spec, table)
+    return [
+        lambda: _scheduled(at, "constant", two_levels(at.lengths, layers, core, at.mean), at.order),
+        lambda: _scheduled(at, "linear", linear(at.lengths, layers, core, at.mean)[2], at.order),
+        lambda: _reversed(at),
+    ]
 
 
-def _geometry(at: Setting) -> Iterator[Contender]:
+def _reversed(at: Setting) -> Contender:
+    counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
+    table = LayerTable.rising(counts, at.order, at.num_layers)
+    spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
+    return Contender("reversed d3", spec, table)
+
+
+def _geometry(at: Setting) -> list[Make]:
     layers = at.num_layers
-    budget, horizon, _ = linear(at.lengths, layers, 1, at.mean)
-    yield _named(at, SkipDecode(maximum=1.0, minimum=budget.minimum, warm_up=1, horizon=horizon), "skipdecode")
-    levels = two_levels(at.lengths, layers, 1, at.mean)
-    yield _scheduled(at, "early exit", levels, tuple(range(layers - 1, 0, -1)))
-    yield _scheduled(at, "unified layer skipping", levels, even_order(layers, min(levels)))
+
+    def skipdecode() -> Contender:
+        budget, horizon, _ = linear(at.lengths, layers, 1, at.mean)
+        return _named(at, SkipDecode(maximum=1.0, minimum=budget.minimum, warm_up=1, horizon=horizon), "skipdecode")
+
+    def evenly() -> Contender:
+        levels = two_levels(at.lengths, layers, 1, at.mean)
+        return _scheduled(at, "unified layer skipping", levels, even_order(layers, min(levels)))
+
+    def exits() -> Contender:
+        levels = two_levels(at.lengths, layers, 1, at.mean)
+        return _scheduled(at, "early exit", levels, tuple(range(layers - 1, 0, -1)))
+
+    return [skipdecode, exits, evenly]
 
 
 def even_order(num_layers: int, count: int) -> tuple[int, ...]:
@@ -138,26 +168,46 @@ def even_order(num_layers: int, count: int) -> tuple[int, ...]:
     return (*gone, many[last])
 
 
-def _random(at: Setting) -> Iterator[Contender]:
-    for seed in at.seeds:
-        order = list(at.order)
-        random.Random(f"order/{seed}").shuffle(order)
-        yield _d3(at, f"d3, random order {seed}", 0.0, tuple(order))
+def _calibrated(at: Setting) -> Iterator[Contender]:
+    """Between the two schedules of the curve that enclose the mean; none where the curve does not reach it."""
+    longest = max(at.lengths.tokens)
+    plans = [_named(at, schedule, "calibrated") for schedule in (Schedule((), ()), *at.curve)]
+    for deeper, shallower in zip(plans, plans[1:], strict=False):
+        means = [at.lengths.mean_layers(who.table) for who in (deeper, shallower)]
+        if means[0] >= at.mean >= means[1]:
+            between = [_named(at, blend(deeper.method, shallower.method, i / _BLENDS, longest), "calibrated")
+                       for i in range(_BLENDS + 1)]
+            yield min(between, key=lambda who: abs(at.lengths.mean_layers(who.table) - at.mean))
+            return
 
 
-def _orders(at: Setting) -> Iterator[Contender]:
+def blend(deeper: Any, shallower: Any, share: float, longest: int) -> Schedule:
+    """A schedule between two that drop layers in one order: each layer goes at a step between its two.
+
+    Args:
+        deeper, shallower: schedules, the order of the first being the beginning of the second's.
+        share: 0 is the first, 1 the second.
+        longest: stands for the step of a layer that never goes.
+    """
+    late = [*deeper.steps, *[longest] * (len(shallower.order) - len(deeper.order))]
+    steps = [max(1, round(a + share * (b - a))) for a, b in zip(late, shallower.steps, strict=True)]
+    return Schedule(shallower.order, tuple(steps))
+
+
+def _random(at: Setting) -> list[Make]:
+    return [partial(_d3, at, f"d3, random order {seed}", 0.0, _shuffled(at.order, seed)) for seed in at.seeds]
+
+
+def _shuffled(order: Sequence[int], seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(f"order/{seed}").sample(order, len(order)))
+
+
+def _orders(at: Setting) -> list[Make]:
     scores = at.engine.card.layer_scores
-    names = ["center_out", "late_middle", "low_first", "spread", *(kind for kind in ("influence", "leave_one_out")
-                                                                   if kind in scores)]
-    for name in names:
-        order = removal_order(name, at.num_layers, *at.core, scores)
-        if order != at.order:
-            yield _d3(at, f"d3, {name}", 0.0, order)
+    scored = [kind for kind in ("influence", "leave_one_out") if kind in scores]
+    named = {name: removal_order(name, at.num_layers, *at.core, scores) for name in (*_PLACES, *scored)}
+    return [partial(_d3, at, f"d3, {name}", 0.0, order) for name, order in named.items() if order != at.order]
 
 
-def _starts(at: Setting) -> Iterator[Contender]:
-    for start in STARTS:
-        try:
-            yield _d3(at, f"d3, start {start:g}", start, at.order)
-        except ValueError:  # so late a decay cannot save so much
-            continue
+def _starts(at: Setting) -> list[Make]:
+    return [partial(_d3, at, f"d3, start {start:g}", start, at.order) for start in STARTS]

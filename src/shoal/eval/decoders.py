@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,11 +50,10 @@ def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a prompt was answered: tokens, layers summed over them, and this row's share of the time."""
+    """What a prompt was answered, and the layers summed over its tokens."""
 
     tokens: list[int]
     layer_tokens: float
-    seconds: float
 
 
 class Decoder(Protocol):
@@ -90,8 +88,7 @@ class EngineDecoder:
         results = self.engine.generate(
             [list(prompt) for prompt in prompts], method=who.method, max_new_tokens=max_new_tokens
         )
-        share = results[0].stats.seconds / len(prompts)
-        return [Answered(list(r.tokens), r.stats.layer_tokens, share) for r in results]
+        return [Answered(list(r.tokens), r.stats.layer_tokens) for r in results]
 
     def losses(
         self, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], tables: Sequence[LayerTable]
@@ -117,10 +114,8 @@ class LockstepDecoder(EngineDecoder):
         """See `Decoder`."""
         if not who.only_plan:
             return super().answers(prompts, who, max_new_tokens)
-        start = time.perf_counter()
         rows = self._lockstep.generate(prompts, who.table, max_new_tokens, self.engine.eos_token_ids)
-        share = (time.perf_counter() - start) / len(prompts)
-        return [Answered(tokens, who.table.layer_tokens(len(tokens)), share) for tokens in rows]
+        return [Answered(tokens, who.table.layer_tokens(len(tokens))) for tokens in rows]
 
     def losses(
         self, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], tables: Sequence[LayerTable]

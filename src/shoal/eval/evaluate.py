@@ -81,8 +81,6 @@ class Evaluator:
             "right": is_right(text, sample.item.answer),
             "cut": not ended,
             "layers": found.layer_tokens,
-            "seconds": round(found.seconds, 6),
-            "prompt": len(sample.prompt),
             "tokens": tokens,
         }
 

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +76,7 @@ def _object(line: str, number: int, path: Path) -> dict[str, Any]:
     return row
 
 
-def problem(name: str, row: dict[str, Any], source: str) -> Item:
+def problem(name: str, row: Mapping[str, Any], source: str) -> Item:
     """A problem from a JSON object with `question` and `answer`.
 
     The reference solution is `solution`, or `equations` and the answer, or an `answer` that ends in `#### N`.

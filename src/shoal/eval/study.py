@@ -13,8 +13,10 @@ from shoal.eval.equal_depth import TOLERANCE, Lengths
 from shoal.eval.evaluate import BIN, Evaluator
 from shoal.eval.items import Item, Sample
 from shoal.eval.summary import Found, adjust, answers_row, by_position, idle_warning, loss_row, versus
+from shoal.eval.timing import alone
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal.methods.schedule import Schedule
 
 PILOT = 192
 """Items on which a control's answer lengths are learnt before it is run on all."""
@@ -35,7 +37,8 @@ class Study:
         order: removal order of the controls.
         core: layers that always run, None for the default.
         seeds: of the random orders.
-        calibrated: schedules by ideal speed-up, to be compared among the controls of that speed-up.
+        curve: a calibration card's schedules, deepest first, to be compared at every speed-up.
+        timed: how many answers every method also decodes alone, for figures in time; 0 for none.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
@@ -46,7 +49,8 @@ class Study:
     order: str | tuple[int, ...] = "auto"
     core: int | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
-    calibrated: dict[float, dict[str, Method]] = field(default_factory=dict)
+    curve: tuple[Schedule, ...] = ()
+    timed: int = 0
 
 
 def run(
@@ -97,14 +101,20 @@ def _answers(
             warn(said)
         return {"label": who.label, "method": who.spec, **more, **figures}
 
+    everyone = [full, *fixed]
     rows = [row(full, base)] + [row(who, evaluator.answers(suite, samples, who)) for who in fixed]
     for speedup in study.speedups:
         rivals = settled(evaluator, suite, samples, base, study, speedup)
         found = [evaluator.answers(suite, samples, who) for who in rivals]
         for who, outcomes in zip(rivals, found, strict=True):
             rows.append(row(who, outcomes, speedup=speedup, versus_d3=versus(found[0], outcomes)))
+        everyone += rivals
     adjust(rows[1:], "difference")
     adjust([row for row in rows if row["label"] != "d3"], "versus_d3")
+    if study.timed:
+        times = alone(evaluator.engine, _spread(samples, study.timed), everyone, longest)
+        for figures, time in zip(rows, times, strict=True):
+            figures["timing"] = time
     return rows
 
 
@@ -115,7 +125,7 @@ def settled(
     lengths = Lengths(tuple(len(row["tokens"]) for row in base.values()))
     at = _setting(evaluator, study, lengths, speedup)
     pilot = _spread(samples, PILOT)
-    return [_settle(evaluator, suite, samples, pilot, at, who, study) for who in _rivals(at, study.groups, study)]
+    return [_settle(evaluator, suite, samples, pilot, at, who, study) for who in controls(at, study.groups)]
 
 
 def _settle(
@@ -131,21 +141,15 @@ def _settle(
             if items is samples:
                 return who
             continue
-        again = [rival for rival in _rivals(replace(at, lengths=lengths), study.groups, study)
+        again = [rival for rival in controls(replace(at, lengths=lengths), study.groups)
                  if rival.label == who.label]
         who = again[0] if again else who
     return who
 
 
-def _rivals(at: Setting, groups: Sequence[str], study: Study) -> list[Contender]:
-    speed = (at.num_layers + at.engine.stack.head_layers) / (at.mean + at.engine.stack.head_layers)
-    given = next((found for wanted, found in study.calibrated.items() if abs(wanted - speed) < 1e-6), {})
-    named = [contender(at.engine, method, at.max_new_tokens, label) for label, method in given.items()]
-    return controls(at, groups) + named
-
-
 def _setting(evaluator: Evaluator, study: Study, lengths: Lengths, speedup: float) -> Setting:
-    return setting(evaluator.engine, lengths, speedup, evaluator.max_new_tokens, study.order, study.core, study.seeds)
+    return setting(evaluator.engine, lengths, speedup, evaluator.max_new_tokens, study.order, study.core, study.seeds,
+                   study.curve)
 
 
 def _losses(
@@ -156,7 +160,7 @@ def _losses(
     groups = [("", [full, *fixed])]
     for speedup in study.speedups:
         at = _setting(evaluator, study, lengths, speedup)
-        groups.append((f"{speedup:g}", _rivals(at, study.loss_groups, study)))
+        groups.append((f"{speedup:g}", controls(at, study.loss_groups)))
     everyone = [who for _, rivals in groups for who in rivals]
     found = evaluator.losses(suite, samples, everyone)
     rows, place = [], 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 import re
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shoal import reference
 from shoal.errors import Unsupported, unknown
@@ -87,7 +87,7 @@ def _table() -> dict[str, Suite]:
         Suite("novels", "text", "chapters of novels that the packaged model was not trained on", _novels),
         Suite("wikitext2", "text", "Wikipedia articles", _wikitext2),
     ]
-    kinds = [kind for kind in getattr(reference, "PROBLEM_KINDS", ()) if kind != "calibration"]
+    kinds = [kind for kind in reference.PROBLEM_KINDS if kind != "calibration"]
     suites += [Suite(kind, "problems", "problems that ship with the packaged model", _packaged(kind)) for kind in kinds]
     return {suite.name: suite for suite in suites}
 
@@ -108,7 +108,7 @@ def folder(data: Path | None, name: str) -> Path:
     return data / name
 
 
-def _problems(rows: Sequence[dict[str, object]], source: str) -> list[Item]:
+def _problems(rows: Sequence[Mapping[str, Any]], source: str) -> list[Item]:
     return [problem(f"{source}/{number}", row, source) for number, row in enumerate(rows)]
 
 

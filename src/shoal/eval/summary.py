@@ -30,7 +30,6 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
     right = [bool(row["right"]) for row in rows]
     tokens = sum(len(row["tokens"]) for row in rows)
     layers = sum(row["layers"] for row in rows) / tokens
-    pace, base_pace = _pace(other), _pace(full)
     return {
         "n": len(items),
         "accuracy": sum(right) / len(items),
@@ -38,8 +37,6 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "difference": _difference(accuracy_difference([bool(full[i]["right"]) for i in items], right)),
         "mean_layers": layers,
         "ideal_speedup": ideal_speedup(num_layers, layers, head_layers),
-        "realised_speedup": base_pace / pace if pace else None,
-        "seconds_per_answer": mean(row["seconds"] for row in rows),
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),
         **_agreement(full, other, items),
@@ -124,12 +121,6 @@ def _agreement(full: Found, other: Found, items: Sequence[str]) -> dict[str, Any
         "token_agreement": mean(pair.token_agreement for pair in pairs),
         "rouge_l": mean(pair.rouge_l for pair in pairs),
     }
-
-
-def _pace(found: Found) -> float:
-    """Seconds per generated token."""
-    seconds = sum(float(row["seconds"]) for row in found.values())
-    return seconds / sum(len(row["tokens"]) for row in found.values())
 
 
 def _difference(found: Difference) -> dict[str, float]:

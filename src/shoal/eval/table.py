@@ -25,19 +25,24 @@ def _p(key: str) -> _Cell:
     return cell
 
 
+def _timed(row: dict[str, Any], key: str, form: str) -> str:
+    value = (row.get("timing") or {}).get(key)
+    return "" if value is None else form.format(value)
+
+
 _ANSWERS: dict[str, _Cell] = {
     "method": lambda row: row["label"],
     "n": lambda row: str(row["n"]),
     "layers": lambda row: f"{row['mean_layers']:.2f}",
     "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
-    "real": lambda row: "" if row["realised_speedup"] is None else f"{row['realised_speedup']:.2f}x",
+    "real": lambda row: _timed(row, "realised_speedup", "{:.2f}x"),
     "right %": lambda row: f"{100 * row['accuracy']:.1f}",
     "difference, points [95 %]": _points("difference", 100, 1),
     "p": _p("difference"),
     "same %": lambda row: f"{100 * row['same']:.0f}",
     "ROUGE-L": lambda row: f"{row['rouge_l']:.3f}",
     "tokens": lambda row: f"{row['tokens_per_answer']:.1f}",
-    "s/answer": lambda row: f"{row['seconds_per_answer']:.3f}",
+    "s/answer": lambda row: _timed(row, "seconds_per_answer", "{:.3f}"),
     "cut %": lambda row: f"{100 * row['share_cut']:.1f}",
 }
 _LOSS: dict[str, _Cell] = {

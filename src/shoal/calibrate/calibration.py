@@ -1,0 +1,232 @@
+"""Find the schedule of a model: measure its layers, search, choose by quality, write the card.
+
+What decides is deterministic: schedules are ranked by layers, not by measured times, so the same seed gives the same
+card on every run. Measured times stand in the card beside it, under "measured".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from shoal.calibrate.layers import influence
+from shoal.calibrate.search import (
+    budgets,
+    compare_orders,
+    free_budget,
+    frontier,
+    greedy_order,
+    leave_one_out,
+    orders,
+)
+from shoal.calibrate.trials import Meter, OutOfTrials, Trial
+from shoal.depth.order import Core, default_core
+from shoal.depth.speedup import ideal_speedup
+from shoal.engine.engine import Engine
+from shoal.eval.decoders import contender
+from shoal.eval.evaluate import Evaluator
+from shoal.eval.items import Item, Sample
+from shoal.eval.summary import answers_row
+from shoal.methods.calibrated import Calibrated
+from shoal.methods.full import Full
+from shoal.methods.schedule import Schedule
+
+Metric = Literal["accuracy", "perplexity", "agreement"]
+METRICS = ("accuracy", "perplexity", "agreement")
+_STEEPEST = 0.5
+"""Rise of the loss in nats per token beyond which nothing is searched: perplexity 1.65 times as high."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is asked of a calibration.
+
+    Attributes:
+        metric: what must not drop: share of right answers, perplexity (relative), or ROUGE-L with the full model.
+        max_drop: how much it may drop: 0.01 is one point of accuracy or agreement, or 1 % of perplexity.
+        trials: most schedules whose loss is measured.
+        loss_items: samples on which losses are measured.
+        answer_items: samples on which answers are judged.
+        core: layers that always run; None for max(4, L/8).
+        minutes: end the search then, and say so in the card; None for never.
+    """
+
+    metric: Metric = "accuracy"
+    max_drop: float = 0.01
+    trials: int = 400
+    loss_items: int = 64
+    answer_items: int = 256
+    core: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric is {self.metric!r}; it must be one of {', '.join(METRICS)}")
+        if not 0 <= self.max_drop < 1:
+            raise ValueError(f"max_drop is {self.max_drop}; it must be in [0, 1): 0.01 is one point, or 1 %")
+        for name in ("trials", "loss_items", "answer_items"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes is {self.minutes}; it must be above 0, or None for no limit")
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        scores: per layer, by kind.
+        order: the best removal order.
+        orders: every order tried at one depth, best first.
+        trials: every schedule tried.
+        chosen: the trial that is kept; None where nothing but the full model meets the aim.
+        quality: figures of the chosen schedule on the calibration items.
+        judged: figures of every schedule whose quality was measured.
+        meter: counts.
+    """
+
+    scores: dict[str, tuple[float, ...]]
+    order: tuple[int, ...]
+    meter: Meter
+    orders: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    chosen: Trial | None = None
+    quality: dict[str, Any] = field(default_factory=dict)
+    judged: list[dict[str, Any]] = field(default_factory=list)
+
+
+def search(evaluator: Evaluator, items: Sequence[Item], aim: Aim, progress: bool | None = None) -> Found:
+    """Search for the schedule that saves most within the aim.
+
+    Args:
+        evaluator: of the model; its outcomes should not be those of an evaluation.
+        items: the calibration items, in an order that a seed gave.
+        aim: see `Aim`.
+        progress: whether a bar is shown on stderr; None shows it on a terminal only.
+    """
+    engine, layers = evaluator.engine, evaluator.engine.stack.num_layers
+    core = default_core(layers) if aim.core is None else Core(aim.core - aim.core // 2, aim.core // 2)
+    if aim.trials < 2 * layers:
+        raise ValueError(f"trials is {aim.trials}; a model of {layers} layers needs at least {2 * layers}")
+    samples = evaluator.samples(items[: aim.loss_items])
+    with tqdm(total=aim.trials, desc="schedules", disable=None if progress is None else not progress) as bar:
+        meter = Meter(evaluator.decoder, samples, layers, aim.trials, None, evaluator.batch, bar.update)
+        scores = {
+            "leave_one_out": tuple(leave_one_out(meter, range(layers))),
+            "influence": influence(engine, [(s.prompt, s.reference) for s in samples]),
+        }
+        if aim.minutes is not None:
+            meter.deadline = time.monotonic() + 60 * aim.minutes
+        found = Found(scores, orders(layers, core, scores)["leave_one_out"], meter)
+        with suppress(OutOfTrials):
+            _search(found, meter, core, scores)
+    _choose(found, evaluator, items, aim)
+    return found
+
+
+def _search(found: Found, meter: Meter, core: Core, scores: dict[str, tuple[float, ...]]) -> None:
+    named = orders(meter.num_layers, core, scores)
+    half = meter.trials // 2
+    spare, meter.trials = meter.trials - half, half
+    greedy = greedy_order(meter, core, _STEEPEST, found.order)
+    meter.trials += spare
+    if greedy not in named.values():
+        named["greedy"] = greedy
+    found.orders = compare_orders(meter, named, core)
+    found.order = named[found.orders[0].label]
+    for trial in free_budget(meter, found.order, core, _STEEPEST):
+        found.trials.append(trial)
+    for trial in budgets(meter, found.order, core):
+        found.trials.append(trial)
+
+
+def _choose(found: Found, evaluator: Evaluator, items: Sequence[Item], aim: Aim) -> None:
+    """The shallowest schedule on the frontier that meets the aim; by bisection where answers have to be generated."""
+    front = frontier([trial for trial in found.trials if trial.mean_layers < found.meter.num_layers])
+    if aim.metric == "perplexity":
+        good = [trial for trial in front if math.expm1(trial.rise) <= aim.max_drop]
+        found.chosen = good[-1] if good else None
+        found.quality = {} if found.chosen is None else {"perplexity_drop": math.expm1(found.chosen.rise)}
+        return
+    samples = evaluator.samples(items[: aim.answer_items])
+    low, high = 0, len(front)
+    while low < high:
+        middle = (low + high) // 2
+        figures = _judge(evaluator, samples, front[middle], aim)
+        found.judged.append(figures)
+        if figures["drop"] <= aim.max_drop:
+            found.chosen, found.quality, low = front[middle], figures, middle + 1
+        else:
+            high = middle
+
+
+def _judge(evaluator: Evaluator, samples: Sequence[Sample], trial: Trial, aim: Aim) -> dict[str, Any]:
+    engine = evaluator.engine
+    full = contender(engine, Full(), evaluator.max_new_tokens)
+    who = contender(engine, trial.schedule, evaluator.max_new_tokens, trial.label)
+    base, mine = (evaluator.answers("calibration", samples, each) for each in (full, who))
+    row = answers_row(base, mine, engine.stack.num_layers, engine.stack.head_layers)
+    drop = -row["difference"]["mean"] if aim.metric == "accuracy" else 1 - row["rouge_l"]
+    kept = ("n", "accuracy", "difference", "mean_layers", "rouge_l", "share_cut", "tokens_per_answer")
+    return {"label": trial.label, "drop": drop, **{key: row[key] for key in kept}}
+
+
+def card(
+    engine: Engine, found: Found, aim: Aim, *, seed: int, suite: str, items: Sequence[Item],
+    measured: dict[str, Any], versions: dict[str, str],
+) -> dict[str, Any]:
+    """The calibration card as JSON: what to run, for which model, why, and how it was found.
+
+    `methods.make` reads it as a method; as `shoal.json` beside a model's weights it also gives the model's layer scores
+    and removal order.
+    """
+    layers, head = engine.stack.num_layers, engine.stack.head_layers
+    inner = Schedule((), ()) if found.chosen is None else found.chosen.schedule
+
+    def point(trial: Trial) -> dict[str, Any]:
+        return {"label": trial.label, "mean_layers": trial.mean_layers, "loss_rise": trial.rise,
+                "ideal_speedup": ideal_speedup(layers, trial.mean_layers, head), "steps": list(trial.schedule.steps)}
+
+    return {
+        "format": 1,
+        "method": Calibrated(inner, engine.fingerprint).to_dict(),
+        "worth_it": found.chosen is not None,
+        "model": {"name": engine.model_name, "fingerprint": engine.fingerprint, "num_layers": layers,
+                  "head_layers": head, "dtype": str(engine.stack.dtype).removeprefix("torch.")},
+        "aim": {"metric": aim.metric, "max_drop": aim.max_drop},
+        "chosen": None if found.chosen is None else point(found.chosen),
+        "quality": found.quality,
+        "judged": found.judged,
+        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "loss_items": aim.loss_items,
+                 "answer_items": aim.answer_items, "seed": seed},
+        "order": list(found.order),
+        "orders": [point(trial) for trial in found.orders],
+        "layer_scores": {kind: list(values) for kind, values in found.scores.items()},
+        "full_loss": found.meter.full_loss,
+        "curve": [point(trial) for trial in frontier(found.trials)],
+        "best_by_family": [point(trial) for trial in _by_family(found.trials)],
+        "trials": {"used": found.meter.used, "most": aim.trials, "cut_short": found.meter.cut_short},
+        "versions": versions,
+        "measured": measured,
+    }
+
+
+def _by_family(trials: Sequence[Trial]) -> list[Trial]:
+    """Of every family its trials, deepest first."""
+    return sorted(trials, key=lambda trial: (trial.label, -trial.mean_layers, trial.rise))
+
+
+def data_hash(items: Sequence[Item]) -> str:
+    """A hash of what was calibrated on."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(f"{item.prompt}\0{item.solution}\0{item.answer}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,167 @@
+"""Find the depth schedule that saves most for a given loss of quality, and write it as a card.
+
+The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items
+than an evaluation does. Two runs with one seed write the same card, measured times aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common, env
+from shoal.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.eval.evaluate import Evaluator
+    from shoal.eval.items import Item
+
+EXAMPLES = """examples:
+  shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
+  shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
+  shoal generate --method card.json "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    aim = parser.add_argument_group("aim")
+    aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
+                     help="what must not drop; agreement is ROUGE-L with the full model's answers")
+    aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
+                     "point of accuracy or agreement, or 1 %% of perplexity")
+    aim.add_argument("--core", metavar="N", type=int, help="layers that always run; max(4, L/8) if none")
+    data = parser.add_argument_group("data")
+    data.add_argument("--suite", metavar="S", help="a suite that `shoal eval --list` names, or FILE.jsonl; its "
+                      "calibration part is read")
+    data.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, wikitext2/, novels/")
+    data.add_argument("--loss-n", metavar="N", type=int, default=64, help="items on which schedules are searched")
+    data.add_argument("--answer-n", metavar="N", type=int, default=256, help="items on which answers are judged")
+    data.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="the longest answer")
+    data.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
+    how = parser.add_argument_group("procedure")
+    how.add_argument("--trials", metavar="N", type=int, default=400, help="most schedules to try")
+    how.add_argument("--minutes", metavar="T", type=float, help="end the search then; the card says that it was cut")
+    how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
+    how.add_argument("--out", metavar="CARD.json", type=Path, default=Path("card.json"), help="where the card goes")
+    how.add_argument("--plot", metavar="F.png", type=Path, help="draw the layers' scores (needs matplotlib)")
+    how.add_argument("--no-timing", action="store_true", help="predict no speed-up in time on this machine")
+    how.add_argument("--force", action="store_true", help="search even where no schedule can gain anything here")
+    common.add_model(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate, print what was found, end with one JSON line."""
+    from shoal.calibrate.calibration import Aim, card, search
+    from shoal.eval import suites
+    from shoal.eval.evaluate import Evaluator
+
+    aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
+    suite = suites.get(_suite(args))
+    if suite.kind == "text" and aim.metric != "perplexity":
+        raise ValueError(f"suite {suite.name} has no answers to judge; take --metric perplexity, or another suite")
+    if not args.out.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {str(args.out.resolve().parent)!r} to write {args.out.name} to")
+    items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
+    engine = common.load_engine(args)
+    evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
+    measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
+    found = search(evaluator, items, aim)
+    made = card(engine, found, aim, seed=args.seed, suite=suite.name, items=items, measured=measured,
+                versions=_versions())
+    if measured:
+        _speedup(engine, made)
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from shoal.eval.plots import draw_layers
+
+        draw_layers(made, args.plot)
+    if not args.json:
+        print(_text(made, args.out))
+    common.print_json(made)
+    return 0
+
+
+def _suite(args: argparse.Namespace) -> str:
+    from shoal.eval import suites
+
+    if not args.suite:
+        raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
+    return str(args.suite)
+
+
+def _predict(args: argparse.Namespace, evaluator: Evaluator, items: list[Item]) -> dict[str, Any]:
+    """The machine's cost card, and the most that any schedule could gain by it; refuses where that is nothing."""
+    from statistics import median
+
+    from shoal.calibrate.cost import measure
+    from shoal.depth.order import default_core
+    from shoal.depth.plan import NEVER, DepthPlan
+
+    engine = evaluator.engine
+    samples = evaluator.samples(items)
+    prompt = int(median(len(sample.prompt) for sample in samples))
+    answer = int(median(len(sample.reference) for sample in samples))
+    cost = measure(engine, seconds=0.5)
+    layers = engine.stack.num_layers
+    kept = args.core or default_core(layers).size
+    least = DepthPlan.whole_layers([NEVER] * kept + [1] * (layers - kept))
+    new = max(answer, 2)
+    most = cost.predict(DepthPlan.full(layers), prompt, new) / cost.predict(least, prompt, new)
+    print(f"predicted on this machine, prompt {prompt}, answer {new} tokens: running the {kept} core layers alone "
+          f"would be {most:.2f}x as fast; no schedule gains more", file=sys.stderr)
+    if most < 1.05 and not args.force:
+        raise ValueError(f"depth schedules are not worth it here: at most {most:.2f}x, since layers are not what a "
+                         "step's time goes into. Use --force to calibrate all the same")
+    return {"cost": cost.to_dict(), "windows": list(cost.windows), "prompt": prompt, "answer": new, "most": most,
+            "machine": env.collect()}
+
+
+def _speedup(engine: Engine, made: dict[str, Any]) -> None:
+    """Add the chosen schedule's predicted speed-up in time."""
+    from shoal.methods import make
+    from shoal.model.cost import CostCard
+
+    measured = made["measured"]
+    numbers = {**measured["cost"], "prefill": tuple(map(tuple, measured["cost"]["prefill"]))}
+    cost = CostCard(**numbers, windows=tuple(measured.pop("windows")))
+    times = [cost.predict(engine.recipe(method, measured["answer"]).plan, measured["prompt"], measured["answer"])
+             for method in ("full", make(made["method"]))]
+    measured["predicted_speedup"] = times[0] / times[1]
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from shoal import __version__
+
+    return {"shoal": __version__, "torch": version("torch"), "transformers": version("transformers")}
+
+
+def _text(made: dict[str, Any], path: Path) -> str:
+    scores, costs = made["layer_scores"], made["model"]["num_layers"] + made["model"]["head_layers"]
+    lines = [f"{'layer':>5}  {'influence':>9}  {'loss change':>11}  {'share of a token':>16}"]
+    lines += [f"{layer:>5}  {scores['influence'][layer]:>9.4f}  {scores['leave_one_out'][layer]:>+11.4f}  "
+              f"{1 / costs:>15.1%} " for layer in range(made["model"]["num_layers"])]
+    lines += ["", f"{'schedule':<16} {'layers':>6} {'ideal':>6} {'loss change':>11}"]
+    lines += [f"{p['label']:<16} {p['mean_layers']:>6.2f} {p['ideal_speedup']:>5.2f}x {p['loss_rise']:>+11.4f}"
+              for p in made["curve"]]
+    return "\n".join([*lines, "", _verdict(made), f"written to {path}"])
+
+
+def _verdict(made: dict[str, Any]) -> str:
+    aim, chosen = made["aim"], made["chosen"]
+    short = " The search was cut short by time." if made["trials"]["cut_short"] else ""
+    if chosen is None:
+        return (f"No schedule keeps the drop of {aim['metric']} within {aim['max_drop']:g}: depth schedules are not "
+                f"worth it for this model and data. The card runs all layers.{short}")
+    predicted = made["measured"].get("predicted_speedup")
+    said = "" if predicted is None else f", predicted {predicted:.2f}x in time here"
+    poor = " That is hardly worth a loss of quality." if predicted is not None and predicted < 1.05 else ""
+    return (f"{chosen['label']}: {chosen['mean_layers']:.2f} of {made['model']['num_layers']} layers, ideal "
+            f"{chosen['ideal_speedup']:.2f}x{said}.{poor}{short}")

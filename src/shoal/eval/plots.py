@@ -1,0 +1,151 @@
+"""Pictures of results: quality against depth, loss by position, layer scores, schedules. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.methods import make
+from shoal.types import ModelInfo
+
+_COLOURS = {
+    "d3": "#0b6fb8", "constant": "#d1495b", "calibrated": "#2e8b57", "linear": "#8d6bb0", "reversed d3": "#c98a1b",
+    "skipdecode": "#5b5b5b", "early exit": "#9a9a9a", "unified layer skipping": "#77a6b6",
+}
+_OTHER = "#c4c4c4"
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib; install it with: pip install 'shoal[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _axes(figure: Any, x: str, y: str, title: str) -> Any:
+    axes = figure.add_subplot()
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Every picture that a report of `shoal eval` has figures for, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for suite in report["suites"]:
+        name = Path(suite["suite"]).stem
+        if any("speedup" in row for row in suite.get("answers", ())):
+            drawn.append(draw_accuracy(suite, report["num_layers"], folder / f"{name}-accuracy.png"))
+            drawn.append(draw_schedules(suite, report["num_layers"], folder / f"{name}-schedules.png"))
+        if any("speedup" in row for row in suite.get("loss", ())):
+            drawn.append(draw_loss(suite, report["num_layers"], folder / f"{name}-loss.png"))
+        if "by_position" in suite:
+            drawn.append(draw_positions(suite, folder / f"{name}-positions.png"))
+    return drawn
+
+
+def draw_accuracy(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
+    """Share of right answers against mean layers, with 95 % intervals; one line per kind of schedule."""
+    figure = _figure(8, 4.8)
+    axes = _axes(figure, "mean layers per token, as realised", "right answers, %", f"{suite['suite']}: accuracy")
+    full = suite["answers"][0]
+    low, high = (100 * end for end in full["accuracy_interval"])
+    axes.axhspan(low, high, color="#eeeeee", label=f"full depth, {num_layers} layers")
+    for label, rows in _lines(suite["answers"]).items():
+        values = [100 * row["accuracy"] for row in rows]
+        errors = [[100 * abs(row["accuracy"] - row["accuracy_interval"][end]) for row in rows] for end in (0, 1)]
+        axes.errorbar([row["mean_layers"] for row in rows], values, yerr=errors, label=label, **_style(label))
+    return _saved(figure, axes, path)
+
+
+def draw_loss(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
+    """Perplexity of reference solutions against mean layers, with 95 % intervals."""
+    figure = _figure(8, 4.8)
+    title = f"{suite['suite']}: reference solutions"
+    axes = _axes(figure, "mean layers per token", "loss added to full depth, nats per token", title)
+    for label, rows in _lines(suite["loss"]).items():
+        found = [row["loss_difference"] for row in rows]
+        means = [value["mean"] for value in found]
+        errors = [[value["mean"] - value["low"] for value in found], [value["high"] - value["mean"] for value in found]]
+        axes.errorbar([row["mean_layers"] for row in rows], means, yerr=errors, label=label, **_style(label))
+    return _saved(figure, axes, path)
+
+
+def draw_positions(suite: Mapping[str, Any], path: Path) -> Path:
+    """The full model's perplexity by token position: of the reference text, and of its own answers."""
+    figure = _figure(7, 4)
+    axes = _axes(figure, "position of the token in the answer", "perplexity", f"{suite['suite']}: full depth")
+    named = (("reference text", "by_position", "#0b6fb8"), ("the model's own answers", "own_by_position", "#d1495b"))
+    for label, key, colour in named:
+        bins = [found for found in suite.get(key, ()) if found["tokens"] >= 200]
+        if bins:
+            places = [found["first"] for found in bins]
+            axes.plot(places, [math.exp(found["loss"]) for found in bins], color=colour, marker="o", label=label)
+            ends = [[math.exp(found["loss"] + side * 1.96 * found["error"]) for found in bins] for side in (-1, 1)]
+            axes.fill_between(places, *ends, color=colour, alpha=0.15, linewidth=0)
+    return _saved(figure, axes, path)
+
+
+def draw_schedules(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
+    """Layers by token of the schedules at the middle speed-up."""
+    speeds = sorted({row["speedup"] for row in suite["answers"] if "speedup" in row})
+    speed = speeds[len(speeds) // 2]
+    figure = _figure(7, 4)
+    axes = _axes(figure, "generated token", "layers", f"schedules at ideal speed-up {speed:g}x")
+    length = max(2, round(1.6 * suite["answers"][0]["tokens_per_answer"]))
+    for row in suite["answers"]:
+        if row.get("speedup") == speed and row["label"] in _COLOURS:
+            depths = _depths(row["method"], num_layers, length)
+            axes.step(range(length), depths, where="post", label=row["label"], color=_COLOURS[row["label"]])
+    axes.set_ylim(0, num_layers + 0.5)
+    return _saved(figure, axes, path)
+
+
+def draw_layers(card: Mapping[str, Any], path: Path) -> Path:
+    """Block influence and loss change of every layer, from a calibration card."""
+    figure = _figure(8, 4.4)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    kinds = (("leave_one_out", "loss added without it, nats", "#d1495b"), ("influence", "block influence", "#0b6fb8"))
+    for axes, (kind, label, colour) in zip((upper, lower), kinds, strict=True):
+        values = card["layer_scores"][kind]
+        axes.bar(range(len(values)), values, color=colour)
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    lower.set_xlabel("layer")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _depths(spec: Mapping[str, Any], num_layers: int, length: int) -> list[float]:
+    if spec["method"] == "reversed_d3":
+        counts: Sequence[float] = spec["method_args"]["counts"]
+        return [counts[min(step, len(counts) - 1)] for step in range(length)]
+    plan = make(spec).recipe(ModelInfo(num_layers, length)).plan
+    return [plan.depth(step) for step in range(length)]
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows of controls by label, deepest first."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "speedup" in row:
+            lines.setdefault(row["label"], []).append(row)
+    return {label: sorted(found, key=lambda row: -row["mean_layers"]) for label, found in lines.items()}
+
+
+def _style(label: str) -> dict[str, Any]:
+    main = label in ("d3", "constant", "calibrated")
+    return {"color": _COLOURS.get(label, _OTHER), "marker": "o" if main else ".", "capsize": 2,
+            "linewidth": 2 if main else 1, "zorder": 3 if main else 2}
+
+
+def _saved(figure: Any, axes: Any, path: Path) -> Path:
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)
+    return path

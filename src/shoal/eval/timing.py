@@ -1,0 +1,54 @@
+"""What an answer takes when it is decoded alone, contenders in turn so that a wandering machine slows all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from shoal.engine.engine import Engine
+from shoal.eval.decoders import Contender
+from shoal.eval.items import Sample
+
+
+def alone(
+    engine: Engine, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int
+) -> list[dict[str, Any] | None]:
+    """Seconds per answer and per token of each contender at batch 1, by the engine's own loop.
+
+    Args:
+        engine: the model.
+        samples: a few, of different lengths. The first is also used to warm up.
+        contenders: the full model first; the others are compared with it answer by answer.
+        max_new_tokens: the longest answer.
+
+    Returns:
+        For each contender its figures, or None where it is no method that the engine runs.
+    """
+    seconds: list[list[float]] = [[] for _ in contenders]
+    paces: list[list[float]] = [[] for _ in contenders]
+    for number, sample in enumerate([samples[0], *samples]):
+        for who in _rotated(list(range(len(contenders))), number):
+            method = contenders[who].method
+            if method is None:
+                continue
+            stats = engine.generate(list(sample.prompt), method=method, max_new_tokens=max_new_tokens).stats
+            if number > 0:
+                seconds[who].append(stats.seconds)
+                paces[who].append(stats.decode_seconds / max(stats.new_tokens - 1, 1))
+    return [_figures(own, pace, paces[0]) if own else None for own, pace in zip(seconds, paces, strict=True)]
+
+
+def _rotated(order: list[int], by: int) -> list[int]:
+    cut = by % len(order)
+    return order[cut:] + order[:cut]
+
+
+def _figures(seconds: list[float], paces: list[float], base: list[float]) -> dict[str, Any]:
+    ratios = [full / pace for full, pace in zip(base, paces, strict=True) if pace > 0]
+    return {
+        "items": len(seconds),
+        "seconds_per_answer": sum(seconds) / len(seconds),
+        "seconds_per_token": median(paces),
+        "realised_speedup": median(ratios) if ratios else None,
+    }

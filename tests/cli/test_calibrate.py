@@ -1,0 +1,140 @@
+"""`shoal calibrate` on a tiny random model: the same card twice, a card that runs everywhere, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import shoal
+from shoal.cli import main
+from shoal.errors import Unsupported
+from shoal.integrations.transformers import attach
+from shoal.methods import make
+from word_problems import write
+
+SMALL = ["--max-new-tokens", "16", "--trials", "60", "--loss-n", "12", "--answer-n", "12", "--dtype", "float32",
+         "--json"]
+
+
+def calibrated(capsys: Any, *words: str) -> dict[str, Any]:
+    assert main(["calibrate", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    card: dict[str, Any] = json.loads(out)
+    return card
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: Any) -> str:
+    return str(write(tmp_path_factory.mktemp("problems"), variants=2))
+
+
+@pytest.fixture
+def words(tiny_folder: str, problems: str, tmp_path: Path) -> list[str]:
+    return ["--model", tiny_folder, "--suite", problems, "--core", "2", "--out", str(tmp_path / "card.json"), *SMALL]
+
+
+def test_two_runs_with_one_seed_give_the_same_card(capsys, words, tmp_path):
+    aim = ["--metric", "agreement", "--max-drop", "0.6"]
+    first = calibrated(capsys, *words, *aim, "--force")
+    assert json.loads((tmp_path / "card.json").read_text()) == first
+    second = calibrated(capsys, *words, *aim, "--force")
+    assert first.pop("measured")["predicted_speedup"] > 0 and second.pop("measured")
+    assert first == second
+    other = calibrated(capsys, *words, *aim, "--no-timing", "--seed", "1")
+    assert other["data"]["hash"] != first["data"]["hash"]
+
+
+def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+    good = [point for point in card["curve"] if math.exp(point["loss_rise"]) - 1 <= 0.5]
+    assert good and card["chosen"] == min(good, key=lambda point: point["mean_layers"])
+    depths = [point["mean_layers"] for point in card["curve"]]
+    assert depths == sorted(depths, reverse=True)
+    assert card["trials"]["used"] <= 60 and not card["trials"]["cut_short"]
+    assert len(card["layer_scores"]["influence"]) == len(card["layer_scores"]["leave_one_out"]) == 6
+    assert sorted(card["order"]) == [1, 2, 3, 4]
+
+
+def test_the_losses_are_those_of_the_engine(capsys, words, tiny_folder, problems):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+    engine = shoal.load(tiny_folder, dtype="float32")
+    from shoal.eval import suites
+    from shoal.eval.decoders import reference_losses
+    from shoal.eval.items import encode
+
+    items = suites.get(problems).items(None, "calibration", 12, 0)
+    samples = encode(items, engine.tokenizer, None, engine.stack.max_positions)
+
+    def loss(method: Any) -> float:
+        plan = engine.recipe(method, 64).plan
+        values = [reference_losses(engine, s.prompt, s.reference, plan) for s in samples]
+        return float(torch.cat(values).mean())
+
+    assert card["full_loss"] == pytest.approx(loss("full"), abs=1e-4)
+    assert card["chosen"]["loss_rise"] == pytest.approx(loss(make(card["method"])) - loss("full"), abs=1e-4)
+
+
+def test_a_card_runs_and_travels_in_a_generation_config(capsys, words, tiny_folder, tmp_path):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.9", "--no-timing")
+    path = str(tmp_path / "card.json")
+    assert main(["plan", "--model", tiny_folder, "--method", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mean_layers"] < 6
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    config = attach(GenerationConfig(max_new_tokens=12, do_sample=False), make(path))
+    config.save_pretrained(tmp_path / "saved")
+    again = GenerationConfig.from_pretrained(tmp_path / "saved")
+    ids = tokenizer("Ada has 3", return_tensors="pt")["input_ids"]
+    from shoal.integrations.transformers import method_from
+
+    out = model.generate(ids, generation_config=again, custom_generate=method_from(again))
+    expected = shoal.load(model, tokenizer).generate(ids[0].tolist(), method=path, max_new_tokens=12)
+    assert out[0, ids.shape[1] :].tolist() == list(expected.tokens)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    model.config._name_or_path = ""
+    with pytest.raises(Unsupported, match="calibrated for model"):
+        shoal.load(model, tokenizer).generate(ids[0].tolist(), method=card["method"], max_new_tokens=4)
+
+
+def test_a_card_beside_the_weights_gives_the_order(capsys, words, tiny_folder, tmp_path):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+    from shoal.engine.card import Card
+
+    read = Card.from_dict(card, 6)
+    assert list(read.order) == card["order"] and read.layer_scores["influence"]
+
+
+def test_where_nothing_meets_the_aim_all_layers_run(capsys, words):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0", "--no-timing")
+    if card["chosen"] is None:
+        assert not card["worth_it"] and card["method"]["inner"]["method_args"] == {"order": [], "steps": []}
+    else:
+        assert card["chosen"]["loss_rise"] <= 0
+
+
+def test_time_only_cuts_short(capsys, words):
+    card = calibrated(capsys, *words, "--metric", "perplexity", "--no-timing", "--minutes", "0.0000001")
+    assert card["trials"]["cut_short"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--max-drop", "1.5"], "max_drop is 1.5; it must be in [0, 1)"),
+        (["--trials", "3", "--no-timing"], "trials is 3; a model of 6 layers needs at least 12"),
+        (["--out", "no/such/folder/card.json"], "there is no folder"),
+        (["--minutes", "-1"], "minutes is -1"),
+        (["--suite", "nothing"], "unknown suite"),
+    ],
+)
+def test_refusals(capsys, words, extra, message):
+    assert main(["calibrate", *words, *extra]) == 2
+    assert message in capsys.readouterr().err

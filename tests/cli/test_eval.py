@@ -1,0 +1,151 @@
+"""`shoal eval` on a tiny random model: tables, resuming, equal depths, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.eval.evaluate import Evaluator
+from word_problems import write
+
+SMALL = ["--n", "40", "--max-new-tokens", "20", "--batch", "16", "--dtype", "float32", "--json"]
+
+
+def evaluated(capsys: Any, *words: str) -> dict[str, Any]:
+    assert main(["eval", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def fails(capsys: Any, *words: str) -> str:
+    assert main(["eval", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return str(err)
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> str:
+    return str(write(tmp_path))
+
+
+def test_controls_run_equal_depths_on_the_same_items(capsys, tiny_folder, problems):
+    report = evaluated(capsys, "--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2",
+                       "--groups", "budgets,geometry,random", *SMALL)
+    (suite,) = report["suites"]
+    full, d3, *controls = suite["answers"]
+    assert full["label"] == "full" and full["mean_layers"] == 6 and full["same"] == 1 and full["difference"]["p"] == 1
+    labels = [row["label"] for row in controls]
+    assert {"constant", "linear", "reversed d3", "skipdecode", "early exit", "unified layer skipping"} <= set(labels)
+    assert sum("random order" in label for label in labels) == 3
+    head = report["head_layers"]
+    for row in [d3, *controls]:
+        assert row["mean_layers"] == pytest.approx((6 + head) / 1.2 - head, abs=0.05), row["label"]
+        assert row["n"] == full["n"] and row["versus_d3"]["p"] <= 1 and row["same"] < 1
+    assert {row["label"] for row in suite["loss"]} > {"d3, start 0.2", "d3, late_middle"}
+    for row in suite["loss"][1:]:
+        assert row["mean_layers"] == pytest.approx((6 + head) / 1.2 - head, abs=0.05), row["label"]
+    assert suite["by_position"][0]["first"] == 0 and suite["own_by_position"]
+
+
+def test_an_interrupted_evaluation_goes_on_to_the_same_table(capsys, tmp_path, tiny_folder, problems, monkeypatch):
+    words = ["--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2", "--groups", "budgets",
+             "--loss-groups", "budgets", "--method", "d3", "--alpha", "0.9", *SMALL]
+    whole = evaluated(capsys, *words, "--out", str(tmp_path / "whole"))
+    plain, calls = Evaluator._judged, iter(range(10**6))
+
+    def tired(self: Evaluator, *args: Any) -> Any:
+        if next(calls) == 90:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    monkeypatch.setattr(Evaluator, "_judged", tired)
+    assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
+    capsys.readouterr()
+    monkeypatch.setattr(Evaluator, "_judged", plain)
+    kept = (tmp_path / "parts" / "outcomes.jsonl").read_text()
+    (tmp_path / "parts" / "outcomes.jsonl").write_text(kept[:-20])
+    again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
+    assert again["suites"] == whole["suites"]
+    lines = [(tmp_path / part / "outcomes.jsonl").read_text().splitlines() for part in ("whole", "parts")]
+    assert sorted(lines[0]) == sorted(set(lines[1]))
+
+
+def test_nothing_is_measured_twice(capsys, tmp_path, tiny_folder, problems, monkeypatch):
+    words = ["--model", tiny_folder, "--suite", problems, "--method", "d3", *SMALL, "--out", str(tmp_path / "o")]
+    first = evaluated(capsys, *words)
+    monkeypatch.setattr(Evaluator, "_judged", None)
+    assert evaluated(capsys, *words)["suites"] == first["suites"]
+
+
+def test_a_suite_that_does_not_exercise_a_method_is_named(capsys, tiny_folder, problems):
+    words = ["eval", "--model", tiny_folder, "--suite", problems, "--method", "d3", "--horizon", "400", "--mean", "0.8",
+             "--measure", "answers", *SMALL]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "does not exercise d3" not in err  # its plan over 20 tokens hardly leaves anything out either
+    words[words.index("--horizon") + 1] = "20"
+    words[words.index("--max-new-tokens") + 1] = "600"
+    assert main(words) == 0
+
+
+def test_texts_are_scored_only(capsys, tmp_path, tiny_folder):
+    folder = tmp_path / "data" / "wikitext2"
+    folder.mkdir(parents=True)
+    (folder / "test.txt").write_text(" ".join(f"word{i}" for i in range(700)), encoding="utf-8")
+    (suite,) = evaluated(capsys, "--model", tiny_folder, "--suite", "wikitext2", "--data", str(tmp_path / "data"),
+                         "--method", "d3", *SMALL)["suites"]
+    assert "answers" not in suite and [row["label"] for row in suite["loss"]] == ["full", "d3"]
+
+
+def test_the_table_for_people(capsys, tiny_folder, problems):
+    words = ["--model", tiny_folder, "--suite", problems, "--method", "d3", "--timed", "2", *SMALL[:-1]]
+    assert main(["eval", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "problems.jsonl: answers" and lines[1].split()[:3] == ["method", "n", "layers"]
+    assert lines[3].startswith("d3") and json.loads(lines[-1])["suites"][0]["answers"][1]["timing"]["items"] == 2
+
+
+def test_suites_are_listed(capsys):
+    assert main(["eval", "--list"]) == 0
+    assert "gsm8k " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--suite is missing"),
+        (["--suite", "gsm8"], "Did you mean 'gsm8k'"),
+        (["--suite", "gsm8k"], "--data DIR"),
+        (["--suite", "gsm8k", "--data", "no/such"], "there is no data folder"),
+        (["--suite", "none.jsonl"], "there is no file"),
+        (["--suite", "gsm8k", "--n", "0"], "--n is 0; it must be at least 1"),
+        (["--suite", "gsm8k", "--measure", "taste"], "--measure holds 'taste'"),
+    ],
+)
+def test_refusals(capsys, words, message):
+    assert message in fails(capsys, *words)
+
+
+def test_refusals_of_controls(capsys, tiny_folder, problems):
+    words = ["--model", tiny_folder, "--suite", problems]
+    assert "out of reach" in fails(capsys, *words, "--controls", "9", *SMALL)
+    assert "no controls 'buget'" in fails(capsys, *words, "--controls", "1.1", "--groups", "buget", *SMALL)
+
+
+def test_a_card_of_another_model_is_refused(capsys, tmp_path, tiny_folder, problems):
+    card = {"method": {"method": "calibrated", "method_args": {"fingerprint": "0" * 16},
+                       "inner": {"method": "schedule", "method_args": {"order": [2], "steps": [3]}}}}
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    err = fails(capsys, "--model", tiny_folder, "--suite", problems, "--method", str(tmp_path / "card.json"), *SMALL)
+    assert "calibrated for model 0000000000000000" in err and "shoal calibrate" in err
+    other = shutil.copytree(tiny_folder, tmp_path / "copy")
+    assert "calibrated for model" in fails(capsys, "--model", str(other), "--suite", problems, "--method",
+                                           str(tmp_path / "card.json"), *SMALL)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shoal.eval.outcomes import Outcomes, Run
+
+RUN = Run("suite", "answers", {"method": "full", "method_args": {}}, "abc", {"dtype": "float32"})
+
+
+def other(**changes):
+    return Run(**{**vars(RUN), **changes})
+
+
+def test_outcomes_are_found_again(tmp_path):
+    path = tmp_path / "deep" / "o.jsonl"
+    Outcomes(path).add(RUN, [("a", {"right": True}), ("b", {"right": False})])
+    again = Outcomes(path)
+    again.add(RUN, [("c", {"right": True})])
+    assert Outcomes(path).of(RUN) == {"a": {"right": True}, "b": {"right": False}, "c": {"right": True}}
+    assert len(path.read_text().splitlines()) == 4
+
+
+CHANGES = [{"suite": "x"}, {"kind": "loss"}, {"method": {}}, {"model": "x"}, {"settings": {}}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_whatever_differs_keeps_outcomes_apart(changes):
+    kept = Outcomes()
+    kept.add(RUN, [("a", {})])
+    assert kept.of(other(**changes)) == {} and other(**changes).id != RUN.id
+
+
+def test_an_unfinished_line_is_cut_off(tmp_path):
+    path = tmp_path / "o.jsonl"
+    Outcomes(path).add(RUN, [("a", {"n": 1}), ("b", {"n": 2})])
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    kept = Outcomes(path)
+    assert kept.of(RUN) == {"a": {"n": 1}}
+    kept.add(RUN, [("b", {"n": 2})])
+    assert path.read_text() == whole
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    path = tmp_path / "o.jsonl"
+    path.write_text(json.dumps({"something": "else"}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1 of .* is no outcome"):
+        Outcomes(path)
