@@ -11,14 +11,19 @@ from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.del_ import DEL
+from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.swift import Swift
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 
 MATRIX: tuple[Method, ...] = (
@@ -48,4 +53,14 @@ MATRIX: tuple[Method, ...] = (
     DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("llama")),
     RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),
+    LayerSkip(4, 3),
+    LayerSkip(5, inner=D3(alpha=0.9, core=2)),
+    D3Spec(mean=0.8, core=2),
+    D3Spec(alpha=0.9, inner=D3(alpha=0.9, core=2)),
+    DraftAndVerify((2, 3), (3,), greedy_stop=0.2),
+    DraftAndVerify(share=0.2, inner=D3(alpha=0.9, core=2)),
+    Swift(ratio=0.2, length=3, nodes=9, window=4, rounds=3),
+    Swift(ratio=0.2, trees=False, window=4, inner=D3(alpha=0.9, core=2)),
+    DEL((4, 5), 4, head=0.0),
+    DEL((2, 5), window=0, inner=D3(alpha=0.9, core=2)),
 )

@@ -19,25 +19,34 @@ if TYPE_CHECKING:
     from shoal.methods.aded import ADED
     from shoal.methods.base import Method
     from shoal.methods.d3 import D3
+    from shoal.methods.d3_spec import D3Spec
+    from shoal.methods.del_ import DEL
+    from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
+    from shoal.methods.layerskip import LayerSkip
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
+    from shoal.methods.swift import Swift
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
 __all__ = [
     "ADED",
     "D3",
+    "DEL",
     "RSD",
+    "D3Spec",
     "DepthPlan",
+    "DraftAndVerify",
     "DraftModel",
     "EarlyExit",
     "Engine",
     "Full",
+    "LayerSkip",
     "Method",
     "ModelInfo",
     "PromptLookup",
@@ -48,6 +57,7 @@ __all__ = [
     "SkipDecode",
     "Stats",
     "Step",
+    "Swift",
     "TokenLogprob",
     "UnifiedLayerSkipping",
     "Unsupported",
@@ -58,11 +68,15 @@ __all__ = [
 _HOME = {
     "ADED": "shoal.methods.aded",
     "D3": "shoal.methods.d3",
+    "D3Spec": "shoal.methods.d3_spec",
+    "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
+    "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
+    "LayerSkip": "shoal.methods.layerskip",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "PromptLookup": "shoal.methods.prompt_lookup",
@@ -74,6 +88,7 @@ _HOME = {
     "SkipDecode": "shoal.methods.skipdecode",
     "Stats": "shoal.types",
     "Step": "shoal.types",
+    "Swift": "shoal.methods.swift",
     "TokenLogprob": "shoal.types",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
     "Unsupported": "shoal.errors",

@@ -21,14 +21,19 @@ from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.del_ import DEL
+from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.swift import Swift
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.types import ModelInfo
 
@@ -45,6 +50,11 @@ SHIPPED = {
     "draft_model": DraftModel,
     "rsd": RSD,
     "aded": ADED,
+    "layerskip": LayerSkip,
+    "d3_spec": D3Spec,
+    "draft_and_verify": DraftAndVerify,
+    "swift": Swift,
+    "del": DEL,
 }
 CONFIGURED = [
     Full(),
@@ -61,6 +71,11 @@ CONFIGURED = [
     ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
+    LayerSkip(3, 5, stop=0.4, rule="rejection"),
+    D3Spec(mean=0.4, order=(3, 2, 4), core=5, length=6, inner=D3(alpha=0.9)),
+    DraftAndVerify((3, 5), (4,), accepted=0.8),
+    Swift(ratio=0.3, trees=False),
+    DEL((2, 4, 8), 9, head=0.0),
 ]
 
 
@@ -96,7 +111,7 @@ def test_the_names_are_the_files_and_lead_to_the_classes() -> None:
     assert set(SHIPPED) <= set(names())
     for name, cls in SHIPPED.items():
         assert get(name) is cls
-        assert cls.name == name == Path(inspect.getfile(cls)).stem
+        assert cls.name == name == Path(inspect.getfile(cls)).stem.removesuffix("_")
 
 
 def test_every_shipped_method_has_a_summary_and_a_name_of_its_own() -> None:
@@ -108,7 +123,7 @@ def test_every_shipped_method_has_a_summary_and_a_name_of_its_own() -> None:
 def test_the_registry_imports_no_method_and_no_torch() -> None:
     code = (
         "import sys, shoal.methods as m; m.names(); loaded = set(sys.modules);"
-        "assert not [n for n in loaded if n.startswith('shoal.methods.') and n[14:] in m.names()], loaded;"
+        "assert not [n for n in loaded if n.startswith('shoal.methods.') and n[14:].rstrip('_') in m.names()], loaded;"
         "[m.get(n) for n in m.names()];"
         "print('torch' in sys.modules, 'numpy' in sys.modules, 'transformers' in sys.modules)"
     )

@@ -26,6 +26,7 @@ _LAYERS = 32
 NOMINAL = ModelInfo(
     num_layers=_LAYERS,
     scores={kind: tuple(map(float, range(_LAYERS))) for kind in ("influence", "leave_one_out")},
+    can_split=True,
 )
 """A calibrated model of a common size, to ask a method what it promises where it has all it needs."""
 
