@@ -102,7 +102,7 @@ class ModelDrafter:
         grown = [_Growth(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
         for one in grown:
             one.leaves = [Leaf(one.add(one.row.tokens[-1], -1, None))]
-        busy = [one for one in grown if one.levels > 0]
+        busy = [one for one in grown if one.levels > 0 and self._readable(one)]
         if busy:
             self._grow(busy)
         trees = {id(one.row): one.tree() for one in grown}
@@ -111,6 +111,10 @@ class ModelDrafter:
 
     def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
         """Nothing to learn: which guesses were kept is read off the row's tokens."""
+
+    def _readable(self, one: _Growth) -> bool:
+        """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""
+        return max(one.row.tokens[self._cache.positions[one.slot] :]) < self._stack.vocab_size
 
     def _check_context(self, rows: Sequence[Row]) -> None:
         most = self._stack.max_positions

@@ -1,0 +1,278 @@
+"""A second model as a drafter: what it may be, what it keeps, what it feeds; shapes of trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from drafts import draft_of, noisy
+from drive import prompt
+from families import fingerprint, tiny
+from shoal.decode.rejection import Rejection
+from shoal.decode.tree import TokenTree
+from shoal.draft.shape import Beam, Branching, Leaf, truncated_gumbel
+from shoal.engine.engine import Engine, Stream
+from shoal.engine.load import engine_for
+from shoal.engine.request import Request
+from shoal.errors import Unsupported
+from shoal.methods.draft_model import DraftModel
+from shoal.methods.full import Full
+from shoal.methods.rsd import RSD
+from shoal.model.stack import Feed
+from toy_tokenizers import byte_level, metaspace
+
+NEW = 24
+PROMPTS = [prompt(9, 1), prompt(4, 2)]
+
+
+def home(**options: Any) -> Engine:
+    return engine_for(tiny("llama", **options))
+
+
+class Fed:
+    """Keeps what a stack is fed, and fails when told to."""
+
+    def __init__(self, stack: Any, fail_at: int | None = None) -> None:
+        self._forward, self._fail_at = stack.forward, fail_at
+        self.feeds: list[Sequence[Feed]] = []
+        stack.forward = self
+
+    def __call__(self, feeds: Sequence[Feed], cache: Any, tap: Any = None) -> Any:
+        self.feeds.append(feeds)
+        if len(self.feeds) == self._fail_at:
+            raise RuntimeError("the draft model broke")
+        return self._forward(feeds, cache, tap)
+
+
+@pytest.mark.parametrize("method", [DraftModel, RSD])
+def test_the_draft_reads_nothing_twice(method: type[DraftModel] | type[RSD]) -> None:
+    """Per row: the prompt, every emitted token but the last once, and guesses that were refused."""
+    engine, draft = home(), draft_of("llama")
+    fed = Fed(engine.info().companion(draft).stack)  # type: ignore[misc]
+    result = engine.generate(PROMPTS[0], method=method(draft, length=3), max_new_tokens=NEW)
+    tokens = sum(len(feed.tokens) for feeds in fed.feeds for feed in feeds)
+    refused = result.stats.drafted - result.stats.accepted
+    assert result.stats.accepted > 0
+    assert tokens <= len(PROMPTS[0]) + NEW - 1 + refused
+    assert len(fed.feeds) == result.stats.draft_forwards
+
+
+def test_the_draft_model_is_not_changed_and_loaded_once() -> None:
+    engine, draft = home(), noisy(tiny("llama"), 0.1)
+    before = fingerprint(draft)
+    companion = engine.info().companion
+    assert companion is not None and companion(draft) is companion(draft)
+    engine.generate(PROMPTS, method=DraftModel(draft), max_new_tokens=NEW)
+    assert fingerprint(draft) == before
+
+
+def test_a_draft_model_is_found_by_its_folder(tmp_path: Any) -> None:
+    draft_of("llama").save_pretrained(tmp_path)
+    engine = home()
+    by_name = engine.generate(PROMPTS, method=DraftModel(str(tmp_path)), max_new_tokens=NEW)
+    by_object = engine.generate(PROMPTS, method=DraftModel(draft_of("llama")), max_new_tokens=NEW)
+    assert [r.tokens for r in by_name] == [r.tokens for r in by_object]
+    assert [r.stats.accepted for r in by_name] == [r.stats.accepted for r in by_object] != [0, 0]
+    companion = engine.info().companion
+    assert companion is not None and companion(str(tmp_path)) is companion(str(tmp_path))
+    assert companion(str(tmp_path)).stack.dtype == engine.stack.dtype
+
+
+@pytest.mark.parametrize(("sizes"), [(97, 104), (97, 90)])
+def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
+    """Padded embeddings: the draft says nothing about tokens it has not, and none that the target has not."""
+    words = byte_level()
+    target = engine_for(tiny("llama", vocab_size=sizes[0]), words)
+    other = engine_for(tiny("llama", vocab_size=sizes[1]), words)
+    draft = target.info().companion
+    assert draft is not None
+    draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        plain = target.generate(PROMPTS, max_new_tokens=NEW, **options)
+        for method in (DraftModel("padded"), RSD("padded", rule="match")):
+            found = target.generate(PROMPTS, method=method, max_new_tokens=NEW, **options)
+            assert [r.tokens for r in found] == [r.tokens for r in plain]
+
+
+def refused(engine: Engine, method: Any, words: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine.generate(prompt(20), method=method, **options)
+
+
+def test_drafts_that_do_not_fit_are_refused() -> None:
+    engine = home()
+    refused(engine, DraftModel(), "draft_model has no draft model; give draft")
+    refused(engine, DraftModel("/no/such/folder"), "draft model '/no/such/folder' cannot be loaded.*no folder")
+    refused(engine, RSD(3), "object of type int.*no transformers model")
+    refused(engine, DraftModel(tiny("llama", vocab_size=50)), "has 50 tokens and the model 97")
+    short = tiny("llama", max_position_embeddings=64)
+    refused(engine, DraftModel(short), "up to 276 tokens.*context is 64 tokens.*max_new_tokens")
+    engine.generate(prompt(20), method=DraftModel(short), max_new_tokens=44)
+    refused(engine, DraftModel(short), "context is 64", max_new_tokens=45)
+
+
+def test_other_tokenizers_are_refused() -> None:
+    engine = engine_for(tiny("llama"), byte_level())
+    other = engine_for(tiny("llama"), metaspace())
+    companion = engine.info().companion
+    assert companion is not None
+    companion._wrapped = lambda model: other  # type: ignore[attr-defined]
+    refused(engine, DraftModel(tiny("llama", seed=1)), "its tokenizer has another vocabulary. Draft with")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DraftModel("m", length=0), "length is 0"),
+        (lambda: DraftModel("m", branching=()), "at least one level"),
+        (lambda: DraftModel("m", branching=(2, 0)), "at least 1 child"),
+        (lambda: RSD("m", beam=0), "a beam of 0 paths"),
+        (lambda: RSD("m", rule="lenient"), "margin is None"),
+    ],
+)
+def test_settings_out_of_range(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_loaded_model_has_no_json_form() -> None:
+    method = DraftModel(draft_of("llama"))
+    assert "LlamaForCausalLM" in repr(method) and len(repr(method)) < 200
+    with pytest.raises(Unsupported, match="cannot be written down"):
+        method.to_dict()
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
+    engine, draft = home(), noisy(tiny("llama"), 0.03)
+    before = fingerprint(engine.model)
+    companion = engine.info().companion
+    assert companion is not None
+    stack = companion(draft).stack
+    fed = Fed(stack, fail_at=call)
+    stream = engine.stream(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW)
+    with pytest.raises(RuntimeError, match="the draft model broke"):
+        list(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert fingerprint(engine.model) == before
+    assert len(fed.feeds) == call
+    plain = engine.generate(PROMPTS[0], method=Full(), max_new_tokens=NEW)
+    assert plain.tokens[: len(stream.result.tokens)] == stream.result.tokens
+    assert engine.generate(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW).tokens == plain.tokens
+
+
+def test_stop_strings_inside_a_block() -> None:
+    words = metaspace()
+    engine = engine_for(tiny("llama", vocab_size=len(words)), words)
+    draft = noisy(engine.model, 0.03)
+    ids = prompt(5, 1, len(words))
+    text = engine.generate(ids, max_new_tokens=NEW).text
+    for stop in {text[at : at + size] for at in (2, 5, 9) for size in (1, 3)}:
+        found = engine.generate(ids, method=DraftModel(draft), max_new_tokens=NEW, stop=[stop])
+        assert found.text == text[: text.index(stop)] and found.finish_reason == "stop"
+
+
+# Shapes.
+
+
+def test_a_truncated_gumbel_is_a_gumbel_below_its_bound() -> None:
+    """Against samples of Gumbel variables that happen to lie below the bound."""
+    numbers = random.Random(0)
+    location, bound = 0.3, 1.1
+    plain = (location - math.log(-math.log(numbers.random())) for _ in range(40_000))
+    below = sorted(value for value in plain if value < bound)
+    ours = sorted(truncated_gumbel(location, bound, numbers.random()) for _ in range(len(below)))
+    assert max(ours) <= bound
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        place = int(share * len(below))
+        assert ours[place] == pytest.approx(below[place], abs=0.05)
+    for extreme in ((0.0, -2000.0, 0.5), (-800.0, 0.0, 0.5), (0.0, 0.0, 0.0), (0.0, 0.0, 1 - 2**-53)):
+        assert truncated_gumbel(*extreme) <= extreme[1]
+
+
+def draw_beam(law: torch.Tensor, size: int, numbers: random.Random) -> tuple[tuple[int, int], ...]:
+    """Paths of two tokens of a beam over `law` [V] and `law` reversed, in descending value."""
+    laws = [law, law.flip(0)]
+    beam, tokens, leaves = Beam(size, 2), [()], [Leaf(0)]
+    for level in range(2):
+        drawn = []
+        for _ in leaves:
+            rest, own = laws[level].clone(), []
+            for _ in range(min(size, len(law))):
+                own.append(numbers.choices(range(len(law)), rest.tolist())[0])
+                rest[own[-1]] = 0
+            drawn.append(own)
+        logs = [[float(laws[level][t].log()) for t in own] for own in drawn]
+        kept = beam.keep(leaves, logs, lambda leaf, rank: numbers.random())
+        grown = [
+            (value, log, (*tokens[at], drawn[at][rank]))
+            for at, children in enumerate(kept)
+            for rank, (log, value) in enumerate(children)
+        ]
+        leaves = [Leaf(0, log, value) for value, log, _ in grown]
+        tokens = [words for _, _, words in grown]
+    return tuple(words for _, words in sorted(zip([-leaf.value for leaf in leaves], tokens, strict=True)))
+
+
+def test_a_beam_is_a_sample_of_paths_without_replacement() -> None:
+    law = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    shares = {(a, b): float(law[a] * law[2 - b]) for a, b in itertools.product(range(3), repeat=2)}
+    numbers, total = random.Random(1), 12_000
+    counts = Counter(draw_beam(law, 2, numbers) for _ in range(total))
+    for first, second in itertools.permutations(shares, 2):
+        chance = shares[first] * shares[second] / (1 - shares[first])
+        assert counts[(first, second)] / total == pytest.approx(chance, abs=4.5 * math.sqrt(chance / total) + 1e-4)
+
+
+def test_a_beam_without_noise_is_a_beam_search() -> None:
+    kept = Beam(3, 2).keep(
+        [Leaf(1, -1.0, -1.0), Leaf(2, -1.1, -1.1)], [[-0.1, -2.0, -3.0], [-0.2, -0.3, -9.0]], lambda leaf, rank: None
+    )
+    assert [[log for log, _ in children] for children in kept] == [[-1.1], [pytest.approx(-1.3), pytest.approx(-1.4)]]
+
+
+def test_branching_keeps_all() -> None:
+    shape = Branching((3, 1))
+    assert (shape.length, shape.width(0), shape.width(1)) == (2, 3, 1)
+    assert [len(children) for children in shape.keep([Leaf(1), Leaf(2)], [[-1.0], [-2.0, -3.0]], lambda *_: None)] == [
+        1,
+        2,
+    ]
+
+
+def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
+    trees: list[TokenTree] = []
+    engine, draft = home(), draft_of("llama")
+
+    class Kept:
+        exact = True
+
+        def walk(self, tree: TokenTree, target: Any) -> Any:
+            trees.append(tree)
+            return Rejection().walk(tree, target)
+
+    request = Request.from_options(
+        {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 3, "seed": 1, "method": RSD(draft, beam=4, length=3)}
+    )
+    rows = engine.rows(PROMPTS, request)
+    for row in rows:
+        row.recipe = dataclasses.replace(row.recipe, rule=Kept())
+    list(Stream(engine, rows, engine.cache_for(rows, NEW)))
+    assert any(not tree.is_chain for tree in trees)
+    for tree in trees:
+        if tree.laws is None:
+            continue
+        for node in range(len(tree)):
+            children = tree.children(node)
+            assert len({tree.tokens[child] for child in children}) == len(children) <= 3
+            for child in children:
+                law = tree.laws[child]
+                assert law[tree.tokens[child]] > 0 and int((law > 0).sum()) <= 3
