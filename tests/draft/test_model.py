@@ -52,10 +52,10 @@ class Fed:
         return self._forward(feeds, cache, tap)
 
 
-@pytest.mark.parametrize("method", [DraftModel, RSD])
-def test_the_draft_reads_nothing_twice(method: type[DraftModel] | type[RSD]) -> None:
+@pytest.mark.parametrize(("method", "noise"), [(DraftModel, 0.0), (DraftModel, 0.03), (RSD, 0.03)])
+def test_the_draft_reads_nothing_twice(method: type[DraftModel] | type[RSD], noise: float) -> None:
     """Per row: the prompt, every emitted token but the last once, and guesses that were refused."""
-    engine, draft = home(), draft_of("llama")
+    engine, draft = home(), draft_of("llama", noise)
     fed = Fed(engine.info().companion(draft).stack)  # type: ignore[misc]
     result = engine.generate(PROMPTS[0], method=method(draft, length=3), max_new_tokens=NEW)
     tokens = sum(len(feed.tokens) for feeds in fed.feeds for feed in feeds)
