@@ -120,7 +120,7 @@ def test_help_names_every_group(capsys):
 
 
 def test_no_compile_leaves_out_what_compiles():
-    assert bench._peers(_args(peer=["hf", "hf-compiled"], no_compile=True)) == ["hf"]
+    assert bench._peers(_args(peer=["hf", "hf-static-compiled"], no_compile=True)) == ["hf"]
     assert bench._peers(_args(peer=None, no_compile=True)) == ["hf"]
     assert bench._peers(_args(peer=["none"], no_compile=False)) == []
 

@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--new-tokens", metavar="N", type=int, default=64, help="tokens to decode")
     grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
     grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
-    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-compiled or llama.cpp, in a suite hf, "
+    grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-static-compiled or llama.cpp, in a suite hf, "
                       "hf-prompt-lookup or hf-early-exit; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
@@ -173,7 +173,7 @@ def _peers(args: argparse.Namespace) -> list[str]:
     for name in asked:
         if name != "none" and name not in peers.PEERS and name not in peers.NOT_HERE:
             raise unknown("peer", name, [*peers.PEERS, *peers.NOT_HERE, "none"])
-    return [name for name in asked if name != "none" and not (args.no_compile and name == "hf-compiled")]
+    return [name for name in asked if name != "none" and not (args.no_compile and name == "hf-static-compiled")]
 
 
 def _quants(text: str) -> list[str | None]:
