@@ -27,8 +27,8 @@ METHODS: dict[str, Method] = {
     "draft_and_verify": DraftAndVerify((2, 3), (3,), greedy_stop=0.3, sampled_stop=0.2, accepted=0.5),
     "swift": Swift(ratio=0.25, length=4, stop=0.3, nodes=14, window=8, rounds=6, bayes_every=3),
     "swift, chains": Swift(ratio=0.3, length=5, stop=0.2, trees=False, window=6, rounds=3, bayes_every=0),
-    "del": DEL((3, 4, 5), 6, head=0.0, window=5),
-    "del, off at first": DEL((2, 5), 6, head=2.0, window=0, probe=2),
+    "del": DEL((1, 2, 4), 6, head=0.0, window=5),
+    "del, off at first": DEL((1, 3), 6, head=1.0, window=0, probe=2),
 }
 """Settings under which the six layers of a tiny random model accept something and reject something."""
 

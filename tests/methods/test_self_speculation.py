@@ -60,14 +60,14 @@ def mild(name: str, dtype: torch.dtype, factor: float = 0.3, peak: float = 1.0) 
     return model
 
 
-def mild_stack(backend: Backend, name: str, peak: float = 1.0) -> Stack:
+def mild_stack(backend: Backend, name: str, peak: float = 1.0, factor: float = 0.3) -> Stack:
     backend.stack(name)  # skips where it cannot run
-    return _mild_stack(backend, name, peak)
+    return _mild_stack(backend, name, peak, factor)
 
 
 @functools.cache
-def _mild_stack(backend: Backend, name: str, peak: float) -> Stack:
-    model = mild(name, backend.dtype, peak=peak)
+def _mild_stack(backend: Backend, name: str, peak: float, factor: float) -> Stack:
+    model = mild(name, backend.dtype, factor, peak)
     if backend.name == "hf":
         return stack_of(model)
     return build(model.config, ModelSource(model), model.dtype, CPU, None, kernels=backend.name == "native")
@@ -106,7 +106,7 @@ def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
 @on_backends("hybrid", backends=(HF,))
 def test_every_outcome_is_met(backend: Backend, name: str, method: str) -> None:
     met: Counter[str] = Counter()
-    for stack in (backend.stack(name), mild_stack(backend, name)):
+    for stack in (backend.stack(name), mild_stack(backend, name), mild_stack(backend, name, factor=0.12)):
         met += both(METHODS[method], stack, IDS)[2].met
     wanted = {"all"} if "all layers" in method else {"none", "some", "all"}
     assert {kind for kind, times in met.items() if times} == wanted
@@ -329,7 +329,8 @@ def test_trained_weights(backend: str, method: str, sampling: str) -> None:
     plain = engine.generate(ids, **options)
     results = engine.generate(ids, method=what, **options)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
-    assert sum(r.stats.accepted for r in results) > 0
+    if not isinstance(what, DEL):  # which sees that drafts do not pay here
+        assert sum(r.stats.accepted for r in results) > 0
 
 
 @pytest.mark.parametrize(

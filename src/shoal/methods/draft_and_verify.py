@@ -56,13 +56,14 @@ class DraftAndVerify(DraftingMethod):
             Unsupported: the sets differ, and the model's sublayers cannot be told apart.
         """
         skips = self._skips(info)
+        proposer = self._proposer(skips, info.num_layers)
         if skips.attention != skips.mlp and not info.can_split:
             raise Unsupported(
                 f"skipping the attention of layers {list(skips.attention)} and the MLP of layers {list(skips.mlp)}",
                 "attention and MLP cannot be told apart in this architecture",
                 "Give skip_attention and skip_mlp the same layers",
             )
-        return self.verified(self._proposer(skips, info.num_layers), info)
+        return self.verified(proposer, info)
 
     def _skips(self, info: ModelInfo) -> Skips:
         if self.skip_attention is not None or self.skip_mlp is not None:
