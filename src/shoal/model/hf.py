@@ -102,6 +102,11 @@ class HFStack:
         """See the protocol."""
         return self.parts.head(hidden)
 
+    @torch.no_grad()
+    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """See the protocol."""
+        return torch.no_grad()(self.parts.head.cut(ids))
+
     def module(self, layer: int, part: Part) -> nn.Module:
         """The layer, or a twin that shares its weights and lacks the other sublayer."""
         if part == "layer":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import Unsupported
+from shoal.model.head import Head, through
 
 _MASKS = ("attention_mask", "causal_mask")
 _REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
@@ -71,7 +72,7 @@ class Parts:
     calls: list[LayerCall]
     embed: Callable[[Tensor, Tensor], Tensor]
     rotary: list[Callable[[Tensor, Tensor], Any]]
-    head: Callable[[Tensor], Tensor]
+    head: Head
     head_module: nn.Module
 
 
@@ -226,14 +227,14 @@ def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor)
     embed = model.get_input_embeddings()
     goal = next(iter(recording.layers[0].arguments.values()))
     chain = [embed, *_projections(recording.before, goal)]
-    base = _through(chain, ids)
+    base = through(chain, ids)
     if base.shape == goal.shape:
         for table in _position_tables(recording.before, positions, goal):
             if _fits(base, table, positions, goal):
-                return lambda t, p: _through(chain, t) + table(p)
+                return lambda t, p: through(chain, t) + table(p)
         change = _explain(base, goal, model.config)
         if change is not None:
-            return lambda t, p: change(_through(chain, t))
+            return lambda t, p: change(through(chain, t))
     raise Unsupported(
         f"{type(model).__name__} prepares its embeddings in a way that the probe does not recognise",
         "Shoal must be able to feed the first layer itself",
@@ -247,12 +248,6 @@ def _fits(base: Tensor, table: Callable[[Tensor], Tensor], positions: Tensor, go
         return _same(base + table(positions), goal)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-
-
-def _through(chain: list[nn.Module], value: Tensor) -> Tensor:
-    for module in chain:
-        value = module(value)
-    return value
 
 
 def _projections(before: list[Call], goal: Tensor) -> list[nn.Module]:
@@ -315,15 +310,14 @@ def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
-def _head(recording: Recording, head_module: nn.Module, config: Any) -> Callable[[Tensor], Tensor]:
-    """The way from the last layer's output to logits: norms, LM head, and a factor or a soft cap after it."""
+def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
     chain = _chain_to(recording, head_module)
     raw = next(call.output for call in recording.after if call.module is head_module)
     finish = _explain(raw, recording.logits, config)
     if finish is None:
         what = "a model that changes its logits after the LM head"
         raise Unsupported(what, "the probe does not recognise how", _REMEDY)
-    return lambda hidden: finish(_through(chain, hidden))
+    return Head(chain, finish)
 
 
 def _chain_to(recording: Recording, head_module: nn.Module) -> list[nn.Module]:

@@ -123,6 +123,14 @@ class Stack(Protocol):
         """Logits [N, V] of hidden states [N, D] as a tap is shown them, through the final norm and the head."""
         ...
 
+    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; a copy of the rows.
+
+        Raises:
+            Unsupported: the head is no plain matrix.
+        """
+        ...
+
 
 def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache) -> None:
     """Refuse to run a layer that misses the KV of a node before those that it is given; a lone MLP needs none."""

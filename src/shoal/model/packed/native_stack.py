@@ -7,7 +7,7 @@ Python's part in a step is kept to a few loops over the layers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -113,8 +113,16 @@ class NativeStack(PackedStack):
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""
-        normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
+        return self._through_head(hidden, _matrix(self.weights.head))
+
+    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """See the protocol."""
         head = _matrix(self.weights.head)
+        part = native.pack(head.lookup(torch.tensor(ids)), head.kind)
+        return lambda hidden: self._through_head(hidden, part)
+
+    def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
+        normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
         logits = torch.cat([native.matmul(part, head) for part in normed.split(native.MAX_NODES)])
         return logits * self.shape.logit_scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from shoal.model.kv import KVCache
 from shoal.model.masks import RowView, mask
 from shoal.model.packed import block
 from shoal.model.packed.graphs import GraphRunner
+from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Weights
 from shoal.model.stack import Feed, Span, Tap, check_lengths, mark_shallow, spans
+
+_PIECE = 256
+"""Columns of the head that are read back at once where a part of its rows is wanted."""
 
 
 class PackedStack:
@@ -78,9 +82,19 @@ class PackedStack:
         """See the protocol."""
         return self._logits(hidden)
 
+    @torch.no_grad()
+    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """See the protocol."""
+        columns = torch.eye(self.shape.hidden, dtype=self.dtype, device=self.device).split(_PIECE)
+        index = torch.tensor(ids, device=self.device)
+        part = Dense(torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous())
+        return torch.no_grad()(lambda hidden: part(self._normed(hidden)) * self.shape.logit_scale)
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
-        return self.weights.head(normed) * self.shape.logit_scale
+        return self.weights.head(self._normed(hidden)) * self.shape.logit_scale
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
 
 
 class _Pass:

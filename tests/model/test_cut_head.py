@@ -1,0 +1,42 @@
+"""A head cut to some tokens says about them what the whole head says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends import Backend, on_backends
+from drive import prompt
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.model.head import Head
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed
+
+IDS = [96, 3, 50, 4, 0]
+
+
+@on_backends("llama", "granite", "gpt2", "gemma2")
+def test_a_cut_head_gives_the_same_logits(backend: Backend, name: str) -> None:
+    stack: Any = backend.stack(name)
+    states: list[Tensor] = []
+
+    def tap(layer: int, hidden: Tensor) -> None:
+        if layer == stack.num_layers:
+            states.append(hidden)
+
+    feed = Feed(0, prompt(70, 1), [0] * 70, DepthPlan.full(stack.num_layers), wanted=70)
+    whole = stack.forward([feed], KVCache(stack.windows, 1), tap)
+    part = stack.cut_head(IDS)(states[0][0])
+    assert part.shape == (70, len(IDS))
+    assert torch.allclose(part.double(), whole[:, IDS].double(), atol=max(backend.exact, 1e-9), rtol=1e-4)
+    short = stack.cut_head([7])
+    assert torch.allclose(short(states[0][0][:3]).double(), whole[:3, [7]].double(), atol=max(backend.exact, 1e-9))
+
+
+def test_a_head_that_is_no_matrix_is_refused() -> None:
+    with pytest.raises(Unsupported, match="cutting a head that is a Sequential"):
+        Head([torch.nn.Sequential()], lambda logits: logits).cut([1])
