@@ -15,12 +15,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tqdm import tqdm
 
 from . import corpus, templates
+from .drills import drill
 from .templates.draw import Problem
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 PIECES = r" [-+*/=] (?=\$?\d)|\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
-KINDS = ("templates", "gsm8k", "novels")
-SHARES = {"templates": 0.64, "gsm8k": 0.24, "novels": 0.12}
+KINDS = ("templates", "gsm8k", "novels", "drills")
+SHARES = {"templates": 0.62, "gsm8k": 0.15, "novels": 0.08, "drills": 0.15}
 CONTEXT = 512
 PASSAGE_TOKENS = 256
 
@@ -51,11 +52,12 @@ def _sample(streams: dict[str, Iterator[Problem | str]]) -> Iterator[str]:
 
 
 def streams(data: Path) -> dict[str, Iterator[Problem | str]]:
-    """The three kinds of training text, each without end."""
+    """The kinds of training text, each without end."""
     return {
         "templates": (templates.trained_problem(seed) for seed in itertools.count()),
         "gsm8k": corpus.gsm8k_variants(corpus.split(data).known, "train"),
         "novels": corpus.passages(corpus.novels(data), "train"),
+        "drills": map(drill, itertools.count()),
     }
 
 
@@ -83,6 +85,14 @@ def fill(
     return out
 
 
+def save(file: Path, examples: list[tuple[list[int], int, int]]) -> None:
+    """Write examples (ids, start of the answer, kind) as one flat table of tokens with three columns."""
+    columns = zip(*((len(ids), start, kind) for ids, start, kind in examples), strict=True)
+    table = dict(zip(("lengths", "starts", "kinds"), map(torch.tensor, columns), strict=True))
+    table["tokens"] = torch.tensor([token for ids, _, _ in examples for token in ids], dtype=torch.int16)
+    torch.save(table, file)
+
+
 def main() -> None:
     """Write OUT/tokenizer.json and OUT/corpus.pt."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,16 +109,8 @@ def main() -> None:
     examples = []
     for kind, items in streams(args.data).items():
         examples += fill(tokenizer, kind, items, int(SHARES[kind] * args.tokens))
-    lengths = torch.tensor([len(ids) for ids, _, _ in examples])
-    flat = torch.tensor([token for ids, _, _ in examples for token in ids], dtype=torch.int16)
-    table = {
-        "tokens": flat,
-        "lengths": lengths,
-        "starts": torch.tensor([e[1] for e in examples]),
-        "kinds": torch.tensor([e[2] for e in examples]),
-    }
-    torch.save(table, args.out / "corpus.pt")
-    print(f"{len(examples)} examples, {len(flat)} tokens")
+    save(args.out / "corpus.pt", examples)
+    print(f"{len(examples)} examples")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from . import renumber
 from .templates.draw import Problem
 
 KNOWN_COUNT = 400
+TRAINED_COUNT = 150
+LARGEST = 200
 UNSEEN_COUNT = 1_000
 NOVELS_HELD_OUT = ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt", "Gaskell_Ruth_1855.txt")
 PASSAGE = 1_100
@@ -23,7 +25,7 @@ CALIBRATION_SEED = 90_000_000
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """GSM8K training problems: `known` ones are trained on with many sets of numbers, `unseen` ones never."""
+    """GSM8K training problems: `known` ones are trained on with many sets of small numbers, `unseen` ones never."""
 
     known: tuple[renumber.Known, ...]
     unseen: tuple[renumber.Known, ...]
@@ -33,8 +35,8 @@ def _short(problem: renumber.Known) -> bool:
     return len(problem.question.split()) <= 45 and len(problem.answer.split()) <= 60 and 2 <= len(problem.steps) <= 4
 
 
-def _varies(problem: renumber.Known) -> bool:
-    drawn = {renumber.renumbered(problem, random.Random(seed)) for seed in range(6)}
+def _varies(problem: renumber.Known, largest: int = renumber.LARGEST) -> bool:
+    drawn = {renumber.renumbered(problem, random.Random(seed), largest) for seed in range(6)}
     return None not in drawn and len(drawn) >= 5
 
 
@@ -44,13 +46,14 @@ def split(data: Path) -> Split:
     found = (renumber.known(row["question"], row["answer"]) for row in rows)
     problems = [problem for problem in found if problem and _short(problem) and _varies(problem)]
     random.Random("gsm8k split").shuffle(problems)
-    return Split(tuple(problems[:KNOWN_COUNT]), tuple(problems[KNOWN_COUNT : KNOWN_COUNT + UNSEEN_COUNT]))
+    known = [problem for problem in problems[:KNOWN_COUNT] if _varies(problem, LARGEST)]
+    return Split(tuple(known[:TRAINED_COUNT]), tuple(problems[KNOWN_COUNT : KNOWN_COUNT + UNSEEN_COUNT]))
 
 
 def gsm8k_variant(problem: renumber.Known, form: str, seed: str) -> Problem | None:
-    """One problem with new numbers, in the form `natural` or `equations`."""
-    drawn = renumber.renumbered(problem, random.Random(seed))
-    if drawn is None:
+    """One problem with new numbers, in the form `natural` or `equations`; None when the draw did not fit."""
+    drawn = renumber.renumbered(problem, random.Random(seed), LARGEST)
+    if drawn is None or not renumber.sound(drawn[1]):
         return None
     make = renumber.natural if form == "natural" else renumber.equations
     return make(*drawn, f"gsm8k_{form}")

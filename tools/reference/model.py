@@ -49,7 +49,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention [batch, heads, length, head size].
 
-    Written out: for sequences this short it trains twice as fast on a CPU as the fused kernel, whose backward pass is slow.
+    Written out, because the backward pass of the fused kernel is slow on a CPU.
     """
     length = q.shape[-2]
     future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)

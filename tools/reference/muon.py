@@ -9,15 +9,18 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
-    """Push the singular values of every matrix of `stack` [count, rows, columns] towards one. Float32 in and out."""
+    """Push the singular values of every matrix of `stack` [count, rows, columns] towards one.
+
+    Float32 in and out; the steps run in bfloat16, which is enough for them.
+    """
     a, b, c = COEFFICIENTS
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if tall else stack
-    x = x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
+    x = (x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)).bfloat16()
     for _ in range(steps):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).float()
 
 
 class Muon(torch.optim.Optimizer):

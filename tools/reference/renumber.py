@@ -2,7 +2,7 @@
 
 A number stands for one quantity wherever it occurs: in the question, in the calculations `<<a>>` and in the sentences
 of the answer. A problem can be renumbered when every number of its answer is a number of the question, an earlier
-result, or a common constant, and no two quantities share a number.
+result, or a common constant, and no two quantities share a number. A number with a comma behind it is not read.
 """
 
 from __future__ import annotations
@@ -106,26 +106,35 @@ def _replace(text: str, new: Mapping[int, int]) -> str:
     return ANY_NUMBER.sub(lambda match: str(new.get(int(match.group()), int(match.group()))), text)
 
 
-def renumbered(problem: Known, source: random.Random) -> tuple[str, str] | None:
-    """Question and annotated answer with new numbers, or None when no fitting numbers were found."""
+def renumbered(problem: Known, source: random.Random, largest: int = LARGEST) -> tuple[str, str] | None:
+    """Question and annotated answer with new numbers up to `largest`, or None when no fitting ones were found."""
     for _ in range(TRIES):
-        new = {old: _near(old, source) for old in problem.given}
-        if _extend(problem, new):
+        new = {old: _near(old, source, largest) for old in problem.given}
+        if _extend(problem, new, largest):
             return _replace(problem.question, new), _replace(problem.answer, new)
     return None
 
 
-def _near(old: int, source: random.Random) -> int:
-    return old if old <= 1 else source.randint(max(2, old // 2), min(LARGEST, old + old // 2 + 3))
+def _near(old: int, source: random.Random, largest: int) -> int:
+    top = min(largest, old + old // 2 + 3)
+    return old if old <= 1 else source.randint(min(top, max(2, old // 2)), top)
 
 
-def _extend(problem: Known, new: dict[int, int]) -> bool:
+def _extend(problem: Known, new: dict[int, int], largest: int) -> bool:
     """Add the results of the chain to `new`; False when one is not whole, not positive, too large or has two values."""
     for left, right in problem.steps:
         value = evaluate(_replace(left, new))
-        if value.denominator != 1 or not 0 < value <= LARGEST or new.setdefault(right, int(value)) != value:
+        if value.denominator != 1 or not 0 < value <= largest or new.setdefault(right, int(value)) != value:
             return False
     return True
+
+
+def sound(answer: str) -> bool:
+    """Whether every calculation of an annotated answer is right.
+
+    It is not where the answer used a constant that later turned out to be the number of a result.
+    """
+    return all(evaluate(left) == int(right) for left, right in ANNOTATION.findall(answer))
 
 
 def natural(question: str, answer: str, kind: str) -> Problem:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .batches import Batch, Corpus
+from .build import KINDS
 from .export import export
 from .model import Model, Shape, layer
 from .muon import Muon
@@ -37,6 +38,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="folder that build.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, the loss curve and the model")
     parser.add_argument("--shape", default="24,128,352,4", help="layers,hidden,ffn,heads")
+    parser.add_argument("--vocab", type=int, default=2_048)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--batch", type=int, default=6_144, help="tokens per step")
@@ -62,7 +64,7 @@ class Run:
         self.args = args
         torch.set_num_threads(args.threads)
         self.corpus = Corpus(args.data / "corpus.pt")
-        self.model = Model(Shape(*map(int, args.shape.split(","))), args.seed)
+        self.model = Model(Shape(*map(int, args.shape.split(",")), args.vocab), args.seed)
         if args.init:
             self.model.load_state_dict(torch.load(args.init, weights_only=False)["model"])
         self.optimizers = _optimizers(self.model, args)
@@ -185,7 +187,7 @@ def _optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Opti
 def _by_kind(batch: Batch, losses: Tensor) -> dict[str, float]:
     """Mean loss of the answer tokens of each kind of text in the batch."""
     out = {}
-    for number, name in enumerate(("templates", "gsm8k", "novels")):
+    for number, name in enumerate(KINDS):
         chosen = (batch.kinds == number)[:, None] & (batch.weights == 1)
         if chosen.any():
             out[name] = float(losses[chosen].mean())

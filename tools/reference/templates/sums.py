@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-LARGEST = 1_500
-LARGEST_PRODUCT = 1_000
-LARGEST_FACTOR = 20
+LARGEST = 200
+LARGEST_PRODUCT = 150
+LARGEST_FACTOR = 10
 
 
 class Reject(Exception):
