@@ -1,0 +1,212 @@
+"""Search for the sublayers that Draft & Verify leaves out while it drafts (arXiv 2309.08168)."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.depth.plan import DepthPlan
+from shoal.depth.skips import Skips, sublayers
+from shoal.draft.agreement import agreements
+from shoal.draft.skip_search import SkipSearch
+from shoal.engine.engine import Engine
+from shoal.engine.request import prompt_ids
+from shoal.errors import Unsupported
+from shoal.methods.draft_and_verify import DraftAndVerify
+from shoal.model.kv import KVCache
+from shoal.model.rewind import earliest, rewound
+from shoal.model.stack import Feed
+
+_START = 0.35
+_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class SublayerCosts:
+    """What a forward of one token costs: one attention, one MLP, and all that is not in a layer; in any unit."""
+
+    attention: float
+    mlp: float
+    rest: float
+
+    def forward(self, num_layers: int, skips: Skips) -> float:
+        """A forward without some sublayers."""
+        kept = (num_layers - len(skips.attention)) * self.attention + (num_layers - len(skips.mlp)) * self.mlp
+        return kept + self.rest
+
+
+@dataclass(frozen=True)
+class SkipCard:
+    """The outcome of a search.
+
+    Attributes:
+        skips: the sublayers to leave out.
+        rate: share of the texts' tokens that the model predicts without them.
+        length: the draft length of most tokens per second at that rate.
+        speedup: tokens per second of such drafts over those of plain decoding, by the costs; sampling left out.
+        rounds: sets tried.
+    """
+
+    skips: Skips
+    rate: float
+    length: int
+    speedup: float
+    rounds: int
+
+    def method(self) -> DraftAndVerify:
+        """The method with these sublayers."""
+        return DraftAndVerify(self.skips.attention, self.skips.mlp)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a card that `method="....json"` takes."""
+        found: dict[str, Any] = {"rate": self.rate, "length": self.length, "speedup": self.speedup}
+        path = Path(path)
+        text = json.dumps({**self.method().to_dict(), **found, "rounds": self.rounds}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+        return path
+
+
+def search_skips(
+    engine: Engine,
+    prompts: Sequence[str] | Sequence[list[int]],
+    *,
+    seconds: float = 60.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    new_tokens: int = 48,
+    block: int = 8,
+    costs: SublayerCosts | None = None,
+    progress: bool | None = None,
+) -> SkipCard:
+    """Find sublayers without which the model still drafts well, judged by expected tokens per second.
+
+    The model answers the prompts greedily. A set is judged by the share of the answers' tokens that it predicts, block
+    by block in parallel, the tokens before a block at full depth, as in decoding. The paper measures decoding times
+    instead; with a seed, `rounds` and `costs` the search is repeatable.
+
+    Args:
+        engine: the model, on the machine and at the precision that count.
+        prompts: texts of the kind at hand; the paper takes 8.
+        seconds: the search ends after that time.
+        rounds: the search ends after that many sets; None for no limit but the time.
+        seed: of the random choices.
+        new_tokens: tokens of an answer.
+        block: tokens that are drafted from one place when a set is judged.
+        costs: of the sublayers; None measures them.
+        progress: whether a bar is shown on stderr; None shows it on a terminal only.
+
+    Raises:
+        ValueError: no prompts, or answers too short to judge.
+        Unsupported: the model's sublayers cannot be told apart.
+    """
+    _check(engine, prompts, new_tokens, block)
+    judge = _Judge(engine, prompts, new_tokens, block, costs or measure_sublayers(engine))
+    layers = engine.stack.num_layers
+    start = Skips.spread(layers, min(round(_START * 2 * layers), len(sublayers(layers))))
+    search = SkipSearch(layers, start, seed, fixed=False, bayes_every=5)
+    search.tell(Skips(), judge.value(Skips()))
+    until = time.perf_counter() + seconds
+    for done in tqdm(count(1), desc="skips", disable=None if progress is None else not progress):
+        skips = start if done == 1 else search.ask()
+        search.tell(skips, judge.value(skips))
+        if done == rounds or time.perf_counter() > until:
+            break
+    rate = judge.rate(search.best)
+    length, speedup = judge.best_length(search.best, rate)
+    return SkipCard(search.best, rate, length, speedup, search.tried)
+
+
+def measure_sublayers(engine: Engine) -> SublayerCosts:
+    """Seconds of the parts of a one-token forward, from forwards with all and with half of the sublayers."""
+    layers = engine.stack.num_layers
+    half = tuple(range(0, layers, 2))
+    whole, no_attention, no_mlp = (
+        _seconds(engine, skips.plan(layers)) for skips in (Skips(), Skips(half), Skips((), half))
+    )
+    attention, mlp = (max(0.0, whole - part) / len(half) for part in (no_attention, no_mlp))
+    return SublayerCosts(attention, mlp, max(0.0, whole - layers * (attention + mlp)))
+
+
+def _seconds(engine: Engine, plan: DepthPlan) -> float:
+    stack, cache, times = engine.stack, KVCache(engine.stack.windows, rows=1), list[float]()
+    stack.forward([Feed(0, [0], [0], DepthPlan.full(stack.num_layers))], cache)
+    cache.commit(0, [0])
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        stack.forward([Feed(0, [0], [1], plan)], cache)
+        times.append(time.perf_counter() - start)
+        cache.rollback(0)
+    return statistics.median(times[1:])
+
+
+def _check(engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int) -> None:
+    if not engine.stack.can_split:
+        raise Unsupported(
+            "a search for sublayers", "attention and MLP cannot be told apart in this architecture", "Use d3_spec"
+        )
+    if not prompts:
+        raise ValueError("there are no prompts; give some texts of the kind at hand")
+    if not 1 <= block < new_tokens:
+        raise ValueError(f"block is {block} and new_tokens {new_tokens}; both must be at least 1, block the smaller")
+
+
+class _Judge:
+    """Answers at full depth, in a cache, and what a set is worth on them."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int, costs: SublayerCosts
+    ) -> None:
+        self._stack, self._block, self._costs = engine.stack, block, costs
+        stack = self._stack
+        ids = [prompt_ids(one, engine.tokenizer, stack.vocab_size, stack.max_positions) for one in prompts]
+        answers = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
+        self._texts = [[*one, *answer.tokens] for one, answer in zip(ids, answers, strict=True)]
+        self._cache = KVCache(self._stack.windows, len(self._texts))
+        for row, tokens in enumerate(self._texts):
+            self._fill(row, tokens[:-1])
+        self._places = [
+            (row, end)
+            for row, (tokens, answer) in enumerate(zip(self._texts, answers, strict=True))
+            for end in range(len(tokens), len(tokens) - len(answer.tokens) + block, -block)
+            if end - 1 - block >= earliest(self._cache, row)
+        ]
+        if not self._places:
+            raise ValueError(f"no answer has {block + 1} tokens to judge by; give shorter prompts or a smaller block")
+
+    def _fill(self, row: int, tokens: Sequence[int]) -> None:
+        plan = DepthPlan.full(self._stack.num_layers)
+        for first in range(0, len(tokens), self._stack.prefill_chunk):
+            part = tokens[first : first + self._stack.prefill_chunk]
+            self._stack.forward([Feed(row, part, [0] * len(part), plan)], self._cache)
+            self._cache.commit(row, range(len(part)))
+
+    def rate(self, skips: Skips) -> float:
+        """Share of the answers' tokens that the model predicts without these sublayers."""
+        plan = skips.plan(self._stack.num_layers)
+        return statistics.fmean(self._share(row, end, plan) for row, end in self._places)
+
+    def _share(self, row: int, end: int, plan: DepthPlan) -> float:
+        """Of the block of row `row` that ends with token number `end`."""
+        with rewound(self._cache, row, end - 1):
+            return agreements(self._stack, self._cache, [(row, self._texts[row][:end], self._block, plan)])[0]
+
+    def value(self, skips: Skips) -> float:
+        """The speed-up to expect."""
+        return self.best_length(skips, self.rate(skips))[1]
+
+    def best_length(self, skips: Skips, rate: float, longest: int = 12) -> tuple[int, float]:
+        """The draft length of most tokens per cost, and that over plain decoding's."""
+        layers, costs = self._stack.num_layers, self._costs
+        whole, draft = costs.forward(layers, Skips()), costs.forward(layers, skips)
+        values = [sum(rate**j for j in range(n + 1)) * whole / (whole + n * draft) for n in range(longest + 1)]
+        best = max(range(longest + 1), key=values.__getitem__)
+        return best, values[best]
