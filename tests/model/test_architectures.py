@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "local attention of gpt_neo",
     ),
     "chunked attention": ("llama4_text", {**_GROUPED, "head_dim": 8}, "layers of type chunked_attention"),
-    "a state instead of KV": ("mamba", {"state_size": 4}, "layers of type linear_attention"),
+    "a state instead of KV": ("mamba", {"state_size": 4}, "layers of type linear_attention|MambaBlock is given no KV"),
     "an encoder": ("bert", {}, "BertLayer is given no KV cache"),
     "an encoder made a decoder": ("bert", {"is_decoder": True}, "prepares its embeddings in a way"),
     "no KV at all": ("openai-gpt", _OLD, "is given no KV cache"),
