@@ -25,6 +25,7 @@ from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.swift import Swift
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+from shoal.methods.vocabtrim import VocabTrim
 
 MATRIX: tuple[Method, ...] = (
     Full(),
@@ -52,6 +53,8 @@ MATRIX: tuple[Method, ...] = (
     DraftModel(draft_of("llama"), branching=(2, 2), rule="rejection"),
     DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("llama")),
+    VocabTrim(draft_of("llama"), tokens=tuple(range(0, 97, 2))),
+    VocabTrim(draft_of("hybrid"), tokens=tuple(range(60)), keep=50, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),
     LayerSkip(4, 3),
     LayerSkip(5, inner=D3(alpha=0.9, core=2)),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.swift import Swift
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+    from shoal.methods.vocabtrim import VocabTrim
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TokenLogprob",
     "UnifiedLayerSkipping",
     "Unsupported",
+    "VocabTrim",
     "__version__",
     "load",
 ]
@@ -92,6 +94,7 @@ _HOME = {
     "TokenLogprob": "shoal.types",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
     "Unsupported": "shoal.errors",
+    "VocabTrim": "shoal.methods.vocabtrim",
     "load": "shoal.engine.load",
 }
 

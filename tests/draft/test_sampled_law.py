@@ -20,6 +20,7 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
+from shoal.methods.vocabtrim import VocabTrim
 from shoal.model.kv import KVLayer
 
 VOCABULARY, HORIZON, ROWS, ROUNDS = 5, 4, 250, 4
@@ -76,6 +77,7 @@ EXACT = {
     "tree": DraftModel(draft(), branching=(2, 2, 1), rule="rejection"),
     "beam": RSD(draft(), beam=3, length=3),
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
+    "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
 }
 

@@ -35,6 +35,7 @@ from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.swift import Swift
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+from shoal.methods.vocabtrim import VocabTrim
 from shoal.types import ModelInfo
 
 SHIPPED = {
@@ -49,6 +50,7 @@ SHIPPED = {
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
     "rsd": RSD,
+    "vocabtrim": VocabTrim,
     "aded": ADED,
     "layerskip": LayerSkip,
     "d3_spec": D3Spec,
@@ -70,6 +72,7 @@ CONFIGURED = [
     PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
     ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
+    VocabTrim("some/model", tokens=(3, 5, 1), keep=2),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
     LayerSkip(3, 5, stop=0.4, rule="rejection"),
     D3Spec(mean=0.4, order=(3, 2, 4), core=5, length=6, inner=D3(alpha=0.9)),

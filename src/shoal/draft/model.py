@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +32,16 @@ class ModelProposer:
         follow: whether a sampled draft draws with the target's own uniform numbers, which suits a rule that compares
             draws; a rejection rule needs numbers of the draft's own.
         name: of the model, for messages.
+        head: instead of the model's whole head, hidden states [N, D] to logits of the tokens `ids`.
+        ids: the only tokens that are drafted, where `head` is given.
     """
 
     stack: Stack
     shape: Shape
     follow: bool = True
     name: str = "the draft model"
+    head: Callable[[Tensor], Tensor] | None = None
+    ids: tuple[int, ...] = ()
 
     def begin(self, stack: Any, cache: Any) -> ModelDrafter:
         """A drafter with an empty cache of its own."""
@@ -85,6 +89,7 @@ class ModelDrafter:
     def __init__(self, proposer: ModelProposer, vocabulary: int) -> None:
         self._stack, self._shape, self._follow = proposer.stack, proposer.shape, proposer.follow
         self._name, self._vocabulary = proposer.name, vocabulary
+        self._head, self._ids = proposer.head, torch.tensor(proposer.ids, dtype=torch.long, device=self._stack.device)
         self._plan = DepthPlan.full(self._stack.num_layers)
         self._cache = KVCache(self._stack.windows, 0)
         self._rows: list[Row] = []
@@ -205,11 +210,25 @@ class ModelDrafter:
 
     def _forward(self, feeds: Sequence[Feed], grown: Sequence[_Growth]) -> Tensor:
         """Logits [sum of wanted, V] in the target's vocabulary."""
-        logits = self._stack.forward(feeds, self._cache)
+        logits = self._stack.forward(feeds, self._cache) if self._head is None else self._by_own_head(feeds, self._head)
         for one in grown:
             one.row.ledger.draft_forwards += 1
         missing = self._vocabulary - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _by_own_head(self, feeds: Sequence[Feed], head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits in the model's vocabulary, of which only some tokens are possible."""
+        last: list[Tensor] = []
+
+        def tap(layer: int, hidden: Tensor) -> None:
+            if layer == self._stack.num_layers:
+                ends = ((states, len(feed.tokens), feed.wanted) for states, feed in zip(hidden, feeds, strict=True))
+                last.extend(states[end - wanted : end] for states, end, wanted in ends)
+
+        self._stack.forward([replace(feed, wanted=0) for feed in feeds], self._cache, tap)
+        part = head(torch.cat(last))
+        whole = part.new_full((len(part), self._stack.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._ids, part)
 
     def _extend(self, grown: list[_Growth], logits: Tensor, level: int) -> None:
         """Draw the children of every leaf."""

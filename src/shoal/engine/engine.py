@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from shoal.model.kv import KVCache
 from shoal.types import ModelInfo, Result, Step
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Unpack
 
     from shoal.decode.recipe import Recipe
@@ -65,6 +66,7 @@ class Engine:
         self.eos_token_ids, self.card = eos_token_ids, card or Card()
         self._turn = threading.RLock()
         self._companions = Companions(self)
+        self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""
@@ -162,6 +164,12 @@ class Engine:
         drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
         reserve = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         return KVCache(self.stack.windows, len(rows), reserve)
+
+    def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        """See `Stack.cut_head`; the last one made is kept for the next request."""
+        if self._cut is None or self._cut[0] != ids:
+            self._cut = ids, self.stack.cut_head(ids)
+        return self._cut[1]
 
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""

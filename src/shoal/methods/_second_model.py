@@ -42,8 +42,13 @@ class SecondModelMethod(DraftingMethod):
             )
         return super().to_dict()
 
-    def proposing(self, info: ModelInfo, shape: Shape) -> Proposer:
+    def proposing(self, info: ModelInfo, shape: Shape, ids: tuple[int, ...] | None = None) -> Proposer:
         """The draft model as a proposer of trees of that shape.
+
+        Args:
+            info: of the target.
+            shape: how trees grow.
+            ids: the only tokens to draft; None for all.
 
         Raises:
             ValueError: no draft model was named, or it cannot be loaded.
@@ -55,7 +60,10 @@ class SecondModelMethod(DraftingMethod):
 
         engine = self.companion(info)
         follow = self.rule != "rejection"
-        return ModelProposer(engine.stack, shape, follow, engine.model_name or "the draft model")
+        name = engine.model_name or "the draft model"
+        if ids is None:
+            return ModelProposer(engine.stack, shape, follow, name)
+        return ModelProposer(engine.stack, shape, follow, name, engine.cut_head(ids), ids)
 
     def companion(self, info: ModelInfo) -> Any:
         """The draft model's engine."""

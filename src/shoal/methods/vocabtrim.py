@@ -1,0 +1,69 @@
+"""VocabTrim: a smaller model drafts with a head that is cut to frequent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.draft.corpus import frequent_in
+from shoal.draft.shape import Branching
+from shoal.methods._second_model import SecondModelMethod
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True, repr=False)
+class VocabTrim(SecondModelMethod):
+    """A smaller model guesses among frequent tokens only, which spares most of its LM head; the target confirms.
+
+    The tokens come from a list or from a text, best one that the target itself has written. End-of-sequence and special
+    tokens are always kept. The output is the target's: the law that guesses are judged by is that of the cut head, with
+    zeros elsewhere.
+
+    Attributes:
+        text: a UTF-8 text file; its tokens are kept, the most frequent first.
+        tokens: instead of a text, the ids to keep, the most frequent first.
+        keep: how many of them; None for all.
+        length: tokens to guess at a time.
+        branching: instead of a chain, children per node at each level, such as 3,2,1; then `length` does not count.
+    """
+
+    name: ClassVar[str] = "vocabtrim"
+    paper: ClassVar[str] = "arXiv 2506.22694"
+    needs: ClassVar[tuple[str, ...]] = (*SecondModelMethod.needs, "a list of frequent tokens or a text")
+
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    keep: int | None = None
+    length: int = 4
+    branching: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text is not None and self.tokens is not None:
+            raise ValueError(f"text is {self.text!r} and tokens holds {len(self.tokens)} ids; give one of them")
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; it must be at least 1 token, or None for all")
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; it must be at least 1 token")
+        self._shape()
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The draft model's guesses among the kept tokens, confirmed by the target."""
+        ids = None if info.companion is None else self._ids(info)
+        return self.verified(self.proposing(info, self._shape(), ids), info)
+
+    def _ids(self, info: ModelInfo) -> tuple[int, ...]:
+        if self.text is None and self.tokens is None:
+            raise ValueError("vocabtrim has no tokens to keep; give text, a file, or tokens, a list of ids")
+        found = frequent_in(self.text, info.tokenizer) if self.text is not None else self.tokens or ()
+        draft = self.companion(info)
+        special = {*draft.eos_token_ids, *getattr(info.tokenizer, "all_special_ids", ())}
+        kept = tuple(sorted({*found[: self.keep], *special}))
+        size = draft.stack.vocab_size
+        if not kept or not 0 <= kept[0] <= kept[-1] < size:
+            raise ValueError(f"tokens holds ids {kept[:1]}..{kept[-1:]}; the draft model's are 0..{size - 1}")
+        return kept
+
+    def _shape(self) -> Branching:
+        return Branching((1,) * self.length if self.branching is None else self.branching)
