@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   shoal eval --suite gsm8k --data DIR --methods d3:mean=0.9,shortgpt:removed=2 --out results
   shoal eval --suite gsm8k_renumbered --data DIR --controls 1.25,1.5 --out results
   shoal eval --suite wikitext2,novels --data DIR --measure loss
+  shoal eval --tasks gsm8k,bbh --data DIR --method d3 --mean 0.9
   shoal eval --list
 """
 
@@ -37,6 +38,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--methods", metavar="A,B:KNOB=X", help="several at once; the full model is always there")
     what = parser.add_argument_group("what is measured")
     what.add_argument("--suite", metavar="S,...", help="suites that --list names, or FILE.jsonl with problems")
+    what.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness instead: gsm8k, bbh and "
+                      "bbh_<task> from --data, any other of its own from the Hub")
     what.add_argument("--list", action="store_true", help="list the suites")
     what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, wikitext2/, novels/")
     what.add_argument("--n", metavar="N", type=int, default=1000, help="items per suite, drawn by --seed")
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         return _list(args)
+    if args.tasks:
+        return _harness(args)
     if not args.suite:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
     chosen = [suites.get(name) for name in args.suite.split(",") if name]
@@ -99,6 +104,38 @@ def run(args: argparse.Namespace) -> int:
         print(_text(report))
     common.print_json(report)
     return 0
+
+
+def _harness(args: argparse.Namespace) -> int:
+    """Compare through lm-evaluation-harness."""
+    import torch
+
+    from shoal import reference
+    from shoal.engine.device import default_device
+    from shoal.eval.harness import compare
+    from shoal.eval.table import tasks_table
+
+    device = torch.device(args.device) if args.device else default_device()
+    rows = compare(
+        args.model or str(reference.path()), _methods(args), _words(args.tasks), args.data, args.n,
+        device=str(device), dtype=args.dtype or "auto", batch_size=args.batch, engine_backend=args.backend,
+        truncation=True, revision=args.revision or "main", trust_remote_code=args.trust_remote_code,
+        task_options={"gen_kwargs": f"max_gen_toks={args.max_new_tokens}", "random_seed": args.seed},
+    )
+    for words in {row["warning"] for row in rows if row["warning"]}:
+        print(f"warning: {words}", file=sys.stderr)
+    if not args.json:
+        print(tasks_table(rows))
+    common.print_json({"command": args.words, "rows": rows})
+    return 0
+
+
+def _methods(args: argparse.Namespace) -> dict[str, Method]:
+    """The methods that are asked for, by label, without the full model."""
+    chosen: dict[str, Method] = methods_from(args.methods) if args.methods else {}
+    if args.method.name != "full":
+        chosen[label_of(args.method)] = args.method
+    return {label: method for label, method in chosen.items() if method.name != "full"}
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -137,21 +174,25 @@ def _engine(args: argparse.Namespace) -> Engine:
 def _study(args: argparse.Namespace, engine: Engine) -> Study:
     from shoal.eval.study import Study
 
-    chosen: dict[str, Method] = methods_from(args.methods) if args.methods else {}
-    if args.method.name != "full":
-        chosen[label_of(args.method)] = args.method
     return Study(
-        methods={label: method for label, method in chosen.items() if method.name != "full"},
+        methods=_methods(args),
         speedups=_numbers("--controls", args.controls),
         groups=_words(args.groups),
         loss_groups=_words(args.loss_groups),
         measures=_words(args.measure),
-        order=args.order,
+        order=_order(args),
         core=args.core,
         seeds=tuple(map(int, _numbers("--seeds", args.seeds))),
         curve=() if args.card is None else _curve(args.card, engine),
         timed=args.timed,
     )
+
+
+def _order(args: argparse.Namespace) -> str | tuple[int, ...]:
+    """The order that is named, else the card's."""
+    if args.card is None or args.order != "auto":
+        return str(args.order)
+    return tuple(json.loads(args.card.read_text(encoding="utf-8"))["order"])
 
 
 def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:

@@ -138,7 +138,7 @@ class Lockstep:
         cos, sin = self.rotary.cos[places], self.rotary.sin[places]
         stream = self._final_norm.dtype
         x = self._embedding.lookup(ids.flatten()).to(stream).view(rows, count, -1) * self.shape.embedding_scale
-        masks: dict[tuple[int, int | None], Tensor] = {}
+        masks: dict[tuple[int, int | None], Tensor] = {}  # built once for all layers that see the same
         for index, layer in enumerate(self._layers):
             if first_step is None:
                 attends, feeds = [True] * count, [True] * count
@@ -180,13 +180,15 @@ class Lockstep:
         return added.view(rows, count, -1)
 
     def _mask(self, state: _State, columns: Tensor, window: int | None) -> Tensor:
-        """What each new column sees, [rows, 1, n, columns]; padding sees itself, lest its softmax be empty."""
+        """[rows, 1, n, columns]: 0 where a new column sees, else -inf. Padding sees itself: a softmax needs one."""
         keys = torch.arange(int(columns[-1]) + 1, device=self.device)
         seen = keys[None] <= columns[:, None]
         if window is not None:
             seen = seen & (keys[None] > columns[:, None] - window)
         real = keys[None] >= state.pads[:, None]
-        return ((seen[None] & real[:, None]) | (keys[None] == columns[:, None])[None])[:, None]
+        visible = (seen[None] & real[:, None]) | (keys[None] == columns[:, None])[None]
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return bias.masked_fill_(~visible, -torch.inf)[:, None]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 or wider."""

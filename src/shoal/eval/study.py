@@ -12,7 +12,7 @@ from shoal.eval.decoders import Contender, contender
 from shoal.eval.equal_depth import TOLERANCE, Lengths
 from shoal.eval.evaluate import BIN, Evaluator
 from shoal.eval.items import Item, Sample
-from shoal.eval.summary import Found, adjust, answers_row, by_position, idle_warning, loss_row, versus
+from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
 from shoal.eval.timing import alone
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -75,6 +75,7 @@ def run(
     answers: Found | None = None
     if kind == "problems" and "answers" in study.measures:
         answers = evaluator.answers(suite, samples, full)
+        report["full_by_group"] = by_group(answers)
         report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
     if "loss" in study.measures:
         part = _spread(samples, loss_limit)

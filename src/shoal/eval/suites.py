@@ -89,6 +89,9 @@ def _table() -> dict[str, Suite]:
     ]
     kinds = [kind for kind in reference.PROBLEM_KINDS if kind != "calibration"]
     suites += [Suite(kind, "problems", "problems that ship with the packaged model", _packaged(kind)) for kind in kinds]
+    for name, about in (("known", "known problems with new numbers"), ("unseen", "problems never seen in training")):
+        parts = [kind for kind in kinds if kind.startswith(name) and not kind.endswith("equations")]
+        suites.append(Suite(name, "problems", f"{about}: {' and '.join(parts)}", _packaged(*parts)))
     return {suite.name: suite for suite in suites}
 
 
@@ -121,10 +124,10 @@ def _gsm8k(data: Path | None, part: Part) -> list[Item]:
     return _problems(read_lines(folder(data, "gsm8k") / name), name)
 
 
-def _packaged(kind: str) -> Read:
+def _packaged(*kinds: str) -> Read:
     def read(_: Path | None, part: Part) -> list[Item]:
-        chosen = kind if part == "evaluation" else "calibration"
-        return _problems(reference.problems(chosen), chosen)
+        chosen = kinds if part == "evaluation" else ("calibration",)
+        return [item for kind in chosen for item in _problems(reference.problems(kind), kind)]
 
     return read
 

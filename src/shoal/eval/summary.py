@@ -71,6 +71,17 @@ def versus(base: Found, other: Found) -> dict[str, float]:
     return _difference(ratio_difference(lost, mine, [other[item]["count"] for item in items]))
 
 
+def by_group(found: Found) -> dict[str, dict[str, Any]]:
+    """Accuracy by where the items come from: what stands before the slash of their ids."""
+    groups: dict[str, list[bool]] = {}
+    for item, row in sorted(found.items()):
+        groups.setdefault(item.rpartition("/")[0], []).append(bool(row["right"]))
+    return {
+        name: {"n": len(right), "accuracy": mean(right), "accuracy_interval": list(wilson(sum(right), len(right)))}
+        for name, right in groups.items()
+    }
+
+
 def by_position(found: Found, width: int) -> list[dict[str, float]]:
     """Mean loss and number of tokens by token position, in bins of `width` tokens."""
     longest = max((len(row["nll"]) for row in found.values()), default=0)

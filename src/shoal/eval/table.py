@@ -56,6 +56,23 @@ _LOSS: dict[str, _Cell] = {
 }
 
 
+_TASKS: dict[str, _Cell] = {
+    "task": lambda row: row["task"],
+    "method": lambda row: row["label"],
+    "n": lambda row: str(row["n"]),
+    "layers": lambda row: f"{row['mean_layers']:.2f}",
+    "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
+    "right %": lambda row: f"{100 * row['accuracy']:.1f}",
+    "difference, points [95 %]": _points("difference", 100, 1),
+    "p": _p("difference"),
+}
+
+
+def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `harness.compare`."""
+    return _aligned(_TASKS, rows)
+
+
 def answers_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of `summary.answers_row`, each with its `label`."""
     return _aligned(_ANSWERS, rows)
