@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import Rounding
-from shoal.depth.order import core_for
-from shoal.depth.solve import lowest_mean
+from shoal.depth.budget import PowerLaw, Rounding
+from shoal.depth.order import core_for, removal_order
+from shoal.depth.schedule import lay_out
+from shoal.depth.solve import lowest_mean, solve_alpha
 from shoal.draft.shallow import Shallow, check_length, check_share
-from shoal.methods import make
 from shoal.methods._drafting import DraftingMethod
-from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 _HALF = 0.5
@@ -53,27 +52,36 @@ class D3Spec(DraftingMethod):
         super().__post_init__()
         check_length(self.length)
         check_share("stop", self.stop)
-        self._drafter(self.mean)
+        PowerLaw(1.0 if self.alpha is None else self.alpha, self.start, self.rounding)
+        if self.alpha is not None and self.mean is not None:
+            raise ValueError(f"alpha is {self.alpha} and mean {self.mean}; give one, each follows from the other")
+        for knob in ("core", "mean"):
+            value = getattr(self, knob)
+            if value is not None and not value > 0:
+                raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """D3's plan over a block drafts."""
         num_layers, horizon = info.num_layers, self.length + 1
-        mean = None
-        if self.alpha is None:
-            drafted = self._mean(info)
-            mean = (num_layers + drafted * self.length) / horizon  # D3 counts token 0, which runs everything
-        plan = self._drafter(mean).recipe(replace(info, max_new_tokens=horizon)).plan
+        core = core_for(num_layers, self.core, self.order, info.order)
+        removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
+        alpha = self._solve(num_layers, core.size) if self.alpha is None else self.alpha
+        plan = lay_out(PowerLaw(alpha, self.start, self.rounding), removal, num_layers, horizon, horizon)
         return self.verified(Shallow(plan, self.length, self.stop), info)
 
-    def _mean(self, info: ModelInfo) -> float:
-        """Mean layers of a guess."""
-        num_layers, horizon = info.num_layers, self.length + 1
-        if self.mean is not None:
-            return self.mean * num_layers if self.mean <= 1 else self.mean
-        core = core_for(num_layers, self.core, self.order, info.order).size
+    def _solve(self, num_layers: int, core: int) -> float:
+        """The alpha whose guesses run the wanted mean of layers; the schedule's token 0 runs all of them."""
+        horizon = self.length + 1
         lowest = lowest_mean(num_layers, horizon, self.start, core, self.rounding)
-        return max(_HALF * num_layers, (lowest * horizon - num_layers) / self.length)
-
-    def _drafter(self, mean: float | None) -> Method:
-        args = {knob: getattr(self, knob) for knob in ("alpha", "start", "order", "core", "rounding")}
-        return make({"method": "d3", "method_args": {**args, "mean": mean, "horizon": self.length + 1}})
+        if self.mean is None:
+            mean = max(lowest, (num_layers + _HALF * num_layers * self.length) / horizon)
+        else:
+            layers = self.mean * num_layers if self.mean <= 1 else self.mean
+            mean = (num_layers + layers * self.length) / horizon
+            if not lowest <= mean <= num_layers:
+                least = (lowest * horizon - num_layers) / self.length
+                raise ValueError(
+                    f"mean is {self.mean}, {layers:g} layers of a guess; it is out of reach: with start={self.start!r} "
+                    f"and {core} core layers it lies in {least:g}..{num_layers}. Change mean, start or core"
+                )
+        return solve_alpha(num_layers, mean, horizon, self.start, core, self.rounding)
