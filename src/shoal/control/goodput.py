@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.latency import LinearLatency
 from shoal.decode.recipe import Tick
-from shoal.decode.row import Row
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
 
 _FIRST_PROBE, _RAREST_PROBE = 16, 128
 
