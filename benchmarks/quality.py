@@ -19,6 +19,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from quality_tables import between, merged, tables
+
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ["--dtype", "float32", "--batch", "64"]
 
@@ -37,6 +39,9 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda job: evaluate(args, *job), jobs.items()))
     draw(args.out, args.pictures)
+    page = ROOT / "docs" / "evidence.md"
+    if args.out.resolve() == (ROOT / "benchmarks" / "quality").resolve() and page.is_file():
+        page.write_text(between(page.read_text("utf-8"), tables(args.out)), encoding="utf-8")
     return 0
 
 
@@ -114,22 +119,6 @@ def draw(out: Path, pictures: Path) -> None:
         draw_report(path, pictures)
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
     print(f"pictures are in {pictures}")
-
-
-def merged(out: Path) -> list[dict]:
-    """The reports, those of one suite at several speed-ups joined."""
-    reports: dict[str, dict] = {}
-    for path in sorted(out.glob("*.json")):
-        report = json.loads(path.read_text("utf-8"))
-        for suite in report.get("suites", ()):
-            name = suite["suite"]
-            if name not in reports:
-                reports[name] = {**report, "suites": [suite]}
-                continue
-            first = reports[name]["suites"][0]
-            for key in ("answers", "loss"):
-                first.setdefault(key, []).extend(row for row in suite.get(key, ()) if "speedup" in row)
-    return list(reports.values())
 
 
 if __name__ == "__main__":

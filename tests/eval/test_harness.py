@@ -28,16 +28,17 @@ def data(tmp_path: Path) -> Path:
         path = tmp_path / "gsm8k" / f"{part}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for folder, name, text in (("bbh", "logic.json", json.dumps({"examples": [{"input": "not True", "target": "False"}]})),
-                               ("cot-prompts", "logic.txt", "canary\n-----\nEvaluate.")):
-        (tmp_path / "bbh" / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "bbh" / folder / name).write_text(text)
+    for folder in ("bbh", "cot-prompts"):
+        (tmp_path / "bbh" / folder).mkdir(parents=True)
+    examples = {"examples": [{"input": "not True", "target": "False"}]}
+    (tmp_path / "bbh" / "bbh" / "logic.json").write_text(json.dumps(examples))
+    (tmp_path / "bbh" / "cot-prompts" / "logic.txt").write_text("canary\n-----\nEvaluate.")
     return tmp_path
 
 
 def test_tasks_from_the_command_line(capsys, data):
-    words = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method", "d3",
-             "--alpha", "0.8", "--dtype", "float32", "--json"]
+    words = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method",
+             "d3", "--alpha", "0.8", "--dtype", "float32", "--json"]
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["label"], row["task"]) for row in rows] == [
