@@ -65,24 +65,24 @@ def calibration(card: Path, small: bool) -> list[str]:
 
 
 def evaluations(card: Path, data: Path, small: bool) -> dict[str, list[str]]:
-    """Result name -> command."""
+    """Result name -> command, the most telling first."""
     n = "24" if small else "2000"
     few = "16" if small else "400"
-    longest = ["--max-new-tokens", "160"]
-    known = ["eval", "--suite", "known", "--n", n, "--loss-n", few, "--card", str(card), *longest]
+    longest, plain = ["--max-new-tokens", "160"], ["--groups", "constant", "--loss-groups", "constant,budgets"]
+    timed = ["--timed", "2" if small else "12"]
+    common = ["--loss-n", few, "--card", str(card), *longest]
+    known = ["eval", "--suite", "known", "--n", n, *common]
     return {
         "known": [*known, "--measure", "answers"],
-        "known_1.25": [*known, "--controls", "1.25", "--timed", "2" if small else "12"],
-        "known_1.5": [*known, "--controls", "1.5", "--timed", "2" if small else "12"],
-        "known_1.1": [*known, "--controls", "1.1", "--groups", "budgets", "--loss-groups", "budgets"],
-        "known_2": [*known, "--controls", "2", "--groups", "budgets"],
-        "unseen": ["eval", "--suite", "unseen", "--n", n, "--loss-n", few, "--card", str(card), "--controls",
-                   "1.1,1.25", "--groups", "budgets", "--loss-groups", "budgets", *longest],
-        "equations": ["eval", "--suite", "known_gsm8k_equations", "--n", "1000" if not small else n, "--loss-n", few,
-                      "--card", str(card), "--controls", "1.25", "--groups", "budgets", "--loss-groups", "budgets",
-                      *longest],
+        "known_1.25": [*known, "--controls", "1.25", *timed],
+        "known_1.5": [*known, "--controls", "1.5", *timed],
+        "unseen": ["eval", "--suite", "unseen", "--n", n, *common, "--controls", "1.25", *plain],
+        "known_1.1": [*known, "--controls", "1.1", *plain],
+        "equations": ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common,
+                      "--controls", "1.25", *plain],
+        "known_2": [*known, "--controls", "2", *plain],
         "text": ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss", "--card",
-                 str(card), "--controls", "1.25", "--loss-groups", "budgets"],
+                 str(card), "--controls", "1.25", "--loss-groups", "constant"],
         "gsm8k": ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", "--loss-n", few,
                   *longest],
     }

@@ -38,7 +38,7 @@ def problems(tmp_path: Path) -> str:
 
 def test_controls_run_equal_depths_on_the_same_items(capsys, tiny_folder, problems):
     report = evaluated(capsys, "--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2",
-                       "--groups", "budgets,geometry,random", *SMALL)
+                       "--groups", "constant,budgets,geometry,random", *SMALL)
     (suite,) = report["suites"]
     full, d3, *controls = suite["answers"]
     assert full["label"] == "full" and full["mean_layers"] == 6 and full["same"] == 1 and full["difference"]["p"] == 1

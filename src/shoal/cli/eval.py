@@ -49,9 +49,9 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     rivals = parser.add_argument_group("controls at equal realised depth")
     rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
-    rivals.add_argument("--groups", metavar="G,...", default="budgets,geometry", help="controls that answer: budgets, "
-                        "geometry, random, orders, starts")
-    rivals.add_argument("--loss-groups", metavar="G,...", default="budgets,geometry,random,orders,starts",
+    rivals.add_argument("--groups", metavar="G,...", default="constant,budgets,geometry", help="controls that "
+                        "answer: constant, budgets, geometry, random, orders, starts")
+    rivals.add_argument("--loss-groups", metavar="G,...", default="constant,budgets,geometry,random,orders,starts",
                         help="controls whose loss is measured")
     rivals.add_argument("--core", metavar="N", type=int, help="layers that always run; max(4, L/8) if none")
     rivals.add_argument("--order", metavar="NAME", default="auto", help="removal order of D3 and its controls")

@@ -28,8 +28,8 @@ _BLENDS = 200
 _PLACES = ("center_out", "late_middle", "low_first", "spread")
 Make = Callable[[], Contender]
 STARTS = (0.2, 0.4, 0.6)
-GROUPS = ("budgets", "geometry", "random", "orders", "starts")
-"""Other budgets in D3's order, the published geometries, random orders, named orders, a delayed decay."""
+GROUPS = ("constant", "budgets", "geometry", "random", "orders", "starts")
+"""In D3's order a constant depth, other budgets; the published geometries; random and named orders; a delayed decay."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def controls(at: Setting, groups: Sequence[str] = GROUPS) -> list[Contender]:
 
     A control that cannot reach the mean is left out.
     """
-    makers = {"budgets": _budgets, "geometry": _geometry, "random": _random, "orders": _orders, "starts": _starts}
+    makers = {"constant": _constant, "budgets": _budgets, "geometry": _geometry, "random": _random, "orders": _orders,
+              "starts": _starts}
     found = [_d3(at, "d3", 0.0, at.order)]
     for group in check_groups(groups):
         for make in makers[group](at):
@@ -122,11 +123,15 @@ def schedule(table: Counts, order: Sequence[int], num_layers: int) -> Schedule:
     return Schedule(tuple(order[: num_layers - least]), tuple(max(step, 1) for step in steps))
 
 
+def _constant(at: Setting) -> list[Make]:
+    core = at.core.size
+    return [lambda: _scheduled(at, "constant", two_levels(at.lengths, at.num_layers, core, at.mean), at.order)]
+
+
 def _budgets(at: Setting) -> list[Make]:
-    layers, core = at.num_layers, at.core.size
+    core = at.core.size
     return [
-        lambda: _scheduled(at, "constant", two_levels(at.lengths, layers, core, at.mean), at.order),
-        lambda: _scheduled(at, "linear", linear(at.lengths, layers, core, at.mean)[2], at.order),
+        lambda: _scheduled(at, "linear", linear(at.lengths, at.num_layers, core, at.mean)[2], at.order),
         lambda: _reversed(at),
     ]
 

@@ -43,7 +43,7 @@ class Study:
 
     methods: dict[str, Method] = field(default_factory=dict)
     speedups: tuple[float, ...] = ()
-    groups: tuple[str, ...] = ("budgets", "geometry")
+    groups: tuple[str, ...] = ("constant", "budgets", "geometry")
     loss_groups: tuple[str, ...] = GROUPS
     measures: tuple[str, ...] = ("answers", "loss")
     order: str | tuple[int, ...] = "auto"
