@@ -18,8 +18,11 @@ def merged(out: Path) -> list[dict]:
                 reports[name] = {**report, "suites": [suite]}
                 continue
             first = reports[name]["suites"][0]
-            for key in ("answers", "loss"):
-                first.setdefault(key, []).extend(row for row in suite.get(key, ()) if "speedup" in row)
+            for key, value in suite.items():
+                if key in ("answers", "loss") and key in first:
+                    first[key] += [row for row in value if "speedup" in row]
+                else:
+                    first.setdefault(key, value)
     return list(reports.values())
 
 
