@@ -24,6 +24,14 @@ class OutOfMemory(Unsupported):
     """A request or a model that is too large for the memory there is; smaller ones go on working."""
 
 
+class QueueFull(RuntimeError):
+    """Too much is waiting already; the same request may be taken later."""
+
+
+class Closed(RuntimeError):
+    """Whoever was asked takes no more requests."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that nobody knows: it names the nearest known one and lists them all."""
     choices = sorted(known)

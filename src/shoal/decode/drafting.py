@@ -70,6 +70,13 @@ class Drafting:
         for governor, group in _grouped(tick.rows, lambda row: row.recipe.controller, self._governor):
             governor.observe(_part(tick, group))
 
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Forget the workers whose last row has left: another part may come to live where theirs was."""
+        proposers = {id(row.recipe.proposer) for row in rows}
+        controllers = {id(row.recipe.controller) for row in rows}
+        self._drafters = {key: one for key, one in self._drafters.items() if key in proposers}
+        self._governors = {key: one for key, one in self._governors.items() if key in controllers}
+
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
         limits = {row.slot: row.stop.room - 1 if row.recipe.proposer is not None else 0 for row in rows}
         for governor, group in _grouped(rows, lambda row: row.recipe.controller, self._governor):

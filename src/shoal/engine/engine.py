@@ -138,9 +138,9 @@ class Engine:
         recipe = make(method).recipe(self.info(max_new_tokens))
         return replace(recipe, horizon=recipe.horizon or max_new_tokens)
 
-    def rows(self, ids: Sequence[list[int]], request: Request) -> list[Row]:
-        """A row per prompt, ready for the loop."""
-        recipe = self.recipe(request.method, request.max_new_tokens)
+    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
+        """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""
+        recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         rules = request.rules(self.eos_token_ids, self.stack.max_positions)
         return [
             Row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,17 @@ def naming(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
             raise
         what, remedy = describe()
         raise OutOfMemory(what, f"memory ran out ({_first_line(error)})", remedy) from error
+
+
+def free(device: torch.device) -> int | None:
+    """Bytes that the device has to spare; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 def exhausted(error: BaseException) -> bool:

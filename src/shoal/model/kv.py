@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_GROWTH = 1.5
-_WINDOW_SLACK = 256
+WINDOW_SLACK = 256
+_GROWTH, _ENDLESS = 1.5, 1 << 62
 
 
 def contiguous(rows: Sequence[int]) -> slice | None:
@@ -37,19 +37,20 @@ class KVLayer:
         scratch: entries per row that await commit or rollback.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
+        limit: spare columns are not made beyond this many.
         capacity: columns of the storage.
         version: counts how often the tensors were replaced.
     """
 
     def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
         self.window = window
-        self.reserve = reserve if window is None else min(reserve, window + _WINDOW_SLACK)
+        self.reserve = reserve if window is None else min(reserve, window + WINDOW_SLACK)
         self.lengths, self.starts, self.scratch = [0] * rows, [0] * rows, [0] * rows
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.released = [False] * rows
-        self.bytes_per_position = 0
-        self.capacity = self.version = 0
+        self.limit = _ENDLESS
+        self.bytes_per_position = self.capacity = self.version = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -115,10 +116,11 @@ class KVLayer:
         heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else value_dim
         shape = (len(self.lengths), heads, max(count, self.reserve))
-        self._replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
+        self.replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
         self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
 
-    def _replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+    def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Take other tensors as storage; None frees it."""
         self.keys, self.values = keys, values
         self.capacity = 0 if keys is None else keys.shape[2]
         self.version += 1
@@ -130,11 +132,11 @@ class KVLayer:
         spare = 0
         if self.window is not None:
             self._evict(self.window)
-            spare = min(self.window, _WINDOW_SLACK) // 2  # so that the next shift is not due at once
+            spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
         needed = self._needed(rows, counts) + spare
         if needed > self.keys.shape[2]:
-            capacity = max(needed, int(self.keys.shape[2] * _GROWTH) + 16)
-            self._replace(_grown(self.keys, capacity), _grown(self.values, capacity))
+            capacity = max(needed, min(int(self.keys.shape[2] * _GROWTH) + 16, self.limit))
+            self.replace(_grown(self.keys, capacity), _grown(self.values, capacity))
 
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
@@ -144,7 +146,7 @@ class KVLayer:
         assert self.keys is not None and self.values is not None
         for row, (length, start, scratch) in enumerate(zip(self.lengths, self.starts, self.scratch, strict=True)):
             gone = length - (window - 1) - start
-            if gone > 0:
+            if gone > 0 and not self.released[row]:
                 end = length - start + scratch
                 stores = (self.keys, self.values)
                 kept = [store[row, :, gone:end].clone() for store in stores]  # both, before either is written to
@@ -186,13 +188,12 @@ class KVLayer:
     def select(self, rows: Sequence[int]) -> None:
         """Keep `rows`, in that order."""
         for name in ("lengths", "starts", "scratch", "released"):
-            old = getattr(self, name)
-            setattr(self, name, [old[row] for row in rows])
+            setattr(self, name, [getattr(self, name)[row] for row in rows])
         if all(self.released):
-            self._replace(None, None)
+            self.replace(None, None)
         if self.keys is not None and self.values is not None:
             index = torch.tensor(rows, device=self.keys.device, dtype=torch.long)
-            self._replace(self.keys.index_select(0, index), self.values.index_select(0, index))
+            self.replace(self.keys.index_select(0, index), self.values.index_select(0, index))
 
     def extend(self, rows: int) -> None:
         """Add empty rows."""
@@ -200,14 +201,14 @@ class KVLayer:
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
         if self.keys is not None and self.values is not None:
-            stores = (self.keys, self.values)
-            self._replace(*(torch.cat([store, store.new_zeros(rows, *store.shape[1:])]) for store in stores))
+            both = (torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for t in (self.keys, self.values))
+            self.replace(*both)
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
         self.released[row] = True
         if all(self.released):
-            self._replace(None, None)
+            self.replace(None, None)
 
     def stored(self, row: int) -> int:
         """Positions kept of a row."""
@@ -346,5 +347,4 @@ class KVCache:
     def bytes(self) -> KVBytes:
         """Bytes of all rows."""
         rows = [self.row_bytes(row) for row in range(self.rows)]
-        allocated = sum(layer.allocated for layer in self.layers)
-        return KVBytes(allocated, sum(r.used for r in rows), sum(r.saved for r in rows))
+        return KVBytes(sum(one.allocated for one in self.layers), sum(r.used for r in rows), sum(r.saved for r in rows))

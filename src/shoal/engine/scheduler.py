@@ -1,0 +1,311 @@
+"""Continuous batching over one engine: requests join and leave between ticks, and none is dropped.
+
+One thread owns the batch. In every turn it lets cancelled rows go, admits waiting ones, runs at most one forward over
+prompts and one over all rows that decode, whatever depth each of them needs.
+
+Bounds: rows are admitted strictly in the order in which they came, as soon as the policy, `max_rows` and the KV memory
+allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens ticks.
+Between two ticks of a row that decodes, at most one forward of `prefill_chunk` prompt tokens is run for others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from shoal.decode.open_batch import OpenBatch
+from shoal.engine.admission import Join, Policy
+from shoal.engine.engine import Engine
+from shoal.engine.memory import free
+from shoal.engine.recipes import Recipes
+from shoal.engine.request import Request, prompt_ids
+from shoal.engine.ticket import Deliver, Entry, Item, Ticket
+from shoal.errors import Closed, QueueFull, Unsupported
+from shoal.model.kv_room import KVRoom, Need, limit
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+
+_CHUNK = 256
+_GUESSES = 64
+"""Nodes that a draft may have: its place in the KV is counted beforehand."""
+
+
+class Scheduler:
+    """Serves many requests at once; may be used from any thread.
+
+    Args:
+        engine: the model.
+        max_rows: most rows under way.
+        max_waiting: most rows that wait.
+        kv_bytes: most bytes of KV; None for half of the memory that is free now.
+        prefill_chunk: most prompt tokens of a forward; None for what suits the model, at most 256.
+        policy: when waiting rows may join; None for at once.
+        start: whether a thread does the work; without one, call `turn`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_rows: int = 16,
+        max_waiting: int = 256,
+        kv_bytes: int | None = None,
+        prefill_chunk: int | None = None,
+        policy: Policy | None = None,
+        start: bool = True,
+    ) -> None:
+        _check_positive(max_rows=max_rows, max_waiting=max_waiting, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes)
+        self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
+        self._room = KVRoom(engine.stack)
+        self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
+        self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
+        self._policy = policy or Join()
+        self._recipes = Recipes(engine)
+        self._batch = OpenBatch(engine.stack)
+        self._running: list[Entry] = []
+        self._wake = threading.Condition()
+        self._waiting: deque[Entry] = deque()
+        self._unwanted: set[Ticket] = set()
+        self._closing = False
+        self._worker = threading.Thread(target=self._work, name="shoal-scheduler", daemon=True)
+        if start:
+            self._worker.start()
+
+    def submit(self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, **options: Any) -> Ticket:
+        """Queue a request.
+
+        Args:
+            prompt: text or token ids.
+            n: how many answers, each a row of its own; row i draws its own random numbers.
+            deliver: see `Ticket`.
+            **options: see `Request`.
+
+        Raises:
+            ValueError: an unknown or impossible option or prompt; Unsupported where it could never fit into the KV.
+            QueueFull: too many rows wait.
+            Closed: the scheduler takes no more requests.
+        """
+        request = Request.from_options(options)
+        _check_positive(n=n)
+        stack = self.engine.stack
+        _check_bias(request, stack.vocab_size)
+        ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
+        recipe = self._recipes.of(request.method, request.max_new_tokens)
+        ticket = Ticket(self.engine.info(), self._cancel, deliver)
+        ticket.entries = [Entry(row, ticket, self._need(row)) for row in self.engine.rows([ids] * n, request, recipe)]
+        self._enqueue(ticket.entries)
+        return ticket
+
+    @property
+    def running(self) -> int:
+        """Rows under way."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        return len(self._waiting)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV memory that is set apart for rows under way."""
+        return self._room.bytes([entry.need for entry in list(self._running)]) / self.kv_bytes
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are being worked on."""
+        return self._worker.is_alive()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests and end.
+
+        Args:
+            drain: whether what has been accepted is finished; otherwise it is cancelled.
+            timeout: most seconds to wait for that; what is left is then cancelled.
+
+        Returns:
+            Whether everything was finished in time.
+        """
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if drain:
+            self._worker.join(timeout)
+        finished = not self._worker.is_alive()
+        with self._wake:
+            self._unwanted.update(entry.ticket for entry in [*self._waiting, *self._running])
+            self._wake.notify_all()
+        self._worker.join()
+        return finished
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(drain=False)
+
+    def _need(self, row: Row) -> Need:
+        guesses = 0 if row.recipe.proposer is None else _GUESSES
+        need = self._room.need(row.recipe.plan, row.prompt_length, row.stop.room, guesses)
+        if self._room.bytes([need]) > self.kv_bytes:
+            raise Unsupported(
+                f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}",
+                f"its KV can take {self._room.bytes([need])} bytes, and there are {self.kv_bytes}",
+                "Use a smaller max_new_tokens or a shorter prompt",
+            )
+        return need
+
+    def _enqueue(self, entries: list[Entry]) -> None:
+        with self._wake:
+            if self._closing:
+                raise Closed("the scheduler takes no more requests: it is shutting down")
+            if len(self._waiting) + len(entries) > self.max_waiting:
+                full = f"{len(self._waiting)} rows wait already, of {self.max_waiting} at most"
+                raise QueueFull(f"the queue is full: {full}. Try again later")
+            self._waiting.extend(entries)
+            self._wake.notify_all()
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._wake:
+            self._unwanted.add(ticket)
+            self._wake.notify_all()
+
+    def turn(self) -> None:
+        """Let go, admit, run the forwards, hand out."""
+        with self.engine.turn():
+            self._let_go()
+            self._admit()
+            self._forward()
+        self._tell()
+
+    def _work(self) -> None:
+        try:
+            while self._has_work():
+                self.turn()
+        except BaseException as error:
+            with self._wake:
+                self._closing = True
+                left = [*self._running, *self._waiting]
+                self._waiting.clear()
+            self._running.clear()
+            for entry in left:
+                self._end(entry, error)
+            raise
+
+    def _has_work(self) -> bool:
+        """Waits for something to do; False when there will be nothing more."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._running or self._unwanted or self._closing)
+            return bool(self._waiting or self._running or not self._closing)
+
+    def _let_go(self) -> None:
+        with self._wake:
+            unwanted, self._unwanted = self._unwanted, set()
+            if not unwanted:
+                return
+            gone = [entry for entry in self._waiting if entry.ticket in unwanted]
+            self._waiting = deque(entry for entry in self._waiting if entry.ticket not in unwanted)
+        for entry in gone:
+            entry.row.stop.finish_reason = "cancelled"
+            self._end(entry)
+        self._batch.leave([entry.row for entry in self._running if entry.ticket in unwanted])
+        self._sweep()
+
+    def _admit(self) -> None:
+        admitted: list[Entry] = []
+        with self._wake:
+            while self._waiting and self._fits([*self._running, *admitted], self._waiting[0]):
+                admitted.append(self._waiting.popleft())
+        if admitted:
+            for entry in admitted:
+                entry.joined = time.monotonic()
+            self._running += admitted
+            self._limit()
+            self._batch.join([entry.row for entry in admitted])
+
+    def _fits(self, entries: list[Entry], new: Entry) -> bool:
+        return (
+            len(entries) < self.max_rows
+            and self._policy.admits(self._batch.rows, time.monotonic() - new.arrived)
+            and self._room.bytes([*(entry.need for entry in entries), new.need]) <= self.kv_bytes
+        )
+
+    def _limit(self) -> None:
+        if self._running:
+            limit(self._batch.cache, [entry.need for entry in self._running])
+
+    def _forward(self) -> None:
+        batch = self._batch
+        try:
+            if batch.reading:
+                batch.read(self.prefill_chunk)
+            if batch.decoding and not (batch.reading and self._policy.holds(batch.rows)):
+                batch.tick(batch.decoding)
+        except Exception:
+            self._one_by_one()
+
+    def _one_by_one(self) -> None:
+        """A forward failed: find the rows that it fails for, so that the others go on."""
+        batch = self._batch
+        batch.rollback()
+        for entry in list(self._running):
+            if entry.row.finish_reason is not None:
+                continue
+            try:
+                if entry.row.emitted:
+                    batch.tick([entry.row])
+                else:
+                    batch.read(self.prefill_chunk, [entry.row])
+            except Exception as error:
+                batch.rollback()
+                batch.leave([entry.row])
+                entry.error = error
+
+    def _tell(self) -> None:
+        """Hand out what the turn brought."""
+        for entry in self._running:
+            if entry.first is None and entry.row.steps:
+                entry.first = time.monotonic()
+            self._give(entry.ticket, entry.row.steps[entry.told :])
+            entry.told = len(entry.row.steps)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Let the rows go that have ended."""
+        ended = [entry for entry in self._running if entry.row.finish_reason is not None]
+        if ended:
+            self._running = [entry for entry in self._running if entry.row.finish_reason is None]
+            self._limit()
+            for entry in ended:
+                self._end(entry, entry.error)
+
+    def _end(self, entry: Entry, error: BaseException | None = None) -> None:
+        entry.ended = time.monotonic()
+        if error is not None:
+            self._give(entry.ticket, [error])
+            self._cancel(entry.ticket)
+        elif entry.ticket.done:
+            self._give(entry.ticket, [None])
+
+    def _give(self, ticket: Ticket, items: Iterable[Item]) -> None:
+        try:
+            for item in items:
+                ticket.deliver(item)
+        except Exception:  # nobody listens any more
+            self._cancel(ticket)
+
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name} is {number!r}; it must be a whole number of at least 1")
+
+
+def _check_bias(request: Request, vocabulary: int) -> None:
+    wrong = next((token for token in request.sampling.logit_bias if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(f"logit_bias names token {wrong}; the model's tokens are 0..{vocabulary - 1}")

@@ -1,0 +1,107 @@
+"""What a caller holds of a request that the scheduler has: its steps as they come, its results, and the way out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from shoal.decode.ledger import Clock
+from shoal.decode.row import Row
+from shoal.engine.result import result_of
+from shoal.types import ModelInfo, Result, Step
+
+if TYPE_CHECKING:
+    from shoal.model.kv_room import Need
+
+Item = Step | BaseException | None
+"""What a ticket is given: a step of one of its rows, what went wrong, or None after the last step of the last row."""
+Deliver = Callable[[Item], None]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A row in the scheduler's hands.
+
+    Attributes:
+        row: the row.
+        ticket: whose it is.
+        need: the KV that it may come to store.
+        arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
+        told: steps handed to the ticket.
+        error: what the row failed with.
+    """
+
+    row: Row
+    ticket: Ticket
+    need: Need
+    arrived: float = field(default_factory=time.monotonic)
+    joined: float | None = None
+    first: float | None = None
+    ended: float | None = None
+    told: int = 0
+    error: BaseException | None = None
+
+    @property
+    def clock(self) -> Clock:
+        """Seconds of the prompt and of decoding, other rows' share of the forwards included."""
+        if self.joined is None:
+            return Clock()
+        now = time.monotonic() if self.ended is None else self.ended
+        first = now if self.first is None else self.first
+        return Clock(first - self.joined, now - first)
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the row waited for admission."""
+        until = self.joined or self.ended or time.monotonic()
+        return until - self.arrived
+
+
+class Ticket(Iterator[Step]):
+    """Made by `Scheduler.submit`. Iterating waits for the steps of all rows, and raises what went wrong.
+
+    Args:
+        info: about the model.
+        cancel: tells the scheduler that nobody wants the rest.
+        deliver: called from the scheduler's thread with every item, in place of iterating; must not block.
+
+    Attributes:
+        entries: the request's rows.
+    """
+
+    def __init__(self, info: ModelInfo, cancel: Callable[[Ticket], None], deliver: Deliver | None = None) -> None:
+        self._info, self._cancel = info, cancel
+        self._items: SimpleQueue[Item] = SimpleQueue()
+        self.deliver: Deliver = deliver or self._items.put
+        self.entries: list[Entry] = []
+        self._over = False
+
+    def __next__(self) -> Step:
+        item = None if self._over else self._items.get()
+        if isinstance(item, Step):
+            return item
+        self._over = True
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def cancel(self) -> None:
+        """Want no more: what runs ends before the next forward, and its memory is free; may be called at any time."""
+        self._cancel(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether no row is under way or waiting."""
+        return all(entry.ended is not None for entry in self.entries)
+
+    @property
+    def results(self) -> list[Result]:
+        """The outcome of every row so far."""
+        return [self._result(entry) for entry in self.entries]
+
+    def _result(self, entry: Entry) -> Result:
+        seconds = (entry.ended or time.monotonic()) - entry.arrived
+        return result_of(entry.row, self._info, entry.clock, seconds)

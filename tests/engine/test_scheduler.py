@@ -1,0 +1,276 @@
+"""Rows that join, leave and are cancelled at random give what each gives alone; nothing is dropped or left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drive import prompt
+from families import tiny
+from shoal.engine.admission import Join, Waves, policy
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import Closed, QueueFull, Unsupported
+from shoal.methods.d3 import D3
+from shoal.methods.early_exit import EarlyExit
+from shoal.methods.layerskip import LayerSkip
+from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.kv import KVCache
+
+SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
+JOBS: list[tuple[list[int], dict[str, Any]]] = [
+    (prompt(5, 1), {"max_new_tokens": 7}),
+    (prompt(21, 2), {"max_new_tokens": 9, "method": D3(alpha=0.8, core=2)}),
+    (prompt(3, 3), {"max_new_tokens": 4, "method": D3(alpha=0.7, core=2, order="low_first")}),
+    (prompt(9, 4), {"max_new_tokens": 8, "method": EarlyExit(exit_layer=2)}),
+    ([4, 8, 4, 8, 4, 8, 4], {"max_new_tokens": 10, "method": PromptLookup(length=3)}),
+    (prompt(6, 6), {"max_new_tokens": 8, "method": LayerSkip(exit_layer=2, length=2)}),
+    (prompt(12, 7), {"max_new_tokens": 6, "temperature": 1.0, "seed": 4}),
+    (prompt(4, 8), {"max_new_tokens": 1}),
+    (prompt(7, 9), {"max_new_tokens": 8, "repetition_penalty": 1.4, "stop_token_ids": [3, 50, 60]}),
+]
+
+
+@functools.cache
+def engine(family: str = "hybrid") -> Engine:
+    return engine_for(tiny(family, layers=4))
+
+
+@functools.cache
+def alone(family: str, job: int) -> tuple[int, ...]:
+    ids, options = JOBS[job]
+    return engine(family).generate(ids, **options).tokens
+
+
+def submit(scheduler: Scheduler, job: int, **more: Any) -> Any:
+    ids, options = JOBS[job]
+    return scheduler.submit(ids, **options, **more)
+
+
+def finish(scheduler: Scheduler) -> None:
+    turns = 0
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+        turns += 1
+        assert turns < 1000, "the scheduler does not come to an end"
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, len(JOBS) - 1)),
+        st.tuples(st.just("turn"), st.integers(1, 4)),
+        st.tuples(st.just("cancel"), st.integers(0, 12)),
+    ),
+    min_size=2,
+    max_size=14,
+)
+
+
+@settings(max_examples=SCHEDULES)
+@given(
+    family=st.sampled_from(["llama", "hybrid"]),
+    actions=ACTIONS,
+    rows=st.integers(1, 5),
+    chunk=st.integers(1, 24),
+    how=st.sampled_from(["join", "waves"]),
+)
+def test_every_row_gives_what_it_gives_alone(
+    family: str, actions: list[tuple[str, int]], rows: int, chunk: int, how: str
+) -> None:
+    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=policy(how), start=False)
+    tickets: list[tuple[int, Any]] = []
+    cancelled = set()
+    for what, number in actions:
+        if what == "submit":
+            tickets.append((number, submit(scheduler, number)))
+        elif what == "turn":
+            for _ in range(number):
+                scheduler.turn()
+        elif tickets:
+            cancelled.add(number % len(tickets))
+            tickets[number % len(tickets)][1].cancel()
+    finish(scheduler)
+    for place, (job, ticket) in enumerate(tickets):
+        (result,) = ticket.results
+        if result.finish_reason == "cancelled":
+            assert place in cancelled
+            assert result.tokens == alone(family, job)[: len(result.tokens)]
+        else:
+            assert result.tokens == alone(family, job)
+        assert tuple(step.token for step in ticket) == result.tokens
+    assert scheduler._batch.cache.rows == 0
+    assert scheduler._batch.cache.bytes().allocated == 0
+    assert not scheduler._batch._drafting._drafters
+
+
+@given(st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=8), st.integers(1, 4))
+@settings(max_examples=max(25, SCHEDULES // 5))
+def test_the_storage_stays_within_what_was_counted(jobs: list[int], rows: int) -> None:
+    scheduler = Scheduler(engine("llama"), max_rows=rows, prefill_chunk=8, start=False)
+    for job in jobs:
+        submit(scheduler, job)
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+        allocated = scheduler._batch.cache.bytes().allocated
+        assert allocated <= scheduler._room.bytes([entry.need for entry in scheduler._running])
+
+
+def test_rows_wait_for_memory_and_come_in_turn() -> None:
+    probe = Scheduler(engine("llama"), start=False)
+    need = probe._room.bytes([probe._need(row) for row in engine("llama").rows([prompt(5, 1)], request(7))])
+    scheduler = Scheduler(engine("llama"), kv_bytes=2 * need, start=False)
+    tickets = [submit(scheduler, 0) for _ in range(5)]
+    scheduler.turn()
+    assert (scheduler.running, scheduler.waiting) == (2, 3)
+    assert scheduler.kv_use == 1
+    finish(scheduler)
+    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", 0)] * 5
+    joined = [ticket.entries[0].joined for ticket in tickets]
+    assert joined == sorted(joined)
+    with pytest.raises(Unsupported, match="KV can take"):
+        scheduler.submit(prompt(40), max_new_tokens=100)
+
+
+def request(new: int) -> Any:
+    from shoal.engine.request import Request
+
+    return Request.from_options({"max_new_tokens": new})
+
+
+def test_a_full_queue_says_so_and_a_closed_scheduler_too() -> None:
+    scheduler = Scheduler(engine("llama"), max_waiting=2, start=False)
+    submit(scheduler, 0)
+    with pytest.raises(QueueFull, match="1 rows wait"):
+        submit(scheduler, 0, n=2)
+    finish(scheduler)
+    submit(scheduler, 0, n=2)
+    working = Scheduler(engine("llama"))
+    working.close()
+    with pytest.raises(Closed):
+        submit(working, 0)
+
+
+def test_a_long_prompt_stalls_nobody_beyond_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(engine("llama"), prefill_chunk=4, start=False)
+    short = submit(scheduler, 0)
+    scheduler.turn()
+    scheduler.turn()
+    scheduler.submit(prompt(50, 11), max_new_tokens=2)
+    fed: list[int] = []
+    forward = engine("llama").stack.forward
+
+    def watched(feeds: Any, cache: KVCache, *tap: Any) -> Tensor:
+        fed.append(sum(len(feed.tokens) for feed in feeds))
+        return forward(feeds, cache, *tap)
+
+    monkeypatch.setattr(engine("llama").stack, "forward", watched)
+    for _ in range(3):
+        before = len(short.entries[0].row.steps)
+        scheduler.turn()
+        assert len(short.entries[0].row.steps) == before + 1
+    assert fed == [4, 1] * 3
+    monkeypatch.undo()
+    finish(scheduler)
+
+
+def test_rows_of_a_wave_are_at_the_same_step() -> None:
+    scheduler = Scheduler(engine("llama"), prefill_chunk=6, policy=Waves(), start=False)
+    for job in (1, 2, 1):
+        submit(scheduler, job)
+    late = None
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+        decoding = {row.emitted for row in scheduler._batch.decoding if row.emitted > 1}
+        assert len(decoding) <= 1
+        if decoding and late is None:
+            late = submit(scheduler, 0)
+        if late is not None and late.entries[0].joined is not None:
+            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batch.rows)
+    assert late is not None and late.results[0].tokens == alone("llama", 0)
+
+
+def test_patience_ends() -> None:
+    scheduler = Scheduler(engine("llama"), policy=Waves(patience=0.0), start=False)
+    submit(scheduler, 1)
+    for _ in range(3):
+        scheduler.turn()
+    second = submit(scheduler, 0)
+    scheduler.turn()
+    assert second.entries[0].joined is not None
+    finish(scheduler)
+    with pytest.raises(ValueError, match="admission policy"):
+        policy("tides")
+    assert isinstance(policy("join"), Join)
+
+
+def test_answers_of_one_request_are_rows_of_their_own() -> None:
+    scheduler = Scheduler(engine("llama"), start=False)
+    options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 7}
+    ticket = scheduler.submit(prompt(5), n=3, **options)
+    finish(scheduler)
+    together = engine("llama").generate([prompt(5)] * 3, **options)
+    assert [result.tokens for result in ticket.results] == [result.tokens for result in together]
+    assert len({result.tokens for result in ticket.results}) == 3
+
+
+def test_a_row_that_fails_takes_nobody_with_it() -> None:
+    def broken(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] >= 8:
+            raise ZeroDivisionError
+        return scores
+
+    scheduler = Scheduler(engine("hybrid"), start=False)
+    good = [submit(scheduler, job) for job in (0, 1, 5)]
+    bad = scheduler.submit(prompt(5), max_new_tokens=9, logits_processor=[broken])
+    later = submit(scheduler, 3)
+    finish(scheduler)
+    with pytest.raises(ZeroDivisionError):
+        list(bad)
+    assert len(bad.results[0].tokens) == 3
+    assert [t.results[0].tokens for t in [*good, later]] == [alone("hybrid", job) for job in (0, 1, 5, 3)]
+
+
+def test_threads_submit_and_leave_while_one_works() -> None:
+    with Scheduler(engine("hybrid"), max_rows=3) as scheduler:
+        results: dict[int, tuple[int, ...]] = {}
+
+        def ask(place: int) -> None:
+            ticket = submit(scheduler, place % len(JOBS))
+            if place % 4 == 3:
+                next(ticket, None)
+                ticket.cancel()
+            results[place] = tuple(step.token for step in ticket) if place % 4 != 3 else ()
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+    assert not scheduler.alive
+    for place, tokens in results.items():
+        if place % 4 != 3:
+            assert tokens == alone("hybrid", place % len(JOBS))
+
+
+def test_closing_finishes_what_runs() -> None:
+    scheduler = Scheduler(engine("llama"), max_rows=2)
+    tickets = [submit(scheduler, 0) for _ in range(4)]
+    assert scheduler.close(timeout=120)
+    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", 0)] * 4
+
+
+def test_closing_in_a_hurry_cancels() -> None:
+    scheduler = Scheduler(engine("llama"), max_rows=1)
+    tickets = [scheduler.submit(prompt(5), max_new_tokens=300) for _ in range(3)]
+    scheduler.close(drain=False)
+    assert {ticket.results[0].finish_reason for ticket in tickets} == {"cancelled"}
+    assert all(len(list(ticket)) < 300 for ticket in tickets)
