@@ -24,17 +24,21 @@ PROMPT = tuple(range(3, 23))
 COPY = (*PROMPT[4:16], 90, *PROMPT[:6])
 
 
+def decode(speaker: Any, task: Task) -> Decoded:
+    return suite.together(task, {"one": speaker})["one"]
+
+
 @pytest.mark.parametrize("answer", [COPY, tuple(range(40, 52)), COPY[:3]])
 @pytest.mark.parametrize("method", [Full(), PromptLookup(), PromptLookup(inner=D3(mean=0.85))])
 def test_replay_emits_the_record(llama: PreTrainedModel, method: Any, answer: tuple[int, ...]) -> None:
     speaker = ShoalSpeaker(engine_for(llama), method)
-    made = speaker.decode(Task(PROMPT, answer, len(answer)))
+    made = decode(speaker, Task(PROMPT, answer, len(answer)))
     assert made.tokens == answer and made.timed == len(answer) - 1
 
 
 def test_a_text_that_copies_needs_fewer_forwards(llama: PreTrainedModel) -> None:
-    made = ShoalSpeaker(engine_for(llama), PromptLookup()).decode(Task(PROMPT, COPY, len(COPY)))
-    other = ShoalSpeaker(engine_for(llama), PromptLookup()).decode(Task(PROMPT, tuple(range(40, 59)), 19))
+    made = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), Task(PROMPT, COPY, len(COPY)))
+    other = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), Task(PROMPT, tuple(range(40, 59)), 19))
     assert made.per_forward is not None and made.per_forward > 2
     assert other.per_forward == 1.0
 
@@ -48,12 +52,23 @@ class Fixed:
     """Takes so many seconds per token."""
 
     def __init__(self, seconds: float, token: int = 1) -> None:
-        self.seconds, self.token, self.order = seconds, token, list[Task]()
+        self.seconds, self.token = seconds, token
 
-    def decode(self, task: Task) -> Decoded:
-        self.order.append(task)
-        length = task.new_tokens
+    def begin(self, task: Task) -> Fixed:
+        self.left, self.task = task.new_tokens - 1, task
+        return self
+
+    def step(self) -> bool:
+        self.left -= 1
+        turns.append(self.seconds)
+        return self.left > 0
+
+    def decoded(self) -> Decoded:
+        length = self.task.new_tokens
         return Decoded((self.token,) * length, length - 1, self.seconds * (length - 1), 1.5, (0.5, 0.25))
+
+
+turns: list[float] = []
 
 
 def test_ratios_are_taken_text_by_text() -> None:
@@ -66,6 +81,12 @@ def test_ratios_are_taken_text_by_text() -> None:
     assert fast["equal_to_plain"] == 1 and wrong["equal_to_plain"] == 0 and wrong["times_faster"]["median"] == 0.5
     assert fast["acceptance"] == [0.5, 0.25] and fast["runs"] == 4 and wrong["runs"] == 2
     assert "2.00 (2.00-2.00)" in suite.text(list(rows.values()))
+
+
+def test_systems_take_turns_token_by_token() -> None:
+    turns.clear()
+    suite.together(Task((1,), None, 4), {"a": Fixed(1.0), "b": Fixed(2.0)})
+    assert turns == [1.0, 2.0] * 3
 
 
 def test_texts_are_read_and_drawn_with_the_seed(tmp_path: Path) -> None:

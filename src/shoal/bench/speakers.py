@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +26,35 @@ class ShoalSpeaker:
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
 
-    def decode(self, task: Task) -> Decoded:
+    def begin(self, task: Task) -> ShoalCourse:
         """See `Speaker`; along the recorded answer where there is one."""
-        method = self._method if task.answer is None else replayed(self._method, task.answer)
-        result = self._engine.generate(
-            list(task.prompt), method=method, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
+        return ShoalCourse(self._engine, self._method, task)
+
+
+class ShoalCourse:
+    """A stream whose every step is timed. See `Course`."""
+
+    def __init__(self, engine: Engine, method: Method, task: Task) -> None:
+        held = method if task.answer is None else replayed(method, task.answer)
+        self._stream = engine.stream(
+            list(task.prompt), method=held, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
         )
+        self._seconds = 0.0
+        next(self._stream)
+
+    def step(self) -> bool:
+        """A token; those of one forward come at once."""
+        start = time.perf_counter()
+        found = next(self._stream, None)
+        self._seconds += time.perf_counter() - start
+        return found is not None
+
+    def decoded(self) -> Decoded:
+        """The tokens after the first, and the time that they took."""
+        result = self._stream.result
         stats = result.stats
         return Decoded(
-            result.tokens, stats.new_tokens - 1, stats.decode_seconds, stats.tokens_per_forward, stats.acceptance
+            result.tokens, stats.new_tokens - 1, self._seconds, stats.tokens_per_forward, stats.acceptance
         )
 
 
@@ -48,8 +70,12 @@ class HFSpeaker:
     def __init__(self, model: Any, options: dict[str, Any], eos: list[int]) -> None:
         self._model, self._options, self._eos = model, options, eos
 
-    def decode(self, task: Task) -> Decoded:
-        """See `Speaker`; a streamer takes the times."""
+    def begin(self, task: Task) -> HFCourse:
+        """See `Speaker`."""
+        return HFCourse(partial(self._decode, task))
+
+    def _decode(self, task: Task) -> Decoded:
+        """A streamer takes the times."""
         if task.answer is not None:
             raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")
         ids, stamps = torch.tensor([task.prompt], device=self._model.device), _Stamps()
@@ -67,6 +93,22 @@ class HFSpeaker:
         tokens = tuple(out[0, ids.shape[1] :].tolist())
         first, last = stamps.times[1], stamps.times[-1]
         return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
+
+
+class HFCourse:
+    """All at once: transformers gives nothing back before it is done. See `Course`."""
+
+    def __init__(self, decode: Callable[[], Decoded]) -> None:
+        self._decode, self._made = decode, list[Decoded]()
+
+    def step(self) -> bool:
+        """The whole answer."""
+        self._made.append(self._decode())
+        return False
+
+    def decoded(self) -> Decoded:
+        """See `Course`."""
+        return self._made[0]
 
 
 class _Stamps:

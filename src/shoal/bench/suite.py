@@ -1,7 +1,8 @@
 """How much a draft brings on texts of different kinds, against the plain loop and other software in the same run.
 
-Replay follows recorded answers on random weights; free decoding lets a real model speak. Every text is decoded by all
-systems in turn, the next one in the opposite order, and compared with the plain loop on the same text.
+Replay follows recorded answers on random weights; free decoding lets a real model speak. All systems decode a text
+together, taking turns token by token where they can: a shared machine's bandwidth changes within seconds, and is then
+slower for all. Each is compared with the plain loop on the same text.
 """
 
 from __future__ import annotations
@@ -54,11 +55,23 @@ class Decoded:
     acceptance: tuple[float, ...] = ()
 
 
+class Course(Protocol):
+    """A task under way."""
+
+    def step(self) -> bool:
+        """Decode a little, a token where that is possible; False once there is nothing left."""
+        ...
+
+    def decoded(self) -> Decoded:
+        """What was made of the task."""
+        ...
+
+
 class Speaker(Protocol):
     """A system that can decode a task."""
 
-    def decode(self, task: Task) -> Decoded:
-        """Greedily, to the task's length or the model's own end."""
+    def begin(self, task: Task) -> Course:
+        """Greedily, to the task's length or the model's own end; the prompt is read here."""
         ...
 
 
@@ -117,16 +130,24 @@ def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker],
     turns = [(name, task) for _ in range(rounds) for name, tasks in workloads.items() for task in tasks]
     _warm_up(turns[0][1], systems)
     for number, (name, task) in enumerate(tqdm(turns, desc="texts", disable=None)):
-        runs = {label: systems[label].decode(task) for label in in_order(list(systems), number)}
+        runs = together(task, {label: systems[label] for label in in_order(list(systems), number)})
         if runs[PLAIN].timed:
             for label in systems:
                 scores[name, label].add(runs[label], runs[PLAIN])
     return [scores[name, label].row(name, label) for name in workloads for label in systems if (name, label) in scores]
 
 
+def together(task: Task, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
+    """All systems on one task, in turn."""
+    courses = {label: system.begin(task) for label, system in systems.items()}
+    going = list(courses.values())
+    while going:
+        going = [course for course in going if course.step()]
+    return {label: course.decoded() for label, course in courses.items()}
+
+
 def _warm_up(task: Task, systems: Mapping[str, Speaker]) -> None:
-    for system in systems.values():
-        system.decode(task)
+    together(task, systems)
 
 
 HEADER = ["text", "system", "runs", "tokens/s", "times faster than plain", "tokens per forward", "same output"]
