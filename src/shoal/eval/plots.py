@@ -15,6 +15,7 @@ _COLOURS = {
     "skipdecode": "#5b5b5b", "early exit": "#9a9a9a", "unified layer skipping": "#77a6b6",
 }
 _OTHER = "#c4c4c4"
+_FEWEST = 200
 
 
 def _figure(width: float, height: float) -> Any:
@@ -45,7 +46,7 @@ def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
             drawn.append(draw_schedules(suite, report["num_layers"], folder / f"{name}-schedules.png"))
         if any("speedup" in row for row in suite.get("loss", ())):
             drawn.append(draw_loss(suite, report["num_layers"], folder / f"{name}-loss.png"))
-        if "by_position" in suite:
+        if _enough(suite.get("by_position", ())):
             drawn.append(draw_positions(suite, folder / f"{name}-positions.png"))
     return drawn
 
@@ -83,7 +84,7 @@ def draw_positions(suite: Mapping[str, Any], path: Path) -> Path:
     axes = _axes(figure, "position of the token in the answer", "perplexity", f"{suite['suite']}: full depth")
     named = (("reference text", "by_position", "#0b6fb8"), ("the model's own answers", "own_by_position", "#d1495b"))
     for label, key, colour in named:
-        bins = [found for found in suite.get(key, ()) if found["tokens"] >= 200]
+        bins = _enough(suite.get(key, ()))
         if bins:
             places = [found["first"] for found in bins]
             axes.plot(places, [math.exp(found["loss"]) for found in bins], color=colour, marker="o", label=label)
@@ -120,6 +121,11 @@ def draw_layers(card: Mapping[str, Any], path: Path) -> Path:
     lower.set_xlabel("layer")
     figure.savefig(path, dpi=150)
     return path
+
+
+def _enough(bins: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The bins whose mean says something."""
+    return [found for found in bins if found["tokens"] >= _FEWEST]
 
 
 def _depths(spec: Mapping[str, Any], num_layers: int, length: int) -> list[float]:
