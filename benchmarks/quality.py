@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,21 +28,16 @@ FAST = ["--dtype", "float32", "--batch", "64"]
 
 def main() -> int:
     args = arguments().parse_args()
-    small = args.quick
+    started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     card = args.out / "card.json"
-    if not card.is_file():
-        shoal(args, calibration(card, small), threads=2)
-    else:
-        print(f"{card} is there already; remove it to calibrate anew")
-    jobs = evaluations(card, args.data, small)
-    evaluate(args, "known", jobs.pop("known"))
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda job: evaluate(args, *job), jobs.items()))
-    draw(args.out, args.pictures)
-    page = ROOT / "docs" / "evidence.md"
-    if args.out.resolve() == (ROOT / "benchmarks" / "quality").resolve() and page.is_file():
-        page.write_text(between(page.read_text("utf-8"), tables(args.out)), encoding="utf-8")
+        for number, stage in enumerate(stages(card, args.data, args.quick)):
+            if args.minutes is not None and time.monotonic() - started > 60 * args.minutes:
+                print(f"out of time before stage {number}; the same command goes on from here")
+                break
+            list(pool.map(lambda job: evaluate(args, *job), stage))
+    publish(args.out, args.pictures)
     return 0
 
 
@@ -49,76 +45,85 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="DIR", type=Path, required=True, help="holds gsm8k/, wikitext2/, novels/")
     parser.add_argument("--model", metavar="M", help="folder or Hub id; the packaged model if none")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=ROOT / "benchmarks" / "quality")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"))
     parser.add_argument("--work", metavar="DIR", type=Path, default=Path("build/quality"), help="outcomes of items")
-    parser.add_argument("--pictures", metavar="DIR", type=Path, default=ROOT / "docs" / "pictures")
+    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--jobs", metavar="N", type=int, default=2, help="commands at a time, one thread each")
+    parser.add_argument("--minutes", metavar="T", type=float, help="begin no stage after so long; all if none")
     parser.add_argument("--quick", action="store_true", help="a few items of everything, to see that it runs")
     return parser
 
 
-def calibration(card: Path, small: bool) -> list[str]:
-    size = ["--trials", "60", "--loss-n", "8", "--answer-n", "16"] if small else ["--trials", "450", "--loss-n", "64",
-                                                                                 "--answer-n", "512"]
-    return ["calibrate", "--suite", "known", "--metric", "accuracy", "--max-drop", "0.01", *size, "--max-new-tokens",
-            "160", "--out", str(card), *FAST]
-
-
-def evaluations(card: Path, data: Path, small: bool) -> dict[str, list[str]]:
-    """Result name -> command, the most telling first."""
-    n = "24" if small else "2000"
-    few = "16" if small else "400"
-    longest, plain = ["--max-new-tokens", "160"], ["--groups", "constant", "--loss-groups", "constant,budgets"]
-    timed = ["--timed", "2" if small else "12"]
-    common = ["--loss-n", few, "--card", str(card), *longest]
+def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str]]]]:
+    """Lists of (result, command); those of a list run side by side. The most telling come first."""
+    n, few, half = ("24", "16", "24") if small else ("2000", "300", "1000")
+    size = ("60", "8", "16") if small else ("400", "64", "400")
+    longest = ["--max-new-tokens", "160"]
+    common = ["--loss-n", few, *longest]
     known = ["eval", "--suite", "known", "--n", n, *common]
-    return {
-        "known": [*known, "--measure", "answers"],
-        "known_1.25": [*known, "--controls", "1.25", *timed],
-        "known_1.5": [*known, "--controls", "1.5", *timed],
-        "unseen": ["eval", "--suite", "unseen", "--n", n, *common, "--controls", "1.25", *plain],
-        "known_1.1": [*known, "--controls", "1.1", *plain],
-        "equations": ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common,
-                      "--controls", "1.25", *plain],
-        "known_2": [*known, "--controls", "2", *plain],
-        "text": ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss", "--card",
-                 str(card), "--controls", "1.25", "--loss-groups", "constant"],
-        "gsm8k": ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", "--loss-n", few,
-                  *longest],
-    }
+    plain = ["--card", str(card), "--groups", "constant", "--loss-groups", "constant,budgets", "--controls"]
+    timed = ["--timed", "2" if small else "12"]
+    texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
+    rest = ["--card", str(card), *timed, "--controls"]
+    return [
+        [
+            ("card", ["calibrate", "--suite", "known", "--metric", "accuracy", "--max-drop", "0.01", "--trials",
+                      size[0], "--loss-n", size[1], "--answer-n", size[2], *longest, "--out", str(card)]),
+            ("known", [*known, "--measure", "answers"]),
+        ],
+        [("known_1.25", [*known, *plain, "1.25"]), ("known_1.5", [*known, *plain, "1.5"])],
+        [
+            ("unseen", ["eval", "--suite", "unseen", "--n", n, *common, *plain, "1.25"]),
+            ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
+            ("text", [*texts, *plain, "1.25"]),
+        ],
+        [("known_1.25", [*known, *rest, "1.25"]), ("known_1.5", [*known, *rest, "1.5"])],
+        [
+            ("known_1.1", [*known, *plain, "1.1"]),
+            ("known_2", [*known, *plain, "2"]),
+            ("equations", ["eval", "--suite", "known_gsm8k_equations", "--n", half, *common, *plain, "1.25"]),
+        ],
+    ]
 
 
 def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
-    """Run a command of `shoal eval` and keep its results."""
+    """Run a command of shoal and keep its results."""
+    if words[0] == "calibrate":
+        if not (args.out / "card.json").is_file():
+            shoal(args, [*words, *FAST, "--threads", "1"])
+        return
     work, base = args.work / name, args.work / name.partition("_")[0] / "outcomes.jsonl"
     if base.is_file() and not work.is_dir():  # commands on one suite share what the full model answered
         work.mkdir(parents=True)
         shutil.copy(base, work)
-    shoal(args, [*words, *FAST, "--threads", "1", "--out", str(work)], threads=1)
+    shoal(args, [*words, *FAST, "--threads", "1", "--out", str(work)])
     report = json.loads((work / "results.json").read_text("utf-8"))
     report["command"] = ["shoal", *words, *FAST, "--threads", "1"]
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def shoal(args: argparse.Namespace, words: list[str], threads: int) -> None:
+def shoal(args: argparse.Namespace, words: list[str]) -> None:
     model = [] if args.model is None else ["--model", args.model]
     command = ["-m", "shoal", *words, *model]
     print("python", *command, flush=True)
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command, "--json"], env=env, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise SystemExit(f"failed with code {done.returncode}: shoal {' '.join(words)}")
 
 
-def draw(out: Path, pictures: Path) -> None:
-    """Pictures of all results, the controls on one suite at all speed-ups together."""
+def publish(out: Path, pictures: Path) -> None:
+    """Pictures of all results, the controls on one suite at all speed-ups together, and the tables of the page."""
     from shoal.eval.plots import draw_layers, draw_report
 
     pictures.mkdir(parents=True, exist_ok=True)
-    for path in merged(out):
-        draw_report(path, pictures)
+    for report in merged(out):
+        draw_report(report, pictures)
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
-    print(f"pictures are in {pictures}")
+    page = ROOT / "docs" / "evidence.md"
+    if out.resolve() == ROOT / "benchmarks" / "quality" and page.is_file():
+        page.write_text(between(page.read_text("utf-8"), tables(out)), encoding="utf-8")
+    print(f"results are in {out}, pictures in {pictures}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from shoal.engine.engine import Engine
 from shoal.eval.decoders import contender
 from shoal.eval.evaluate import Evaluator
 from shoal.eval.items import Item, Sample
+from shoal.eval.study import model_name
 from shoal.eval.summary import answers_row
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.full import Full
@@ -199,7 +200,7 @@ def card(
         "format": 1,
         "method": Calibrated(inner, engine.fingerprint).to_dict(),
         "worth_it": found.chosen is not None,
-        "model": {"name": engine.model_name, "fingerprint": engine.fingerprint, "num_layers": layers,
+        "model": {"name": model_name(engine), "fingerprint": engine.fingerprint, "num_layers": layers,
                   "head_layers": head, "dtype": str(engine.stack.dtype).removeprefix("torch.")},
         "aim": {"metric": aim.metric, "max_drop": aim.max_drop},
         "chosen": None if found.chosen is None else point(found.chosen),

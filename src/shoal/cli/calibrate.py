@@ -48,6 +48,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--minutes", metavar="T", type=float, help="end the search then; the card says that it was cut")
     how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
     how.add_argument("--out", metavar="CARD.json", type=Path, default=Path("card.json"), help="where the card goes")
+    how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
     how.add_argument("--plot", metavar="F.png", type=Path, help="draw the layers' scores (needs matplotlib)")
     how.add_argument("--no-timing", action="store_true", help="predict no speed-up in time on this machine")
     how.add_argument("--force", action="store_true", help="search even where no schedule can gain anything here")
@@ -68,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {str(args.out.resolve().parent)!r} to write {args.out.name} to")
     items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
     engine = common.load_engine(args)
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from shoal.engine.engine import Engine
@@ -18,7 +19,7 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
 
-PILOT = 192
+PILOT = 128
 """Items on which a control's answer lengths are learnt before it is run on all."""
 
 Say = Callable[[str], None]
@@ -195,10 +196,16 @@ def _spread(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
     return [samples[index * len(samples) // limit] for index in range(limit)]
 
 
+def model_name(engine: Engine) -> str:
+    """The model's Hub id, or the name of its folder without where it lies."""
+    path = Path(engine.model_name)
+    return path.name if path.is_absolute() or path.exists() else engine.model_name
+
+
 def engine_facts(engine: Engine) -> dict[str, Any]:
     """What identifies the model in a report."""
     return {
-        "model": engine.model_name,
+        "model": model_name(engine),
         "fingerprint": engine.fingerprint,
         "num_layers": engine.stack.num_layers,
         "head_layers": engine.stack.head_layers,
