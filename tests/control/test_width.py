@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from shoal.control.width import LogLaw, best_width
+from shoal.control.width import LogLaw, Width, best_width
+from shoal.decode.accept import Outcome
+from shoal.decode.recipe import Tick
+from shoal.decode.tree import TokenTree
 
 
 def test_planted_coefficients_come_back() -> None:
@@ -40,3 +47,30 @@ def test_where_time_grows_with_every_token_nothing_is_guessed() -> None:
 def test_rows_that_were_not_measured() -> None:
     with pytest.raises(ValueError, match="multiple of 3"):
         best_width({1: 1.0, 2: 1.0}, float, 3)
+
+
+def play(rate: float, seconds: Callable[[int], float], ticks: int = 400) -> dict[int, int]:
+    """How often each width was used by a row whose guesses are kept at `rate`."""
+    governor, dice, used = Width().begin(None), random.Random(0), Counter[int]()
+    rows: list[Any] = [SimpleNamespace()]
+    for _ in range(ticks):
+        (most,) = governor.limits(rows)
+        kept = next((i for i in range(most) if dice.random() >= rate), most)
+        outcome = Outcome(tuple(range(1 + kept)), 0)
+        governor.observe(Tick(rows, [TokenTree.chain([0] * (1 + most))], [outcome], 0.0, seconds(1 + most)))
+        used[1 + most] += 1
+    return used
+
+
+@pytest.mark.parametrize(
+    ("rate", "slope", "best"), [(0.95, 0.0, 8), (0.9, 0.1, 8), (0.5, 0.3, 2), (0.02, 0.1, 1), (0.9, 2.0, 1)]
+)
+def test_most_steps_are_of_the_width_that_pays_most(rate: float, slope: float, best: int) -> None:
+    used = play(rate, lambda width: 1 + slope * (width - 1))
+    assert used.most_common(1)[0][0] == best
+    assert min(used[width] for width in (1, 2, 4, 8)) >= 4  # all are tried again and again
+
+
+def test_widths_that_fit_no_law() -> None:
+    with pytest.raises(ValueError, match="at least 3"):
+        Width((2, 4))

@@ -7,8 +7,18 @@ for the roofline, and the law of acceptance is fitted to measurements: A(k) = a 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Tick
+    from shoal.decode.row import Row
+
+_TRIALS = 4
+_LASTS = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,64 @@ class LogLaw:
     def __call__(self, x: float) -> float:
         """The law at x."""
         return self.slope * math.log10(x) + self.intercept
+
+
+@dataclass(frozen=True)
+class Width:
+    """One block width for the whole batch, found by trial and kept for a while.
+
+    Every width is tried a few times; the law smooths what each brought, the median says what each took. Coarser than
+    `Goodput`, which tells rows apart and moves with every step; steadier, and a fixed width suits captured graphs.
+
+    Attributes:
+        widths: nodes of a block, root included, at least three of them from 2 on; a plain step is always considered.
+    """
+
+    widths: tuple[int, ...] = (2, 4, 8)
+
+    def __post_init__(self) -> None:
+        if len(set(self.widths)) < 3 or min(self.widths) < 2:
+            raise ValueError(f"widths is {self.widths}; at least 3 different ones from 2 on are needed to fit the law")
+
+    def begin(self, stack: Any) -> WidthGovernor:
+        """The state for one batch of rows."""
+        return WidthGovernor(self.widths)
+
+
+class WidthGovernor:
+    """See `Width`."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._plan = [1, *sorted(set(widths))] * _TRIALS
+        self._waiting = self._plan.copy()
+        self._tokens: dict[int, list[float]] = defaultdict(list)
+        self._seconds: dict[int, list[float]] = defaultdict(list)
+        self._width, self._left = 1, 0
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """See `Governor`."""
+        if self._left:
+            self._left -= 1
+        elif self._waiting:
+            self._width = self._waiting.pop(0)
+        else:
+            self._width, self._left, self._waiting = self._best(), _LASTS, self._plan.copy()
+            self._tokens.clear()
+            self._seconds.clear()
+        return [self._width - 1] * len(rows)
+
+    def observe(self, tick: Tick) -> None:
+        """See `Governor`."""
+        kept = [len(outcome.path) for outcome in tick.outcomes]
+        self._tokens[self._width].append(sum(kept) / len(kept))
+        self._seconds[self._width].append(tick.draft_seconds + tick.target_seconds)
+
+    def _best(self) -> int:
+        law = LogLaw.fit([(width, statistics.mean(found)) for width, found in self._tokens.items()])
+        return best_width(
+            {width: statistics.median(found) for width, found in self._seconds.items()},
+            lambda width: 1.0 if width == 1 else max(1.0, law(width)),
+        )
 
 
 def best_width(seconds: Mapping[int, float], tokens: Callable[[int], float], rows: int = 1) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from shoal.control.goodput import Goodput
+from shoal.control.width import Width
 from shoal.decode.lenient import Lenient
 from shoal.decode.recipe import Recipe
 from shoal.decode.rejection import Rejection
@@ -17,11 +18,12 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Proposer, Rule
+    from shoal.decode.recipe import Controller, Proposer, Rule
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
-ControlName = Literal["none", "goodput"]
+_CONTROLLERS: dict[str, Controller | None] = {"none": None, "goodput": Goodput(), "width": Width()}
+ControlName = Literal["none", "goodput", "width"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class DraftingMethod(Method):
         margin: of the rule "lenient": how many nats a kept token may be less likely than the best one; 0 is exact.
         epsilon: of the rule "typical": the threshold, in (0, 1]; None for 0.09.
         control: "none" guesses as much as the method's own knobs say, "goodput" as much as pays at the times measured
-            while decoding, which may be nothing. Output under an exact match is the same either way.
+            while decoding, which may be nothing, "width" the same for all rows, found by trial and kept for a while.
+            Output under an exact match is the same either way.
     """
 
     inner: Method | None = field(default=None, kw_only=True)
@@ -77,5 +80,4 @@ class DraftingMethod(Method):
                 f"inner of {self.name} is {self.inner.name}, which drafts itself; give one that only chooses layers, "
                 "such as d3"
             )
-        controller = Goodput() if self.control == "goodput" else None
-        return replace(recipe, proposer=proposer, rule=self.accepting(), controller=controller)
+        return replace(recipe, proposer=proposer, rule=self.accepting(), controller=_CONTROLLERS[self.control])
