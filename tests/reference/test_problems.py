@@ -94,7 +94,7 @@ def _words(question: str) -> str:
 def test_unseen_problems_are_never_drawn_for_training(data: Path, training: list[Problem]) -> None:
     split = corpus.split(data)
     known, unseen = ({_words(problem.question) for problem in part} for part in (split.known, split.unseen))
-    assert len(split.known) == corpus.KNOWN_COUNT
+    assert len(split.known) == corpus.TRAINED_COUNT
     assert not known & unseen
     assert {_words(problem.question) for problem in training if problem.kind.startswith("gsm8k")} <= known
     assert {problem.kind for problem in training} <= {*templates.TRAINED, "gsm8k_natural", "gsm8k_equations"}

@@ -21,7 +21,7 @@ from .templates.draw import Problem
 SPECIAL = ["<s>", "</s>", "<pad>"]
 PIECES = r" [-+*/=] (?=\$?\d)|\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
 KINDS = ("templates", "gsm8k", "novels", "drills")
-SHARES = {"templates": 0.62, "gsm8k": 0.15, "novels": 0.08, "drills": 0.15}
+SHARES = {"templates": 0.72, "gsm8k": 0.14, "novels": 0.05, "drills": 0.09}
 CONTEXT = 512
 PASSAGE_TOKENS = 256
 

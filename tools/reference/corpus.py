@@ -14,7 +14,7 @@ from . import renumber
 from .templates.draw import Problem
 
 KNOWN_COUNT = 400
-TRAINED_COUNT = 150
+TRAINED_COUNT = 40
 LARGEST = 200
 UNSEEN_COUNT = 1_000
 NOVELS_HELD_OUT = ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt", "Gaskell_Ruth_1855.txt")
