@@ -37,7 +37,7 @@ def main() -> int:
                 print(f"out of time before stage {number}; the same command goes on from here")
                 break
             list(pool.map(lambda job: evaluate(args, *job), stage))
-    publish(args.out, args.pictures)
+            publish(args.out, args.pictures)
     return 0
 
 
@@ -57,7 +57,7 @@ def arguments() -> argparse.ArgumentParser:
 def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str]]]]:
     """Lists of (result, command); those of a list run side by side. The most telling come first."""
     n, few, half = ("24", "16", "24") if small else ("2000", "300", "1000")
-    size = ("60", "8", "16") if small else ("400", "64", "400")
+    size = ("60", "8", "16") if small else ("300", "48", "400")
     longest = ["--max-new-tokens", "160"]
     common = ["--loss-n", few, *longest]
     known = ["eval", "--suite", "known", "--n", n, *common]
@@ -73,7 +73,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
         ],
         [("known_1.25", [*known, *plain, "1.25"]), ("known_1.5", [*known, *plain, "1.5"])],
         [
-            ("unseen", ["eval", "--suite", "unseen", "--n", n, *common, *plain, "1.25"]),
+            ("unseen", ["eval", "--suite", "unseen", "--n", half, *common, *plain, "1.25"]),
             ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
             ("text", [*texts, *plain, "1.25"]),
         ],
