@@ -1,0 +1,115 @@
+"""Serve a model over HTTP as OpenAI's API does. Needs the extra `serve`; stops on Ctrl-C once what runs is finished.
+
+Without --api-key, or SHOAL_API_KEY in the environment, everybody who reaches the address may ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli import common
+from shoal.cli.parser import Parser
+from shoal.errors import Unsupported
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.serve.settings import Settings
+
+EXAMPLES = """examples:
+  shoal serve
+  shoal serve --model path/to/model --method d3 --alpha 0.99 --port 8080
+  shoal serve --method d3 --admission waves --patience 2 --methods full,d3
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    common.add_method(parser)
+    common.add_model(parser)
+    _add_address(parser)
+    _add_scheduling(parser)
+    _add_limits(parser)
+
+
+def _add_address(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", metavar="P", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    group.add_argument("--api-key", metavar="K", action="append", default=[], help="key to ask for; repeatable")
+    group.add_argument("--served-model-name", metavar="N", help="what clients call the model; by default its folder")
+    group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
+                       "load nothing")
+    group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
+
+
+def _add_scheduling(parser: Parser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument("--admission", choices=("join", "waves"), default="join",
+                       help="let requests join at once, or start together so that all are equally deep")
+    group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
+    group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
+    group.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most answers that wait; then 429")
+    group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
+    group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two ticks")
+
+
+def _add_limits(parser: Parser) -> None:
+    group = parser.add_argument_group("limits")
+    group.add_argument("--default-max-tokens", metavar="N", type=int, default=1024, help="of chats that name none")
+    group.add_argument("--max-tokens", metavar="N", type=int, default=16384, help="most that a request may ask for")
+    group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request")
+    group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
+    group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds a request may take; 0: any")
+    group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds to finish in when stopped")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model and serve it."""
+    try:
+        from shoal.serve.run import run as serve
+    except ImportError as error:
+        why = f"{error.name or error} is not installed"
+        raise Unsupported("shoal serve", why, "Install the extra: pip install 'shoal[serve]'") from None
+    from shoal.engine.admission import policy
+    from shoal.engine.scheduler import Scheduler
+
+    admission = policy(args.admission, float("inf") if args.patience is None else args.patience)
+    engine = common.load_engine(args)
+    settings = _settings(args, engine)
+    engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
+    scheduler = Scheduler(
+        engine,
+        max_rows=args.max_rows,
+        max_waiting=args.max_waiting,
+        kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
+        prefill_chunk=args.prefill_chunk,
+        policy=admission,
+    )
+    serve(scheduler, settings, args.host, args.port)
+    return 0
+
+
+def _settings(args: argparse.Namespace, engine: Engine) -> Settings:
+    from shoal import methods
+    from shoal.serve.settings import Settings
+
+    named = None if args.methods is None else [name for name in args.methods.split(",") if name and name != "none"]
+    for name in named or ():
+        methods.get(name)
+    environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
+    return Settings(
+        model_name=args.served_model_name or Path(engine.model_name).name or "shoal",
+        method=args.method,
+        methods=None if named is None else frozenset(named),
+        api_keys=(*args.api_key, *environment),
+        default_max_tokens=args.default_max_tokens,
+        max_tokens=args.max_tokens,
+        max_n=args.max_n,
+        max_body=args.max_body,
+        timeout=args.timeout or None,
+        grace=args.grace,
+        log_prompts=args.log_prompts,
+    )

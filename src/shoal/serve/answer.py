@@ -1,0 +1,110 @@
+"""One request under way: its tickets in the scheduler, and what they bring, on the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.ticket import Entry, Item, Ticket
+from shoal.errors import Closed, OutOfMemory, QueueFull
+from shoal.serve.errors import ApiError
+from shoal.types import Result, Step
+
+
+class Answer:
+    """Steps of all choices as they come. Choice `i * n + j` is answer j to prompt i.
+
+    Args:
+        scheduler: who decodes.
+        n: answers per prompt.
+        timeout: seconds until it is given up.
+    """
+
+    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None) -> None:
+        self._scheduler, self._n = scheduler, n
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+        self._deadline = None if timeout is None else self._loop.time() + timeout
+        self.tickets: list[Ticket] = []
+
+    async def start(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
+        """Queue all prompts, or none.
+
+        Raises:
+            ApiError: 400 for what the engine refuses, 429 for a full queue, 503 while shutting down.
+        """
+        try:
+            await self._loop.run_in_executor(None, self._submit, prompts, options)
+        except BaseException as error:
+            self.cancel()
+            if isinstance(error, QueueFull):
+                raise ApiError(429, str(error), code="queue_full") from None
+            if isinstance(error, Closed):
+                raise ApiError(503, str(error), code="shutting_down") from None
+            if isinstance(error, ValueError):
+                code = "context_length_exceeded" if "context" in str(error) else None
+                raise ApiError(400, str(error), code=code) from None
+            raise
+
+    def _submit(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
+        for place, prompt in enumerate(prompts):
+            deliver = partial(self._take, place)
+            self.tickets.append(self._scheduler.submit(prompt, n=self._n, deliver=deliver, **options))
+
+    def _take(self, place: int, item: Item) -> None:
+        """Called by the scheduler's thread."""
+        self._loop.call_soon_threadsafe(self._items.put_nowait, (place, item))
+
+    async def steps(self) -> AsyncIterator[tuple[int, Step]]:
+        """Choice and step, as they come.
+
+        Raises:
+            ApiError: 504 when time is up, 500 or 503 when decoding failed.
+        """
+        open_tickets = len(self.tickets)
+        try:
+            while open_tickets:
+                left = None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
+                place, item = await asyncio.wait_for(self._items.get(), left)
+                if isinstance(item, Step):
+                    yield place * self._n + item.row, item
+                elif item is None:
+                    open_tickets -= 1
+                else:
+                    raise _failure(item)
+        except asyncio.TimeoutError:
+            raise ApiError(504, "the request took longer than the server allows", code="timeout") from None
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Want no more."""
+        for ticket in self.tickets:
+            if not ticket.done:
+                ticket.cancel()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The rows behind the choices."""
+        return [entry for ticket in self.tickets for entry in ticket.entries]
+
+    @property
+    def results(self) -> list[Result]:
+        """What the choices came to so far."""
+        return [result for ticket in self.tickets for result in ticket.results]
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens read and made; a prompt counts once however many answers it gets."""
+        read = sum(ticket.entries[0].row.prompt_length for ticket in self.tickets)
+        made = sum(len(entry.row.steps) for entry in self.entries)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def _failure(error: BaseException) -> BaseException:
+    if isinstance(error, OutOfMemory):
+        return ApiError(503, "the server's memory does not suffice for this request now", code="out_of_memory")
+    return error

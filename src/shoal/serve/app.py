@@ -1,0 +1,118 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from shoal import __version__
+from shoal.engine.scheduler import Scheduler
+from shoal.serve.bodies import ChatBody, CompletionBody
+from shoal.serve.desk import Desk
+from shoal.serve.errors import ApiError, no_model
+from shoal.serve.metrics import Metrics
+from shoal.serve.middleware import Gate
+from shoal.serve.settings import Settings
+
+LOG = logging.getLogger("shoal.serve")
+
+
+def create_app(scheduler: Scheduler, settings: Settings) -> FastAPI:
+    """The server's ASGI application; it closes the scheduler when it shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(scheduler.close, timeout=settings.grace)
+
+    app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, settings=settings)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
+    _add_generation(app, Desk(scheduler, settings, metrics))
+    _add_models(app, scheduler, settings)
+    _add_state(app, scheduler, metrics)
+    return app
+
+
+def _add_generation(app: FastAPI, desk: Desk) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await desk.chat(request)
+
+    @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await desk.complete(request)
+
+
+def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
+    card = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "shoal",
+        "max_model_len": scheduler.engine.stack.max_positions,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model there is."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model by its name."""
+        if name != settings.model_name:
+            raise no_model(name, settings.model_name)
+        return card
+
+
+def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while requests are worked on, else 503."""
+        alive = scheduler.alive
+        return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def numbers() -> Response:
+        """Counters and histograms for Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The package's version."""
+        return {"version": __version__}
+
+
+def _body(kind: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.to_dict(), error.status, headers)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(ApiError(error.status_code, str(error.detail)).to_dict(), error.status_code, error.headers)
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    LOG.error("a request failed", exc_info=error)
+    return JSONResponse(ApiError(500, "the server failed; its log says why", code="internal_error").to_dict(), 500)

@@ -1,0 +1,168 @@
+"""Requests as they arrive: JSON to checked values, and those to the engine's options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.serve.errors import ApiError, refused
+from shoal.serve.fields import Field as Answer
+from shoal.serve.fields import check_names
+
+Checked = TypeVar("Checked", bound="Body")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+class Body(BaseModel):
+    """What chat and completions have in common. A null stands for a field that was left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=1024)
+    n: int = Field(default=1, ge=1, le=128)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: str | list[str] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[str, bool] = Field(default_factory=dict)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    user: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    method: str | None = None
+    method_args: dict[str, Any] = Field(default_factory=dict)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
+    ignore_eos: bool = False
+    metrics: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that says what it cost."""
+        return self.stream_options.get("include_usage", False)
+
+    def options(self) -> dict[str, Any]:
+        """The engine's options, but for method, length and log-probabilities."""
+        return {
+            **{name: getattr(self, name) for name in _SAMPLING},
+            "seed": self.seed,
+            "stop": _stops(self.stop),
+            "logit_bias": _bias(self.logit_bias),
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+        }
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives the log-probabilities name; None where none are wanted."""
+        return None
+
+    def check(self) -> None:
+        """What no single field's range says; raises ApiError."""
+        for name, value in self.stream_options.items():
+            if name not in ("include_usage", "include_obfuscation") or (name == "include_obfuscation" and value):
+                raise refused("stream_options", f"stream_options.{name} is not supported; give include_usage")
+        if self.stream_options and not self.stream:
+            raise refused("stream_options", "stream_options belongs to stream=true")
+        if self.metrics and self.stream and not self.include_usage:
+            raise refused("metrics", "in a stream, metrics stand on the usage chunk; ask for include_usage as well")
+
+
+class ChatBody(Body):
+    """`/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `Body`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """See `Body`."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", "top_logprobs needs logprobs=true")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise refused("max_completion_tokens", f"max_tokens is {both[0]} and max_completion_tokens {both[1]}")
+
+
+class CompletionBody(Body):
+    """`/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool = False
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs
+
+    def check(self) -> None:
+        """See `Body`."""
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise refused("echo", "echo with logprobs is not supported: prompts are read without log-probabilities")
+
+
+def parse(raw: bytes, kind: type[Checked], known: Mapping[str, Answer]) -> Checked:
+    """A request from its bytes; ApiError 400 for anything that is not one."""
+    given = _json(raw)
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    fields = {name: value for name, value in check_names(given, known).items() if value is not None}
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise refused(place, f"{place}: {first['msg']}") from None
+    body.check()
+    return body
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        given = json.loads(text, parse_constant=_no_number)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    return given
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _stops(stop: str | list[str]) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > 4 or "" in stops:
+        raise refused("stop", "stop must be a string of at least one character, or a list of up to 4")
+    return stops
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    wrong = [token for token, value in given.items() if not token.isascii() or not token.isdigit() or abs(value) > 100]
+    if wrong:
+        raise refused("logit_bias", f"logit_bias[{wrong[0]!r}]: it must map token ids to numbers in -100..100")
+    return {int(token): value for token, value in given.items()}

@@ -1,0 +1,159 @@
+"""From a request to its answer: read it, queue it, write down what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from shoal.engine.scheduler import Scheduler
+from shoal.serve import fields, policy
+from shoal.serve.answer import Answer
+from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse
+from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.metrics import Metrics, report
+from shoal.serve.middleware import note
+from shoal.serve.prompts import chat_ids, prompts_of
+from shoal.serve.settings import Settings
+from shoal.serve.wire import ChatWire, CompletionWire, Wire
+
+LOG = logging.getLogger("shoal.serve")
+_COMPLETION_TOKENS = 16
+_GONE = 499
+"""Status for the log where the client left before its answer; nobody receives it."""
+
+
+class Desk:
+    """Where requests for text are taken in.
+
+    Args:
+        scheduler: who decodes.
+        settings: the operator's.
+        metrics: what is counted.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
+        self._tokenizer = scheduler.engine.tokenizer
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        body = parse(await request.body(), ChatBody, fields.CHAT)
+        limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
+        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer)
+        return await self._answer(request, body, [ids], limit, ChatWire(body.model, self._tokenizer))
+
+    async def complete(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        body = parse(await request.body(), CompletionBody, fields.COMPLETION)
+        prompts = prompts_of(body.prompt)
+        prefixes = [self._prefix(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
+        wire = CompletionWire(body.model, self._tokenizer, prefixes)
+        return await self._answer(request, body, prompts, body.max_tokens or _COMPLETION_TOKENS, wire)
+
+    def _prefix(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        wrong = next((token for token in prompt if not 0 <= token < self._scheduler.engine.stack.vocab_size), None)
+        if wrong is not None or self._tokenizer is None:
+            raise refused("prompt", f"the prompt cannot be echoed: token {wrong} has no text")
+        return str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+
+    async def _answer(self, request: Request, body: Body, prompts: Sequence[Any], limit: int, wire: Wire) -> Response:
+        self._check(body, len(prompts), limit)
+        method = policy.choose(body.method, body.method_args, self._settings)
+        note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.n)
+        if self._settings.log_prompts:
+            note(request.scope, prompts=list(prompts))
+        answer = Answer(self._scheduler, body.n, self._settings.timeout)
+        options = {**body.options(), "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
+        await answer.start(prompts, options)
+        if body.stream:
+            return StreamingResponse(
+                self._events(request, body, answer, wire),
+                media_type="text/event-stream",
+                headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            )
+        return await self._whole(request, body, answer, wire)
+
+    def _check(self, body: Body, prompts: int, limit: int) -> None:
+        if body.model != self._settings.model_name:
+            raise no_model(body.model, self._settings.model_name)
+        if limit > self._settings.max_tokens:
+            raise refused("max_tokens", f"max_tokens is {limit}; this server allows up to {self._settings.max_tokens}")
+        if prompts * body.n > self._settings.max_n:
+            most = self._settings.max_n
+            raise refused("n", f"{prompts} prompts with n={body.n} answers each; this server allows {most} in all")
+
+    async def _whole(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
+        work, gone = asyncio.ensure_future(_drain(answer)), asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=_GONE)
+            work.result()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            self._account(request, answer)
+        extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
+        return JSONResponse({**wire.whole(answer.results, answer.usage), **extra})
+
+    async def _events(self, request: Request, body: Body, answer: Answer, wire: Wire) -> AsyncIterator[str]:
+        head = wire.chunk_head()
+        shared = {**head, "usage": None} if body.include_usage else head
+        try:
+            for index in range(len(answer.entries)):
+                if (choice := wire.opening(index)) is not None:
+                    yield _event({**shared, "choices": [choice]})
+            async for index, step in answer.steps():
+                if (choice := wire.chunk(index, step)) is not None:
+                    yield _event({**shared, "choices": [choice]})
+            if body.include_usage:
+                extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
+                yield _event({**head, "choices": [], "usage": answer.usage, **extra})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.to_dict())
+        except Exception:
+            LOG.exception("a stream failed")
+            yield _event(ApiError(500, "the server failed; its log says why", code="internal_error").to_dict())
+        finally:
+            answer.cancel()
+            self._account(request, answer)
+
+    def _account(self, request: Request, answer: Answer) -> None:
+        results = answer.results
+        for entry, result in zip(answer.entries, results, strict=True):
+            self._metrics.finished(entry, result)
+        usage = answer.usage
+        layers = sum(result.stats.layer_tokens for result in results)
+        note(
+            request.scope,
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            finish=[result.finish_reason for result in results],
+            mean_layers=round(layers / max(1, usage["completion_tokens"]), 2),
+            queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4),
+        )
+        if self._settings.log_prompts:
+            note(request.scope, texts=[result.text for result in results])
+
+
+async def _drain(answer: Answer) -> None:
+    async for _ in answer.steps():
+        pass
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"

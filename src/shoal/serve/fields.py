@@ -1,0 +1,147 @@
+"""Every field that OpenAI's client can send: what the server makes of it. A field that is not here is answered 400.
+
+`python -m shoal.serve.fields` prints the table of docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Honoured:
+    """A field that does what it says."""
+
+    note: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that is answered 400, unless it has one of the values that ask for nothing."""
+
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+Field = Honoured | Refused
+
+_COMMON: dict[str, Field] = {
+    "model": Honoured("must be the served name; another one is answered 404"),
+    "frequency_penalty": Honoured("-2 to 2, over generated tokens"),
+    "presence_penalty": Honoured("-2 to 2, over generated tokens"),
+    "logit_bias": Honoured("token ids to -100..100"),
+    "n": Honoured("answers per prompt; each is a row of its own"),
+    "seed": Honoured("makes draws repeatable, whatever else is running"),
+    "stop": Honoured("a string, or up to 4"),
+    "stream": Honoured("server-sent events"),
+    "stream_options": Honoured("`include_usage`; `include_obfuscation` may only be false"),
+    "temperature": Honoured("0 to 2, default 1; 0 takes the likeliest token"),
+    "top_p": Honoured("above 0, up to 1"),
+    "user": Honoured("written to the server's log"),
+}
+_OURS: dict[str, Field] = {
+    "method": Honoured("the name of a decoding method, where the server's policy allows it"),
+    "method_args": Honoured("the method's options"),
+    "top_k": Honoured("0 keeps every token"),
+    "min_p": Honoured("0 to 1"),
+    "repetition_penalty": Honoured("above 0; 1 is neutral"),
+    "stop_token_ids": Honoured("token ids that end the answer"),
+    "ignore_eos": Honoured("go on after the model's end of sequence"),
+    "metrics": Honoured("adds what the answer cost: layers, guesses, times"),
+}
+_NO_TOOLS = "the server calls no tools"
+CHAT: dict[str, Field] = {
+    **_COMMON,
+    "messages": Honoured("through the model's chat template; content is text, or a list of text parts"),
+    "max_tokens": Honoured("most generated tokens"),
+    "max_completion_tokens": Honoured("the same; not together with a different `max_tokens`"),
+    "logprobs": Honoured("of the chosen tokens"),
+    "top_logprobs": Honoured("0 to 20 alternatives; needs `logprobs`"),
+    "audio": Refused("the model makes text only"),
+    "modalities": Refused("the model makes text only", (["text"],)),
+    "function_call": Refused(_NO_TOOLS, ("none",)),
+    "functions": Refused(_NO_TOOLS, ([],)),
+    "tools": Refused(_NO_TOOLS, ([],)),
+    "tool_choice": Refused(_NO_TOOLS, ("none",)),
+    "parallel_tool_calls": Refused(_NO_TOOLS, (False,)),
+    "web_search_options": Refused(_NO_TOOLS),
+    "response_format": Refused("answers follow no grammar", ({"type": "text"},)),
+    "prediction": Refused("use a method that drafts, such as prompt_lookup"),
+    "reasoning_effort": Refused("the server has no such knob", ("none",)),
+    "verbosity": Refused("the server has no such knob"),
+    "metadata": Refused("nothing is stored", ({},)),
+    "store": Refused("nothing is stored", (False,)),
+    "moderation": Refused("the server moderates nothing"),
+    "safety_identifier": Refused("the server keeps no account of users; `user` goes to its log"),
+    "service_tier": Refused("there is one tier", ("auto", "default")),
+    "prompt_cache_key": Refused("prompts are not cached"),
+    "prompt_cache_options": Refused("prompts are not cached"),
+    "prompt_cache_retention": Refused("prompts are not cached"),
+}
+COMPLETION: dict[str, Field] = {
+    **_COMMON,
+    "prompt": Honoured("text, token ids, or a list of either"),
+    "max_tokens": Honoured("most generated tokens, default 16"),
+    "logprobs": Honoured("0 to 20 alternatives for each token"),
+    "echo": Honoured("puts the prompt before the answer; not with `logprobs`"),
+    "best_of": Refused("give `n`", (1,)),
+    "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
+}
+
+
+def extras() -> Mapping[str, Field]:
+    """Fields beyond OpenAI's, sent through `extra_body`."""
+    return _OURS
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
+    """The honoured fields of a request.
+
+    Raises:
+        ApiError: 400 for a field that is unknown, or refused and not neutral.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        field = known.get(name) or _OURS.get(name)
+        if field is None:
+            raise ApiError(400, f"unknown field {name!r}; see docs/serving.md for those that there are", param=name)
+        if isinstance(field, Honoured):
+            kept[name] = value
+        elif value is not None and not any(value == one and type(value) is type(one) for one in field.neutral):
+            raise ApiError(400, f"{name} is not supported: {field.note}", param=name, code="unsupported_parameter")
+    return kept
+
+
+def table() -> str:
+    """The fields as Markdown."""
+    lines = ["| field | in | answer | why |", "|---|---|---|---|"]
+    for name in sorted({*CHAT, *COMPLETION, *_OURS}):
+        both = (("chat", CHAT), ("completions", COMPLETION))
+        kinds = [(where, fields[name]) for where, fields in both if name in fields]
+        if name in _OURS:
+            kinds = [("both, `extra_body`", _OURS[name])]
+        elif len(kinds) == 2 and kinds[0][1] == kinds[1][1]:
+            kinds = [("both", kinds[0][1])]
+        lines += [f"| `{name}` | {where} | {_answer(field)} | {field.note} |" for where, field in kinds]
+    return "\n".join(lines)
+
+
+def _answer(field: Field) -> str:
+    if isinstance(field, Honoured):
+        return "honoured"
+    allowed = ", ".join(f"`{_json(value)}`" for value in field.neutral)
+    return f"400, unless {allowed}" if allowed else "400"
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(table())

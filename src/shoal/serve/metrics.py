@@ -1,0 +1,125 @@
+"""What the server counts, under the names that dashboards for vLLM know, with the prefix `shoal:`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.ticket import Entry
+from shoal.types import Result, Stats
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens read.",
+    "generation_tokens": "Tokens generated.",
+    "spec_decode_num_draft_tokens": "Tokens guessed ahead.",
+    "spec_decode_num_accepted_tokens": "Guessed tokens that were kept.",
+    "layers_executed": "Decoder layers that computed generated tokens.",
+    "layers_skipped": "Decoder layers that generated tokens were spared.",
+}
+_TIMES = {
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "inter_token_latency_seconds": "Mean time between the tokens of a row.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
+    "request_queue_time_seconds": "From arrival to admission.",
+    "request_prefill_time_seconds": "From admission to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+}
+
+
+class Metrics:
+    """One server's numbers; every row counts as a request of its own.
+
+    Args:
+        model_name: the label of all of them.
+        scheduler: whose state the gauges show.
+        num_layers: of the model.
+    """
+
+    def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int) -> None:
+        self.registry = CollectorRegistry()
+        self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
+        self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
+        self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
+        self._made = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
+        self._depth = self._histogram("decode_depth", "Layers per generated token.", range(1, num_layers + 1))
+        self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
+        self._gauge("num_requests_running", "Rows under way.", lambda: scheduler.running)
+        self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
+        self._gauge("kv_cache_usage_perc", "Share of the KV memory set apart, 0 to 1.", lambda: scheduler.kv_use)
+
+    def finished(self, entry: Entry, result: Result) -> None:
+        """Count a row that has ended."""
+        stats, steps = result.stats, entry.row.steps
+        executed = stats.layer_tokens
+        counts = {
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.new_tokens,
+            "spec_decode_num_draft_tokens": stats.drafted,
+            "spec_decode_num_accepted_tokens": stats.accepted,
+            "layers_executed": executed,
+            "layers_skipped": self._layers * stats.new_tokens - executed,
+        }
+        for name, amount in counts.items():
+            self._counters[name].labels(self._label).inc(amount)
+        self._success.labels(self._label, result.finish_reason).inc()
+        self._prompt.labels(self._label).observe(stats.prompt_tokens)
+        self._made.labels(self._label).observe(stats.new_tokens)
+        for step in steps:
+            self._depth.labels(self._label).observe(step.depth)
+        self._observe_times(entry, stats)
+
+    def _observe_times(self, entry: Entry, stats: Stats) -> None:
+        times = {"request_queue_time_seconds": entry.queue_seconds, "e2e_request_latency_seconds": stats.seconds}
+        if entry.first is not None:
+            times["time_to_first_token_seconds"] = entry.first - entry.arrived
+            times["request_prefill_time_seconds"] = stats.prefill_seconds
+            times["request_decode_time_seconds"] = stats.decode_seconds
+            if stats.new_tokens > 1:
+                times["inter_token_latency_seconds"] = stats.decode_seconds / (stats.new_tokens - 1)
+        for name, seconds in times.items():
+            self._times[name].labels(self._label).observe(seconds)
+
+    def text(self) -> bytes:
+        """All numbers in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"shoal:{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
+        return Histogram(f"shoal:{name}", text, ["model_name"], buckets=[*buckets], registry=self.registry)
+
+    def _gauge(self, name: str, text: str, read: Any) -> None:
+        Gauge(f"shoal:{name}", text, ["model_name"], registry=self.registry).labels(self._label).set_function(read)
+
+
+def report(entries: list[Entry], results: list[Result]) -> dict[str, Any]:
+    """What one answer cost, for the client that asks for it; of several choices the sums and means."""
+    stats = [result.stats for result in results]
+    made = sum(one.new_tokens for one in stats)
+    drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)
+    firsts = [entry.first - entry.arrived for entry in entries if entry.first is not None]
+    return {
+        "depth": {
+            "mean_layers": sum(one.layer_tokens for one in stats) / made if made else None,
+            "full_layers": stats[0].num_layers,
+            "layers_histogram": _histogram([depth for result in results for depth in result.depths]),
+        },
+        "speculative_decoding": {
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+        },
+        "queue_time_ms": 1e3 * max(entry.queue_seconds for entry in entries),
+        "time_to_first_token_ms": 1e3 * max(firsts) if firsts else None,
+        "generation_time_ms": 1e3 * max(one.decode_seconds for one in stats),
+    }
+
+
+def _histogram(depths: list[float]) -> dict[str, int]:
+    return {f"{depth:g}": depths.count(depth) for depth in sorted(set(depths))}

@@ -1,0 +1,53 @@
+"""Which method decodes a request: what the client may choose, and what the operator has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal import methods
+from shoal.methods.base import Method
+from shoal.serve.errors import ApiError
+from shoal.serve.settings import Settings
+
+_HARMLESS = ("layer scores",)
+"""Needs that a method finds in the loaded model; others make it read files or load another model."""
+
+
+def allowed(settings: Settings) -> list[str]:
+    """Names of the methods that a request may ask for."""
+    if settings.methods is not None:
+        return sorted(settings.methods)
+    return [name for name in methods.names() if all(need in _HARMLESS for need in methods.get(name).needs)]
+
+
+def choose(method: str | None, args: Mapping[str, Any], settings: Settings) -> Method:
+    """The method of a request.
+
+    Raises:
+        ApiError: 403 where the policy forbids it, 400 where there is none such or its options are wrong.
+    """
+    if method is None:
+        if args:
+            raise ApiError(400, "method_args belongs to a method; name it in method", param="method")
+        return methods.make(settings.method)
+    _check({"method": method, "method_args": args}, settings)
+    try:
+        return methods.make({"method": method, "method_args": args})
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), param="method_args") from None
+
+
+def _check(spec: Any, settings: Settings) -> None:
+    """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known."""
+    spec = {"method": spec} if isinstance(spec, str) else spec
+    name = spec.get("method") if isinstance(spec, Mapping) else None
+    if not isinstance(name, str) or name not in methods.names():
+        raise ApiError(400, f"method is {name!r}; this server has {', '.join(allowed(settings))}", param="method")
+    if name not in allowed(settings):
+        message = f"method {name!r} is not allowed here; allowed are {', '.join(allowed(settings)) or 'none'}"
+        raise ApiError(403, message, param="method", code="method_not_allowed")
+    args = spec.get("method_args") or {}
+    for holder in (spec, args if isinstance(args, Mapping) else {}):
+        if holder.get("inner") is not None:
+            _check(holder["inner"], settings)

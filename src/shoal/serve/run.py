@@ -1,0 +1,55 @@
+"""Serve until a signal says stop: bind, say where, finish what runs."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+import uvicorn
+
+from shoal.engine.scheduler import Scheduler
+from shoal.serve.app import create_app
+from shoal.serve.settings import Settings
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        ValueError: the address cannot be bound.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error}") from None
+    return listener
+
+
+def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
+    """A server to run on sockets of one's own."""
+    config = uvicorn.Config(
+        create_app(scheduler, settings),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=int(settings.grace) or None,
+    )
+    return uvicorn.Server(config)
+
+
+def run(scheduler: Scheduler, settings: Settings, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    listener = bind(host, port)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("shoal.serve").setLevel(logging.INFO)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {settings.model_name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+    try:
+        make_server(scheduler, settings).run(sockets=[listener])
+    finally:
+        scheduler.close(drain=False)
+        listener.close()

@@ -1,0 +1,48 @@
+"""What an operator decides about a server, checked before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a server.
+
+    Attributes:
+        model_name: the name under which clients ask for the model; another one is answered 404.
+        method: what decodes where a request names no method.
+        methods: names of the methods that requests may ask for; None for every one that loads nothing.
+        api_keys: keys of which a request must carry one; without any, all are welcome.
+        default_max_tokens: the limit of a chat answer that names none.
+        max_tokens: the largest limit that a request may name.
+        max_n: most answers per request, over all its prompts.
+        max_body: most bytes of a request.
+        timeout: seconds after which a request is given up and answered 504; None for never.
+        grace: seconds that requests have to finish when the server shuts down.
+        log_prompts: whether logs may hold prompts and answers.
+    """
+
+    model_name: str = "shoal"
+    method: Any = "full"
+    methods: frozenset[str] | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    default_max_tokens: int = 1024
+    max_tokens: int = 16384
+    max_n: int = 16
+    max_body: int = 1 << 20
+    timeout: float | None = 600.0
+    grace: float = 30.0
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds, or none at all")
+        if not self.grace >= 0:
+            raise ValueError(f"grace is {self.grace}; it must be >= 0 seconds")
+        if "" in self.api_keys:
+            raise ValueError("an API key is empty; give one of at least one character")

@@ -1,0 +1,170 @@
+"""Answers in OpenAI's JSON: whole ones and the chunks of a stream, for chats and for plain completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shoal.types import Result, Step, TokenLogprob
+
+Json = dict[str, Any]
+
+
+class Wire(Protocol):
+    """One of the two forms.
+
+    Attributes:
+        head: the fields that every object of one answer shares.
+    """
+
+    head: Json
+
+    def opening(self, index: int) -> Json | None:
+        """The choice of a chunk that comes before any text."""
+        ...
+
+    def chunk(self, index: int, step: Step) -> Json | None:
+        """The choice of a chunk for one step; None where it has nothing to say."""
+        ...
+
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        """The answer in one piece."""
+        ...
+
+    def chunk_head(self) -> Json:
+        """The shared fields of a chunk."""
+        ...
+
+
+class ChatWire:
+    """`/v1/chat/completions`."""
+
+    def __init__(self, model: str, tokenizer: Any) -> None:
+        self.head = _head("chatcmpl", "chat.completion", model)
+        self._tokenizer = tokenizer
+
+    def chunk_head(self) -> Json:
+        """See `Wire`."""
+        return {**self.head, "object": "chat.completion.chunk"}
+
+    def opening(self, index: int) -> Json | None:
+        """See `Wire`."""
+        return _choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, index: int, step: Step) -> Json | None:
+        """See `Wire`."""
+        if not (step.text or step.logprob or step.finish_reason):
+            return None
+        delta = {"content": step.text} if step.text else {}
+        return _choice(index, "delta", delta, self._logprobs([step.logprob]), step.finish_reason)
+
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        """See `Wire`."""
+        choices = [
+            _choice(index, "message", _said(result.text), self._logprobs(result.logprobs or ()), result.finish_reason)
+            for index, result in enumerate(results)
+        ]
+        return {**self.head, "choices": choices, "usage": usage}
+
+    def _logprobs(self, found: Sequence[TokenLogprob | None]) -> Json | None:
+        entries = [entry for entry in found if entry is not None]
+        if not entries:
+            return None
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: TokenLogprob) -> Json:
+        top = [_scored(_word(token, self._tokenizer), value) for token, value in entry.top]
+        return {**_scored(_word(entry.token, self._tokenizer), entry.logprob), "top_logprobs": top}
+
+
+class CompletionWire:
+    """`/v1/completions`.
+
+    Args:
+        model: the served name.
+        tokenizer: makes words of tokens.
+        prefixes: what stands before each choice's text: the prompt, if it is to be echoed.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, prefixes: Sequence[str]) -> None:
+        self.head = _head("cmpl", "text_completion", model)
+        self._tokenizer, self._prefixes = tokenizer, prefixes
+        self._offsets = [0] * len(prefixes)
+
+    def chunk_head(self) -> Json:
+        """See `Wire`."""
+        return self.head
+
+    def opening(self, index: int) -> Json | None:
+        """See `Wire`."""
+        prefix = self._prefixes[index]
+        return _choice(index, "text", prefix, None, None) if prefix else None
+
+    def chunk(self, index: int, step: Step) -> Json | None:
+        """See `Wire`."""
+        if not (step.text or step.logprob or step.finish_reason):
+            return None
+        logprobs = self._logprobs(index, [step.logprob] if step.logprob else [])
+        return _choice(index, "text", step.text, logprobs, step.finish_reason)
+
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        """See `Wire`."""
+        choices = [
+            _choice(
+                index,
+                "text",
+                self._prefixes[index] + result.text,
+                self._logprobs(index, result.logprobs or ()),
+                result.finish_reason,
+            )
+            for index, result in enumerate(results)
+        ]
+        return {**self.head, "choices": choices, "usage": usage}
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
+        if not entries:
+            return None
+        words = [_word(entry.token, self._tokenizer) for entry in entries]
+        offsets = []
+        for word in words:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(word)
+        return {
+            "tokens": words,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {_word(token, self._tokenizer): _finite(value) for token, value in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _head(prefix: str, kind: str, model: str) -> Json:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _said(text: str) -> Json:
+    return {"role": "assistant", "content": text, "refusal": None}
+
+
+def _word(token: int, tokenizer: Any) -> str:
+    if tokenizer is None:
+        return f"token_id:{token}"
+    return str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _scored(word: str, logprob: float) -> Json:
+    """A token with its log-probability; bytes only where the token is whole characters."""
+    raw = None if "\ufffd" in word else list(word.encode("utf-8"))
+    return {"token": word, "logprob": _finite(logprob), "bytes": raw}
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity; OpenAI's own servers write this in its place."""
+    return max(value, -9999.0)

@@ -1,0 +1,69 @@
+"""A real server on a free port, in a thread, over a tiny model; and clients for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from chat_tokenizer import chat_tokenizer
+from families import tiny
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+
+MODEL = "tiny"
+
+
+@dataclass
+class Running:
+    """A server under way."""
+
+    url: str
+    scheduler: Scheduler
+    engine: Engine
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def client(self, **more: Any) -> Any:
+        """The official client, without retries."""
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **{"api_key": "none", "timeout": 60, **more})
+
+
+def tiny_engine() -> Engine:
+    """Four random layers that speak single characters, in fp64."""
+    return engine_for(tiny("llama", layers=4), chat_tokenizer(), name=MODEL)
+
+
+@contextmanager
+def serving(engine: Engine, *, scheduling: dict[str, Any] | None = None, **settings: Any) -> Iterator[Running]:
+    """Serve within the context; afterwards everything has ended."""
+    from shoal.serve.run import bind, make_server
+    from shoal.serve.settings import Settings
+
+    scheduler = Scheduler(engine, **(scheduling or {}))
+    listener = bind("127.0.0.1", 0)
+    server = make_server(scheduler, Settings(**{"model_name": MODEL, "grace": 20.0, **settings}))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait(lambda: server.started)
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler, engine)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        scheduler.close(drain=False)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def wait(condition: Any, seconds: float = 30.0) -> None:
+    """Wait until `condition()` holds; fails when it does not in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
