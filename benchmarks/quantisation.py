@@ -4,7 +4,7 @@
     python benchmarks/quantisation.py --writer OTHER [--model M] [--windows 64] [--json OUT]
 
 A text is cut into windows of the model's context; every token but a window's first is judged. A line of a `.jsonl`
-file counts as one window: its "question", a newline and its "equations" and "answer", of which only the last two are
+file counts as one window: its "question", a newline and its "solution" (or "equations" and "answer"), which alone is
 judged. With `--writer` every window is a text that another model of the same kind draws at temperature 1: text that
 the model under test has neither seen nor made, where nothing held out is at hand. Losses are also given in bits per
 byte of the text, which compare between vocabularies. The last line on stdout is the result as JSON.
@@ -111,7 +111,8 @@ def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int],
         for line in text.read_text(encoding="utf-8").splitlines()[:limit]:
             item = json.loads(line)
             prompt = tokenizer(item["question"] + "\n")["input_ids"]
-            answer = tokenizer(f"{item['equations']} #### {item['answer']}", add_special_tokens=False)["input_ids"]
+            solution = item.get("solution") or f"{item['equations']} #### {item['answer']}"
+            answer = tokenizer(solution, add_special_tokens=False)["input_ids"]
             ids = [*prompt, *answer, tokenizer.eos_token_id][:length]
             yield ids, max(len(ids) - len(prompt), 1)
         return
