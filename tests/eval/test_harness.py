@@ -42,7 +42,7 @@ def test_tasks_from_the_command_line(capsys, data):
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["label"], row["task"]) for row in rows] == [
-        (label, task) for label in ("full", "d3:alpha=0.8") for task in ("bbh_logic_local", "gsm8k_local", "all")
+        (label, task) for label in ("full", "d3:alpha=0.8") for task in ("gsm8k_local", "bbh_logic_local", "all")
     ]
     assert rows[2]["n"] == 3 and rows[-1]["mean_layers"] < 16 == rows[0]["mean_layers"]
     assert main([*words[:2], "gsm9k", *words[3:]]) == 2
