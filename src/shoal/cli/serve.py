@@ -16,6 +16,7 @@ from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal.engine.scheduler import Scheduler
     from shoal.serve.settings import Settings
 
 EXAMPLES = """examples:
@@ -69,27 +70,31 @@ def _add_limits(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it."""
     try:
+        from shoal.serve.run import bind
         from shoal.serve.run import run as serve
     except ImportError as error:
         why = f"{error.name or error} is not installed"
         raise Unsupported("shoal serve", why, "Install the extra: pip install 'shoal[serve]'") from None
+    with bind(args.host, args.port) as listener:
+        engine = common.load_engine(args)
+        settings = _settings(args, engine)
+        engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
+        serve(_scheduler(args, engine), settings, listener)
+    return 0
+
+
+def _scheduler(args: argparse.Namespace, engine: Engine) -> Scheduler:
     from shoal.engine.admission import policy
     from shoal.engine.scheduler import Scheduler
 
-    admission = policy(args.admission, float("inf") if args.patience is None else args.patience)
-    engine = common.load_engine(args)
-    settings = _settings(args, engine)
-    engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
-    scheduler = Scheduler(
+    return Scheduler(
         engine,
         max_rows=args.max_rows,
         max_waiting=args.max_waiting,
         kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
         prefill_chunk=args.prefill_chunk,
-        policy=admission,
+        policy=policy(args.admission, float("inf") if args.patience is None else args.patience),
     )
-    serve(scheduler, settings, args.host, args.port)
-    return 0
 
 
 def _settings(args: argparse.Namespace, engine: Engine) -> Settings:

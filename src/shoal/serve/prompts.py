@@ -38,7 +38,7 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
 def _message(message: Mapping[str, Any], place: int) -> dict[str, str]:
     where = f"messages.{place}"
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise refused(where, f"{where}.role is {role!r}; it must be one of {', '.join(_ROLES)}")
     given = {key for key, value in message.items() if value is not None}
     extra = sorted(given - {"role", "content", "name"})

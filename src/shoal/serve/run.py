@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError) as error:  # a port beyond 65535 overflows
         raise ValueError(f"cannot listen on {host}:{port}: {error}") from None
     return listener
 
@@ -40,9 +40,8 @@ def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def run(scheduler: Scheduler, settings: Settings, host: str, port: int) -> None:
+def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
-    listener = bind(host, port)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("shoal.serve").setLevel(logging.INFO)
     host, port = listener.getsockname()[:2]
@@ -52,4 +51,3 @@ def run(scheduler: Scheduler, settings: Settings, host: str, port: int) -> None:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:
         scheduler.close(drain=False)
-        listener.close()

@@ -1,0 +1,165 @@
+"""Whatever arrives is answered in OpenAI's form, never with a 500, and other streams go on untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import MODEL, Running, serving, tiny_engine, wait
+
+PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 2}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(tiny_engine(), max_body=20_000, max_tokens=500, max_n=4) as running:
+        yield running
+
+
+def post(server: Running, content: bytes | str, path: str = "completions", **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
+
+
+def check(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer.headers["x-request-id"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"model": "\xc3\x28"}', "not UTF-8"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "no JSON number"),
+        (b'{"model": "tiny", "temperature": 1e999}', ""),
+        (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
+        (b'{"a": ' * 2000 + b"1" + b"}" * 2000, ""),
+        (b"[" * 9000, ""),
+    ],
+)
+def test_bodies_that_are_none(server: Running, content: bytes, said: str) -> None:
+    for path in ("completions", "chat/completions"):
+        assert said in check(post(server, content, path), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": None}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [1, "a"]}, {"prompt": {"a": 1}},
+        {"prompt": [97]}, {"prompt": [-1]}, {"prompt": [10**30]}, {"prompt": [True]}, {"prompt": ["a"] * 5},
+        {"model": None}, {"model": 3}, {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 501},
+        {"max_tokens": 1.5}, {"max_tokens": "5"}, {"max_tokens": True}, {"max_tokens": 10**30}, {"n": 0}, {"n": 5},
+        {"n": 10**9}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.1}, {"stop": [""]},
+        {"stop": ["a"] * 5}, {"stop": 3}, {"logit_bias": {"x": 1}}, {"logit_bias": {"97": 1}},
+        {"logit_bias": {"5": 101}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"²": 1}}, {"logit_bias": [1]},
+        {"logprobs": 21}, {"logprobs": True},
+        {"seed": 0.5}, {"seed": 2**64}, {"stream": "yes"}, {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"other": True}}, {"stream": True, "metrics": True}, {"suffix": "x"},
+        {"best_of": 2}, {"echo": True, "logprobs": 1}, {"unheard_of": None}, {"top_k": -1}, {"min_p": 2},
+        {"repetition_penalty": 0}, {"stop_token_ids": ["a"]}, {"method": 3}, {"method": "d3", "method_args": [1]},
+        {"user": 5}, {"ignore_eos": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_out_of_range(server: Running, change: dict[str, Any]) -> None:
+    check(post(server, json.dumps({**PLAIN, **change})), 400)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None, [], ["a"], [{}], [{"role": "user"}], [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": 5}], [{"role": "user", "content": "x", "name": 4}],
+        [{"role": ["user"], "content": "x"}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_messages_that_are_none(server: Running, messages: Any) -> None:
+    check(post(server, json.dumps({**CHAT, "messages": messages}), "chat/completions"), 400)
+
+
+def test_text_parts_are_text(server: Running) -> None:
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    whole = [{"role": "system", "content": "Hi"}]
+    texts = [
+        post(server, json.dumps({**CHAT, "messages": one, "temperature": 0}), "chat/completions").json()["choices"]
+        for one in (parts, whole)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_bodies_that_are_too_large(server: Running) -> None:
+    large = json.dumps({**PLAIN, "prompt": "a" * 1_000_000})
+    check(post(server, large), 413)
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(large), 1000):
+            yield large[start : start + 1000].encode()
+
+    with contextlib.suppress(httpx.WriteError):  # the server has answered and closed before everything was sent
+        check(httpx.post(f"{server.url}/v1/completions", content=pieces(), timeout=60), 413)
+    assert post(server, json.dumps(PLAIN)).status_code == 200
+
+
+def test_routes_that_are_none(server: Running) -> None:
+    check(httpx.get(f"{server.url}/v1/nothing"), 404)
+    check(httpx.get(f"{server.url}/v1/completions"), 405)
+
+
+def test_a_thousand_random_bodies_leave_a_stream_alone(server: Running) -> None:
+    rng = random.Random(0)
+    text, kept = json.dumps({**PLAIN, "temperature": 0}).encode(), []
+    expected = server.engine.generate("Some words", max_new_tokens=400).text
+    stream = json.dumps({**PLAIN, "temperature": 0, "max_tokens": 400})
+    with httpx.Client(timeout=60) as client:
+        for number in range(1000):
+            if number % 400 == 0:
+                kept.append(client.post(f"{server.url}/v1/completions", content=stream))
+            body = bytearray(text)
+            for _ in range(rng.randint(1, 4)):
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            answer = client.post(f"{server.url}/v1/completions", content=bytes(body))
+            assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)
+    assert {answer.json()["choices"][0]["text"] for answer in kept} == {expected}
+    wait(lambda: server.scheduler.running == 0)
+    assert server.scheduler._batch.cache.rows == 0
+
+
+def test_a_client_that_vanishes_frees_its_row(server: Running) -> None:
+    body = json.dumps({**PLAIN, "max_tokens": 490, "stream": True})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        raw.recv(100)
+        wait(lambda: server.scheduler.running == 1)
+    wait(lambda: server.scheduler.running == 0)
+
+
+def test_a_slow_reader_holds_nobody_up(server: Running) -> None:
+    body = json.dumps({**PLAIN, "max_tokens": 490, "stream": True, "logprobs": 20, "temperature": 0})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait(lambda: server.scheduler.running == 1)
+        wait(lambda: server.scheduler.running == 0)  # decoded to its end, though nobody reads
+        assert post(server, json.dumps(PLAIN)).status_code == 200

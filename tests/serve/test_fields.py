@@ -1,0 +1,66 @@
+"""Every field that the installed client can send is in the table; what the table says is what happens."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params as completion
+from openai.types.chat import completion_create_params as chat
+
+from serving import MODEL, Running, serving, tiny_engine
+from shoal.serve.bodies import ChatBody, CompletionBody
+from shoal.serve.fields import CHAT, COMPLETION, Field, Honoured, Refused, extras, table
+
+ROUTES: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
+    "chat/completions": (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "completions": (COMPLETION, {"prompt": "Hi"}),
+}
+REFUSED = [
+    (route, name, field) for route, (known, _) in ROUTES.items() for name, field in known.items()
+    if isinstance(field, Refused)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(tiny_engine()) as running:
+        yield running
+
+
+def post(server: Running, route: str, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "max_tokens": 2, **ROUTES[route][1], **fields}
+    return httpx.post(f"{server.url}/v1/{route}", content=json.dumps(body), timeout=60)
+
+
+def test_the_table_has_every_field_of_the_client() -> None:
+    for known, params in ((CHAT, chat.CompletionCreateParamsBase), (COMPLETION, completion.CompletionCreateParamsBase)):
+        assert set(typing.get_type_hints(params)) | {"stream"} == set(known)
+
+
+def test_the_honoured_fields_are_those_that_are_read() -> None:
+    for kind, known in ((ChatBody, CHAT), (CompletionBody, COMPLETION)):
+        honoured = {name for name, field in {**known, **extras()}.items() if isinstance(field, Honoured)}
+        assert honoured == set(kind.model_fields)
+
+
+@pytest.mark.parametrize(("route", "name", "field"), REFUSED, ids=[f"{route}.{name}" for route, name, _ in REFUSED])
+def test_a_refused_field_is_400_unless_it_asks_for_nothing(
+    server: Running, route: str, name: str, field: Refused
+) -> None:
+    for value in ("something", 17, {"a": "b"}, ["x"]):
+        answer = post(server, route, **{name: value})
+        assert answer.status_code == 400
+        assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (name, "unsupported_parameter")
+    for value in (*field.neutral, None):
+        assert post(server, route, **{name: value}).status_code == 200
+
+
+def test_the_document_holds_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert table() in page, "docs/serving.md is out of date; take the table from python -m shoal.serve.fields"

@@ -1,0 +1,84 @@
+"""Metrics, health, logs, and the OpenAPI schema under a fuzzer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+
+from serving import MODEL, Running, serving, tiny_engine, wait
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "A secret", "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(tiny_engine(), max_tokens=20, max_n=4) as running:
+        yield running
+
+
+def metrics(server: Running) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics").text
+    return {name: float(value) for name, value in re.findall(r"^(shoal:\w+)\{[^}]*\} (\S+)$", text, re.M)}
+
+
+def test_layers_and_tokens_are_counted(server: Running) -> None:
+    before = metrics(server)
+    spec = {"method": "early_exit", "method_args": {"exit_layer": 2}}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, **spec}).json()
+    after = metrics(server)
+    read, made = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert (grown["shoal:prompt_tokens_total"], grown["shoal:generation_tokens_total"]) == (read, made) == (8, 6)
+    assert grown["shoal:layers_executed_total"] == 4 + 2 * 5
+    assert grown["shoal:layers_skipped_total"] == 2 * 5
+    assert grown["shoal:decode_depth_count"] == 6
+    assert grown["shoal:time_to_first_token_seconds_count"] == 1
+    assert (after["shoal:num_requests_running"], after["shoal:kv_cache_usage_perc"]) == (0, 0)
+
+
+def test_health_tells_when_nothing_decodes_any_more() -> None:
+    with serving(tiny_engine()) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert "version" in httpx.get(f"{server.url}/version").json()
+        server.scheduler.close()
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_logs_hold_text_only_when_told(log_prompts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="shoal.serve")
+    with serving(tiny_engine(), log_prompts=log_prompts) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine-1"})
+        wait(lambda: any("mine-1" in record.message for record in caplog.records))
+    assert answer.headers["x-request-id"] == "mine-1"
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "shoal.serve"]
+    (line,) = [line for line in lines if line["id"] == "mine-1"]
+    assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == (200, 8, 6)
+    assert ("A secret" in json.dumps(lines)) == log_prompts
+
+
+def test_a_fuzzer_finds_no_server_error(server: Running) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= 7
+    for operation in operations:
+
+        @settings(max_examples=40, suppress_health_check=list(HealthCheck), database=None)
+        @given(case=operation.as_strategy())
+        def fuzz(case: Any) -> None:
+            if isinstance(case.body, dict) and "model" in case.body:
+                case.body["model"] = MODEL  # beyond the first check
+            answer = case.call(timeout=60)
+            assert answer.status_code < 500, answer.text
+
+        fuzz()
