@@ -32,10 +32,6 @@ METHODS: dict[str, Method] = {
 }
 """Settings under which the six layers of a tiny random model accept something and reject something."""
 
-SIBLINGS = {"swift": 14}
-"""Of the settings that draft trees: the most nodes of a block."""
-
-
 @dataclass
 class Watched:
     """A proposer that behaves like `inner` and keeps what came of it.

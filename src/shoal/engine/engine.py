@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _RESERVE = 1024
 """Most generated positions for which KV memory is set aside at once; longer answers grow into more."""
+_DRAFT = 32
+"""Positions set aside for guesses beside the answer, so that a wide tree at its end does not move the cache."""
 
 
 class Engine:
@@ -162,7 +164,8 @@ class Engine:
         prompt = max(row.prompt_length for row in rows)
         answer = min(max_new_tokens, _RESERVE)
         drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
-        reserve = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
+        room = _DRAFT if any(row.recipe.proposer is not None for row in rows) else 0
+        reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         return KVCache(self.stack.windows, len(rows), reserve)
 
     def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:

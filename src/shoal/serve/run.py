@@ -44,6 +44,7 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     """Serve until SIGINT or SIGTERM."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("shoal.serve").setLevel(logging.INFO)
+    listener.listen(128)  # from now on nobody is turned away
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {settings.model_name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)

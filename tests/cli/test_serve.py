@@ -1,0 +1,50 @@
+"""`shoal serve` as a process: it says where it listens, and on SIGTERM finishes what it has begun."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from shoal.cli import main
+
+
+def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
+    words = ["serve", "--model", tiny_folder, "--served-model-name", "t", "--port", "0", "--dtype", "float32"]
+    process = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = next(found[1] for line in process.stderr if (found := re.search(r"at (http\S+)", line)))
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+        stream = client.completions.create(model="t", prompt="Some words", max_tokens=200, temperature=0, stream=True)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        process.communicate(timeout=120)
+        assert process.returncode in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "d4"], "d4"),
+        (["--admission", "tides"], "tides"),
+        (["--port", "99999"], "99999"),
+        (["--max-rows", "0"], "max_rows"),
+        (["--timeout", "-1"], "timeout"),
+        (["--kv-gib", "0"], "kv"),
+    ],
+)
+def test_options_that_make_no_sense(
+    tiny_folder: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", tiny_folder, *words]) == 2
+    assert said in capsys.readouterr().err
