@@ -69,7 +69,10 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, tmp_path: Path) ->
     assert len(curves[1]) >= 20
 
 
-def test_the_loss_falls_and_the_rate_ends_at_zero(data: Path, tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_rate_ends_at_zero(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "WARMUP", 5)
     run = train.Run(arguments(data, tmp_path / "run", 16_000))
     run.train()
     losses = [point["loss"] for point in run.curve]

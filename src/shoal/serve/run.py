@@ -19,12 +19,15 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: the address cannot be bound.
     """
+    listener = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:  # a port beyond 65535 overflows
+        if listener is not None:
+            listener.close()
         raise ValueError(f"cannot listen on {host}:{port}: {error}") from None
     return listener
 
