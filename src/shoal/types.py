@@ -136,7 +136,10 @@ class Stats:
     Attributes:
         mean_layers: decoder layers per generated token, token 0 (from the prefill) at L, as realised.
         layer_tokens: sum of the layers run over the generated tokens (token 0 at L).
-        ideal_speedup: `(L + e) / (mean_layers + e)`, e being the LM head's cost in layers.
+        layers_read: layers that all forwards went through, however many tokens each ran, guessing with the model's own
+            layers included, the prefill as one token at L. Reading their weights is what a small batch waits for.
+        ideal_speedup: `(L + e) new_tokens / (layers_read + e heads)`, e being the LM head's cost in layers, heads how
+            often it was read; `(L + e) / (mean_layers + e)` where nothing is guessed. A second model is not counted.
         target_forwards: forwards of the model, the prefill's included.
         draft_forwards: forwards of what guesses ahead; draft_layer_tokens: work of the model's own layers in them.
         drafted, accepted: guessed tokens, and those of them that were kept.
@@ -152,6 +155,7 @@ class Stats:
     num_layers: int
     mean_layers: float
     layer_tokens: float
+    layers_read: float
     ideal_speedup: float
     target_forwards: int
     draft_forwards: int

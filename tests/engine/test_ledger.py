@@ -16,8 +16,12 @@ from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.load import engine_for
+from shoal.methods._drafting import DraftingMethod
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.del_ import DEL
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.layerskip import LayerSkip
 from shoal.methods.skipdecode import SkipDecode
 
 IDS, NEW = prompt(9, 1), 16
@@ -81,6 +85,32 @@ def test_a_generation_costs_what_it_says(name: str, method: str) -> None:
     assert stats.ideal_speedup == pytest.approx((6 + head / layer) / (stats.mean_layers + head / layer))
     assert (stats.prompt_tokens, stats.new_tokens, stats.num_layers) == (len(IDS), NEW, 6)
     assert (stats.horizon, stats.drafted, stats.accepted, stats.draft_forwards) == (NEW, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LayerSkip(4, 5),
+        D3Spec(alpha=0.6, core=1, length=7, order="late_middle"),
+        D3Spec(mean=0.85, core=2, inner=D3(alpha=0.93, core=2)),
+        DEL((1, 2, 4), 6, head=0.0, window=5),
+    ],
+    ids=lambda method: method.name,
+)
+def test_what_guessing_reads_is_counted(method: DraftingMethod) -> None:
+    """Every call of a layer reads it once, however many tokens pass; so does every call of the head."""
+    model = tiny("llama")
+    engine, heads = engine_for(model), list[int]()
+    engine.generate(IDS, method=method, max_new_tokens=2)  # the engine's own checks
+    handle = model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))
+    with layer_calls(model) as counted:
+        stats = engine.generate(IDS, method=method, max_new_tokens=40).stats
+    handle.remove()
+    assert stats.drafted > 0
+    assert stats.layers_read == sum(counted.calls)
+    head = model.get_output_embeddings().weight.numel() / sum(p.numel() for p in decoder_layers(model)[0].parameters())
+    read = stats.layers_read + len(heads) * head
+    assert stats.ideal_speedup == pytest.approx(stats.new_tokens * (6 + head) / read)
 
 
 def test_only_what_ran_is_counted() -> None:

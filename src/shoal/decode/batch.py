@@ -105,6 +105,7 @@ def _count_tree(row: Row, tree: TokenTree, feed: Feed) -> None:
     row.ledger.drafted += len(tree) - 1
     row.ledger.drafted_at.update(range(1, tree.depths[-1] + 1))
     row.ledger.decode_layer_tokens += sum(feed.plan.depth(step) for step in feed.steps)
+    row.ledger.read(feed.plan.depth(min(feed.steps)))
 
 
 def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:

@@ -19,6 +19,9 @@ class RowLedger:
         prefill_forwards: those of them that read the prompt.
         draft_forwards: forwards of a drafter for this row.
         draft_layer_tokens: layer-tokens that guessing ran through the target's own layers.
+        layers_read: layers that the forwards after the prefill went through, each once however many nodes it ran,
+            the target's and those of guessing with its layers together.
+        heads_read: how often the LM head was read in them.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
@@ -32,10 +35,17 @@ class RowLedger:
     prefill_forwards: int = 0
     draft_forwards: int = 0
     draft_layer_tokens: float = 0.0
+    layers_read: float = 0.0
+    heads_read: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def read(self, layers: float) -> None:
+        """Note a forward after the prefill through so many layers and the head."""
+        self.layers_read += layers
+        self.heads_read += 1
 
 
 @dataclass(slots=True)

@@ -122,6 +122,7 @@ class DynamicDrafter(ShallowDrafter):
     def _judge(self, row: Row, targets: Sequence[int], tokens: Sequence[int], sure: Sequence[float]) -> None:
         """Compare what each exit said (exit after exit) with what the target said."""
         state, count = self._states[row], len(targets)
+        row.ledger.heads_read += 1
         state.fresh = False
         for index, exit_layer in enumerate(self._hidden):
             span = slice(index * count, (index + 1) * count)
@@ -142,6 +143,7 @@ class DynamicDrafter(ShallowDrafter):
             targets = self.stack.forward([feed], self.cache, self._keep).argmax(-1).tolist()
         row.ledger.draft_forwards += 1
         row.ledger.draft_layer_tokens += count * plan.num_layers
+        row.ledger.read(plan.num_layers)
         states = torch.cat([hidden[0, :count] for hidden in self._hidden.values()])
         self._judge(row, targets, *self._said(states))
 

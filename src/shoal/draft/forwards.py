@@ -96,6 +96,7 @@ class Draft:
         """The next guess, drawn from `law` (None: the most likely one), with siblings where they are wanted."""
         self.row.ledger.draft_forwards += 1
         self.row.ledger.draft_layer_tokens += self.plan.depth(len(self.chain))
+        self.row.ledger.read(self.plan.depth(len(self.chain)))
         self.confidence = confidence
         self.others.append(self._siblings(token, scores))
         self.laws.append(law)

@@ -67,3 +67,4 @@ class SwiftDrafter(ShallowDrafter):
         for row, (_, _, count, plan) in zip(rows, texts, strict=True):
             row.ledger.draft_forwards += 1
             row.ledger.draft_layer_tokens += count * plan.depth(1)
+            row.ledger.read(plan.depth(1))

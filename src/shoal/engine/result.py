@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.decode.ledger import Clock
+from shoal.decode.ledger import Clock, RowLedger
 from shoal.decode.row import Row
-from shoal.depth.speedup import ideal_speedup
 from shoal.model.kv import KVBytes
 from shoal.types import ModelInfo, Result, Stats, TokenLogprob
 
@@ -40,7 +39,8 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         num_layers=info.num_layers,
         mean_layers=mean,
         layer_tokens=layer_tokens,
-        ideal_speedup=ideal_speedup(info.num_layers, mean, info.head_layers),
+        layers_read=info.num_layers + ledger.layers_read,
+        ideal_speedup=_ideal_speedup(ledger, info, new),
         target_forwards=ledger.target_forwards,
         draft_forwards=ledger.draft_forwards,
         draft_layer_tokens=ledger.draft_layer_tokens,
@@ -58,3 +58,9 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         kv_bytes_used=kv.used,
         kv_bytes_saved=kv.saved,
     )
+
+
+def _ideal_speedup(ledger: RowLedger, info: ModelInfo, new_tokens: int) -> float:
+    """By reads of layers and heads alone; the prefill counts as one token."""
+    read = info.num_layers + ledger.layers_read + (1 + ledger.heads_read) * info.head_layers
+    return max(new_tokens, 1) * (info.num_layers + info.head_layers) / read

@@ -20,6 +20,7 @@ from shoal.methods.base import Method
 from shoal.model.kv import KVCache
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Feed
+from shoal.types import Stats
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a prompt was answered, and the layers summed over its tokens."""
+    """What a prompt was answered, and the layers summed over its tokens; for a method that guesses, those it read."""
 
     tokens: list[int]
     layer_tokens: float
@@ -88,7 +89,12 @@ class EngineDecoder:
         results = self.engine.generate(
             [list(prompt) for prompt in prompts], method=who.method, max_new_tokens=max_new_tokens
         )
-        return [Answered(list(r.tokens), r.stats.layer_tokens) for r in results]
+        return [Answered(list(r.tokens), self._layers(r.stats)) for r in results]
+
+    def _layers(self, stats: Stats) -> float:
+        """The layers of a plain loop that reads as much: the same where nothing is guessed."""
+        layers, head = self.engine.stack.num_layers, self.engine.stack.head_layers
+        return stats.new_tokens * ((layers + head) / stats.ideal_speedup - head)
 
     def losses(
         self, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], tables: Sequence[LayerTable]
