@@ -20,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import quality_dial
 from quality_tables import between, merged, tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +65,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     plain = ["--card", str(card), "--groups", "constant", "--loss-groups", "constant,budgets", "--controls"]
     wide = ["--card", str(card), "--groups", "constant", "--timed", "2" if small else "8", "--controls"]
     timed = ["--timed", "2" if small else "12"]
+    dial = ["--measure", "answers", "--methods", quality_dial.methods(small), *timed]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), *timed, "--controls"]
     return [
@@ -78,10 +80,13 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
             ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
             ("text", [*texts, *plain, "1.25"]),
         ],
+        [
+            ("dial", ["eval", "--suite", "known", "--n", "16" if small else "600", *longest, *dial]),
+            ("known_2", [*known, *plain, "2"]),
+        ],
         [("known_1.25", [*known, *rest, "1.25"]), ("known_1.5", [*known, *rest, "1.5"])],
         [
             ("known_1.1", [*known, *plain, "1.1"]),
-            ("known_2", [*known, *plain, "2"]),
             ("equations", ["eval", "--suite", "known_gsm8k_equations", "--n", half, *common, *plain, "1.25"]),
         ],
     ]
@@ -120,10 +125,16 @@ def publish(out: Path, pictures: Path) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     for report in merged(out):
         draw_report(report, pictures)
+    found = tables(out)
+    if (out / "dial.json").is_file():
+        dial = json.loads((out / "dial.json").read_text("utf-8"))
+        known = [row for report in merged(out) for row in report["suites"][0].get("answers", ())]
+        quality_dial.draw(dial, known, pictures / "dial.png")
+        found["dial"] = quality_dial.table(dial)
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
     page = ROOT / "docs" / "evidence.md"
     if out.resolve() == ROOT / "benchmarks" / "quality" and page.is_file():
-        page.write_text(between(page.read_text("utf-8"), tables(out)), encoding="utf-8")
+        page.write_text(between(page.read_text("utf-8"), found), encoding="utf-8")
     print(f"results are in {out}, pictures in {pictures}")
 
 

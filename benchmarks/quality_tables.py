@@ -10,7 +10,7 @@ from pathlib import Path
 def merged(out: Path) -> list[dict]:
     """The reports, those of one suite at several speed-ups joined."""
     reports: dict[str, dict] = {}
-    for path in sorted(out.glob("*.json")):
+    for path in sorted(path for path in out.glob("*.json") if path.name != "dial.json"):
         report = json.loads(path.read_text("utf-8"))
         for suite in report.get("suites", ()):
             name = suite["suite"]

@@ -1,0 +1,71 @@
+"""The dial between lossless and lossy: D3 as drafter under the rule `lenient`, over its margin and the block."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from quality_tables import gap
+
+MARGINS = ("0", "0.5", "1", "2", "4", "inf")
+BLOCKS = ((4, 0.75), (4, 0.5), (8, 0.75), (8, 0.5))
+"""(length, mean depth of the guesses as a share of the layers)."""
+
+
+def methods(small: bool) -> str:
+    """What `shoal eval --methods` measures: every block at every margin."""
+    margins = MARGINS[::3] if small else MARGINS
+    return ",".join(
+        f"d3_spec:length={length}:mean={mean}:rule=lenient:margin={margin}"
+        for (length, mean), margin in itertools.product(BLOCKS[:1] if small else BLOCKS, margins)
+    )
+
+
+def table(report: dict) -> str:
+    """Markdown: a line for every block and margin."""
+    lines = ["| guesses | of layers | margin, nats | right % | difference from full, points [95 %] | p | same answer % | "
+             "ideal | realised | s/answer |", "|---" * 10 + "|"]
+    for row in report["suites"][0]["answers"]:
+        if row["label"] == "full":
+            continue
+        knobs = row["method"]["method_args"]
+        share = f"{knobs['mean']:.0%}".replace("%", " %")
+        time = row["timing"]
+        cells = [
+            str(knobs["length"]), share, f"{float(knobs['margin']):g}", f"{100 * row['accuracy']:.1f}",
+            *gap(row, "difference", 100, 1), f"{100 * row['same']:.0f}", f"{row['ideal_speedup']:.2f}x",
+            f"{time['realised_speedup']:.2f}x", f"{time['seconds_per_answer']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict, known: list[dict], path: Path) -> None:
+    """Accuracy lost against ideal speed-up: the dial's lines, and the schedules without verification beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="ideal speed-up", ylabel="right answers against full depth, points",
+        title="d3_spec under the rule lenient, beside schedules without verification",
+    )
+    for length, mean in BLOCKS:
+        rows = [row for row in report["suites"][0]["answers"] if row["label"] != "full"
+                and (row["method"]["method_args"]["length"], row["method"]["method_args"]["mean"]) == (length, mean)]
+        _line(axes, rows, f"{length} guesses at {mean:.0%} of the layers", "o-")
+    for label in ("d3", "constant", "calibrated"):
+        _line(axes, [row for row in known if row["label"] == label and "speedup" in row], f"{label}, unverified", "s--")
+    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _line(axes: object, rows: list[dict], label: str, style: str) -> None:
+    if not rows:
+        return
+    rows = sorted(rows, key=lambda row: row["ideal_speedup"])
+    found = [row["difference"] for row in rows]
+    means = [100 * gap["mean"] for gap in found]
+    errors = [[100 * (gap["mean"] - gap["low"]) for gap in found], [100 * (gap["high"] - gap["mean"]) for gap in found]]
+    axes.errorbar([row["ideal_speedup"] for row in rows], means, yerr=errors, fmt=style, label=label, capsize=2)
