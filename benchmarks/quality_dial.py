@@ -23,8 +23,8 @@ def methods(small: bool) -> str:
 
 def table(report: dict) -> str:
     """Markdown: a line for every block and margin."""
-    lines = ["| guesses | of layers | margin, nats | right % | difference from full, points [95 %] | p | same answer % | "
-             "ideal | realised | s/answer |", "|---" * 10 + "|"]
+    lines = ["| guesses | of layers | margin, nats | right % | difference from full, points [95 %] | p | same answer % "
+             "| ideal | realised | s/answer |", "|---" * 10 + "|"]
     for row in report["suites"][0]["answers"]:
         if row["label"] == "full":
             continue
