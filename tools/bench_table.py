@@ -1,10 +1,10 @@
-"""Write the tables of benchmark results into README.md and benchmarks/README.md.
+"""Write the tables of benchmark results into README.md, benchmarks/README.md and docs/drafting.md.
 
     python tools/bench_table.py            writes them
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
-The source are the reports that `shoal bench --json` wrote into benchmarks/results, in the order of their names. The
-tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
+benchmarks/drafts, in the order of their names. The tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     """Every document that is written here, with its text."""
     reports = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))]
     pages = {ROOT / "README.md": short, ROOT / "benchmarks" / "README.md": long}
-    return {page: filled(page.read_text("utf-8"), "\n".join(make(*r) for r in reports)) for page, make in pages.items()}
+    found = {page: "\n".join(make(*report) for report in reports) for page, make in pages.items()}
+    suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
+    found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
+    return {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
 
 
 def filled(text: str, content: str) -> str:
@@ -71,6 +74,31 @@ def long(path: Path, report: dict[str, Any]) -> str:
     absent = [one for one in report["not_measured"] if one["what"] is None]
     parts += ["", *(f"- Not measured: {_who(one)}: {one['reason']}." for one in absent)]
     return "\n".join(parts) + "\n" + notes(report)
+
+
+def drafts(report: dict[str, Any]) -> str:
+    """A line per kind of text: how many times faster than the plain loop, and tokens per forward; the best in bold."""
+    systems = list(dict.fromkeys(row["system"] for row in report["results"] if row["system"] != "full"))
+    cells = {(row["workload"], row["system"]): row for row in report["results"]}
+    lines = []
+    for workload in report["workloads"]:
+        row = {system: cells[workload, system] for system in systems if (workload, system) in cells}
+        best = max(row, key=lambda system: row[system]["times_faster"]["median"])
+        lines.append([workload, *(_draft(row.get(system), system == best) for system in systems)])
+    machine, setting = report["machine"], report["setting"]
+    said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
+    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
+            f"threads, {report['rounds']} rounds, systems in turn token by token, {report['date'][:10]}:")
+    return f"\n{head}\n\n{table.markdown(['text', *systems], lines)}\n\n```sh\n{report['command']}\n```\n"
+
+
+def _draft(row: dict[str, Any] | None, best: bool) -> str:
+    if row is None:
+        return ""
+    text = f"{row['times_faster']['median']:.2f}x"
+    if best and row["times_faster"]["median"] > 1:
+        text = f"**{text}**"
+    return f"{text} ({row['tokens_per_forward']:.2f})" + ("" if row["equal_to_plain"] == 1 else " other text")
 
 
 def intro(report: dict[str, Any]) -> str:

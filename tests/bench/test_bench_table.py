@@ -63,12 +63,27 @@ def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Pat
 
 def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
-    for text in tool.documents(tmp_path).values():
+    pages = tool.documents(tmp_path)
+    for text in (pages[ROOT / "README.md"], pages[ROOT / "benchmarks" / "README.md"]):
         assert "| shoal d3, bfloat16 | 1" in text and "| llama.cpp, BF16 | 1" in text
         assert "a chip, 2 threads" in text and "50.0 GB/s (40.0-60.0)" in text and "commit 0123456" in text
         assert "2030-01-02" in text and "2.0 (1.0-3.0)" in text and "90 %" in text and "hf 2.00" in text
         assert "Warning: the machine was busy." in text and "Random weights say nothing" in text
-    assert "Not measured: vllm: no adapter" in tool.documents(tmp_path)[ROOT / "benchmarks" / "README.md"]
+    assert "Not measured: vllm: no adapter" in pages[ROOT / "benchmarks" / "README.md"]
+
+
+def test_what_drafts_bring_is_a_line_per_kind_of_text(tool: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        {"workload": "edit", "system": system, "times_faster": {"median": times}, "tokens_per_forward": per,
+         "equal_to_plain": equal}
+        for system, times, per, equal in (("full", 1.0, 1.0, 1.0), ("a", 1.5, 2.0, 1.0), ("b", 2.5, 3.0, 0.5))
+    ]
+    keys = ("command", "date", "machine", "subject", "setting")
+    report = {key: REPORT[key] for key in keys} | {"way": "replay", "workloads": {"edit": 1}, "results": rows, "rounds": 1}
+    (tmp_path / "drafts").mkdir()
+    (tmp_path / "drafts" / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
+    assert "| text | a | b |" in text and "| edit | 1.50x (2.00) | **2.50x** (3.00) other text |" in text
 
 
 def test_nothing_is_written_over_a_page_without_marks(tool: ModuleType) -> None:
