@@ -4,7 +4,8 @@
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
 The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
-benchmarks/drafts, in the order of their names. The tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+benchmarks/drafts, in the order of their names. The tables go between the lines `<!-- benchmarks:begin -->` and
+`<!-- benchmarks:end -->`.
 """
 
 from __future__ import annotations

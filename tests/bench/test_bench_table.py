@@ -79,7 +79,8 @@ def test_what_drafts_bring_is_a_line_per_kind_of_text(tool: ModuleType, tmp_path
         for system, times, per, equal in (("full", 1.0, 1.0, 1.0), ("a", 1.5, 2.0, 1.0), ("b", 2.5, 3.0, 0.5))
     ]
     keys = ("command", "date", "machine", "subject", "setting")
-    report = {key: REPORT[key] for key in keys} | {"way": "replay", "workloads": {"edit": 1}, "results": rows, "rounds": 1}
+    report = {key: REPORT[key] for key in keys}
+    report |= {"way": "replay", "workloads": {"edit": 1}, "results": rows, "rounds": 1}
     (tmp_path / "drafts").mkdir()
     (tmp_path / "drafts" / "a.json").write_text(json.dumps(report), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
