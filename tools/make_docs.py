@@ -18,8 +18,8 @@ from typing import Any
 
 import shoal
 from shoal import methods
-from shoal.cli.knobs import field_docs
 from shoal.cli.methods import describe
+from shoal.methods._knobs import field_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
@@ -139,7 +139,7 @@ def purpose(path: Path) -> str:
     if path.suffix == ".py":
         said = ast.get_docstring(ast.parse(text))
     else:
-        comment = re.match(r"\s*(?:/\*|<!--)(.*?)(?:\*/|-->)", text, re.DOTALL)
+        comment = re.match(r"\s*(?:<!doctype html>\s*)?(?:/\*|<!--)(.*?)(?:\*/|-->)", text, re.DOTALL)
         said = comment and comment[1]
     if not said:
         raise ValueError(f"{path.relative_to(ROOT)} begins with no description; write one, or name it in SILENT")

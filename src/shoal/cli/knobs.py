@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
-import re
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal import methods
+from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
 
 _PREFIX = "knob."
@@ -101,17 +100,6 @@ def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
         return dataclasses.fields(methods.get(name))
     except Exception:  # somebody else's method that does not import must not hide the rest
         return ()
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """What Google-style docstrings, the class's own and those of its bases, say about each field, on one line."""
-    entry = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8,}\S.*)*)", re.MULTILINE)
-    found: dict[str, str] = {}
-    for one in reversed(cls.__mro__):
-        words = inspect.cleandoc(vars(one).get("__doc__") or "")
-        section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", words, re.MULTILINE)
-        found.update(entry.findall(section.group(1)) if section else [])
-    return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def converter(hint: Any) -> Callable[[str], Any]:

@@ -43,6 +43,7 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--served-model-name", metavar="N", help="what clients call the model; by default its folder")
     group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
                        "load nothing")
+    group.add_argument("--no-playground", action="store_true", help="have no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
 
 
@@ -117,4 +118,5 @@ def _settings(args: argparse.Namespace, engine: Engine) -> Settings:
         timeout=args.timeout or None,
         grace=args.grace,
         log_prompts=args.log_prompts,
+        playground=not args.no_playground,
     )

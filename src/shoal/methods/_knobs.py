@@ -1,7 +1,9 @@
-"""Knobs of methods: are they of their declared type, and how do they look in JSON."""
+"""Knobs of methods: are they of their declared type, how do they look in JSON, and what is said about them."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -29,6 +31,27 @@ def describe(hint: Any) -> str:
     if hint is type(None):
         return "None"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Every value of a type that has few, such as a Literal or bool, None left out; else nothing."""
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [choices(arg) for arg in get_args(hint) if arg is not type(None)]
+        return tuple(value for member in members for value in member) if all(members) else ()
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return (True, False) if hint is bool else ()
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """What Google-style docstrings, the class's own and those of its bases, say about each field, on one line."""
+    entry = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8,}\S.*)*)", re.MULTILINE)
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        words = inspect.cleandoc(vars(one).get("__doc__") or "")
+        section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", words, re.MULTILINE)
+        found.update(entry.findall(section.group(1)) if section else [])
+    return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def frozen(value: Any) -> Any:

@@ -30,6 +30,7 @@ class ADED(DraftingMethod):
 
     name: ClassVar[str] = "aded"
     paper: ClassVar[str] = "arXiv 2407.12021"
+    reads: ClassVar[tuple[str, ...]] = ("corpus",)
 
     corpus: str | None = None
     search: Search = "best_first"

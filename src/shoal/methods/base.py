@@ -34,11 +34,13 @@ class Method(ABC):
         name: the name of its file and of its row in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: what must be there before it runs, in words, such as ("layer scores",).
+        reads: knobs that name files; a server does not take them from everybody.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

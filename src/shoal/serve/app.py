@@ -11,15 +11,17 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from shoal import __version__
 from shoal.engine.scheduler import Scheduler
-from shoal.serve.bodies import ChatBody, CompletionBody
+from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.desk import Desk
 from shoal.serve.errors import ApiError, no_model
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
+from shoal.serve.playground import Playground
 from shoal.serve.settings import Settings
 
 LOG = logging.getLogger("shoal.serve")
@@ -42,6 +44,8 @@ def create_app(scheduler: Scheduler, settings: Settings) -> FastAPI:
     _add_generation(app, Desk(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics)
+    if settings.playground:
+        _add_playground(app, Playground(scheduler.engine, settings))
     return app
 
 
@@ -97,7 +101,28 @@ def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
         return {"version": __version__}
 
 
-def _body(kind: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+def _add_playground(app: FastAPI, playground: Playground) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return playground.file("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        return playground.file(name)
+
+    @app.get("/playground/model")
+    def model() -> dict[str, Any]:
+        """What there is to choose from."""
+        return playground.model
+
+    @app.post("/playground/plan", openapi_extra=_body(PlanBody))
+    async def plan(request: Request) -> dict[str, Any]:
+        """The layers that a method would run."""
+        body = validated(read(await request.body()), PlanBody)
+        return await asyncio.to_thread(playground.plan, body)
+
+
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -12,7 +12,8 @@ from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
 from shoal.serve.fields import check_names
 
-Checked = TypeVar("Checked", bound="Body")
+Checked = TypeVar("Checked", bound=BaseModel)
+Asked = TypeVar("Asked", bound="Body")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -42,6 +43,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
     ignore_eos: bool = False
     metrics: bool = False
+    steps: bool = False
 
     @property
     def include_usage(self) -> bool:
@@ -117,20 +119,39 @@ class CompletionBody(Body):
             raise refused("echo", "echo with logprobs is not supported: prompts are read without log-probabilities")
 
 
-def parse(raw: bytes, kind: type[Checked], known: Mapping[str, Answer]) -> Checked:
-    """A request from its bytes; ApiError 400 for anything that is not one."""
-    given = _json(raw)
-    if not isinstance(given, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    fields = {name: value for name, value in check_names(given, known).items() if value is not None}
+class PlanBody(BaseModel):
+    """`/playground/plan`: which layers would run?"""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: str | None = None
+    method_args: dict[str, Any] = Field(default_factory=dict)
+    max_tokens: int = Field(default=64, ge=1, le=1 << 20)
+
+
+def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer]) -> Asked:
+    """A request for text from its bytes; ApiError 400 for anything that is not one."""
+    body = validated(check_names(read(raw), known), kind)
+    body.check()
+    return body
+
+
+def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:
+    """Checked values, nulls left out; ApiError 400 about the first that is wrong."""
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise refused(place, f"{place}: {first['msg']}") from None
-    body.check()
-    return body
+
+
+def read(raw: bytes) -> dict[str, Any]:
+    """A JSON object from its bytes; ApiError 400 for anything that is not one."""
+    given = _json(raw)
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return given
 
 
 def _json(raw: bytes) -> Any:

@@ -20,7 +20,7 @@ from shoal.serve.metrics import Metrics, report
 from shoal.serve.middleware import note
 from shoal.serve.prompts import chat_ids, prompts_of
 from shoal.serve.settings import Settings
-from shoal.serve.wire import ChatWire, CompletionWire, Wire
+from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
@@ -102,7 +102,11 @@ class Desk:
                 task.cancel()
             self._account(request, answer)
         extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
-        return JSONResponse({**wire.whole(answer.results, answer.usage), **extra})
+        whole = wire.whole(answer.results, answer.usage)
+        if body.steps:
+            pairs = zip(whole["choices"], answer.entries, strict=True)
+            whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
+        return JSONResponse({**whole, **extra})
 
     async def _events(self, request: Request, body: Body, answer: Answer, wire: Wire) -> AsyncIterator[str]:
         head = wire.chunk_head()
@@ -112,7 +116,7 @@ class Desk:
                 if (choice := wire.opening(index)) is not None:
                     yield _event({**shared, "choices": [choice]})
             async for index, step in answer.steps():
-                if (choice := wire.chunk(index, step)) is not None:
+                if (choice := wire.chunk(index, step, body.steps)) is not None:
                     yield _event({**shared, "choices": [choice]})
             if body.include_usage:
                 extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}

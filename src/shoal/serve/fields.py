@@ -52,6 +52,7 @@ _OURS: dict[str, Field] = {
     "stop_token_ids": Honoured("token ids that end the answer"),
     "ignore_eos": Honoured("go on after the model's end of sequence"),
     "metrics": Honoured("adds what the answer cost: layers, guesses, times"),
+    "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and if it was guessed"),
 }
 _NO_TOOLS = "the server calls no tools"
 CHAT: dict[str, Field] = {

@@ -48,6 +48,15 @@ def _check(spec: Any, settings: Settings) -> None:
         message = f"method {name!r} is not allowed here; allowed are {', '.join(allowed(settings)) or 'none'}"
         raise ApiError(403, message, param="method", code="method_not_allowed")
     args = spec.get("method_args") or {}
+    _check_files(name, args, settings)
     for holder in (spec, args if isinstance(args, Mapping) else {}):
         if holder.get("inner") is not None:
             _check(holder["inner"], settings)
+
+
+def _check_files(name: str, args: Any, settings: Settings) -> None:
+    """Refuse knobs that name files of the server, unless the operator has listed the method."""
+    given = [knob for knob in methods.get(name).reads if isinstance(args, Mapping) and args.get(knob) is not None]
+    if given and settings.methods is None:
+        message = f"{given[0]} of {name} names a file of the server, which requests may not"
+        raise ApiError(403, message, param="method_args", code="method_not_allowed")

@@ -22,6 +22,7 @@ class Settings:
         timeout: seconds after which a request is given up and answered 504; None for never.
         grace: seconds that requests have to finish when the server shuts down.
         log_prompts: whether logs may hold prompts and answers.
+        playground: whether there is a page at `/`.
     """
 
     model_name: str = "shoal"
@@ -35,6 +36,7 @@ class Settings:
     timeout: float | None = 600.0
     grace: float = 30.0
     log_prompts: bool = False
+    playground: bool = True
 
     def __post_init__(self) -> None:
         for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):

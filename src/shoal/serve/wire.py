@@ -25,8 +25,8 @@ class Wire(Protocol):
         """The choice of a chunk that comes before any text."""
         ...
 
-    def chunk(self, index: int, step: Step) -> Json | None:
-        """The choice of a chunk for one step; None where it has nothing to say."""
+    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
+        """The choice of a chunk for one step; None where it has nothing to say. `detailed`: with the step itself."""
         ...
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
@@ -53,12 +53,13 @@ class ChatWire:
         """See `Wire`."""
         return _choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def chunk(self, index: int, step: Step) -> Json | None:
+    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """See `Wire`."""
-        if not (step.text or step.logprob or step.finish_reason):
+        if not (step.text or step.logprob or step.finish_reason or detailed):
             return None
         delta = {"content": step.text} if step.text else {}
-        return _choice(index, "delta", delta, self._logprobs([step.logprob]), step.finish_reason)
+        choice = _choice(index, "delta", delta, self._logprobs([step.logprob]), step.finish_reason)
+        return with_steps(choice, [step]) if detailed else choice
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         """See `Wire`."""
@@ -102,12 +103,13 @@ class CompletionWire:
         prefix = self._prefixes[index]
         return _choice(index, "text", prefix, None, None) if prefix else None
 
-    def chunk(self, index: int, step: Step) -> Json | None:
+    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """See `Wire`."""
-        if not (step.text or step.logprob or step.finish_reason):
+        if not (step.text or step.logprob or step.finish_reason or detailed):
             return None
         logprobs = self._logprobs(index, [step.logprob] if step.logprob else [])
-        return _choice(index, "text", step.text, logprobs, step.finish_reason)
+        choice = _choice(index, "text", step.text, logprobs, step.finish_reason)
+        return with_steps(choice, [step]) if detailed else choice
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         """See `Wire`."""
@@ -139,6 +141,21 @@ class CompletionWire:
             ],
             "text_offset": offsets,
         }
+
+
+def with_steps(choice: Json, steps: Sequence[Step]) -> Json:
+    """A choice that tells what each of its tokens cost; `text` is what became certain with the token."""
+    told = [
+        {
+            "index": step.index,
+            "token": step.token,
+            "text": step.text,
+            "layers": step.depth,
+            "from_draft": step.from_draft,
+        }
+        for step in steps
+    ]
+    return {**choice, "steps": told}
 
 
 def _head(prefix: str, kind: str, model: str) -> Json:

@@ -1,0 +1,99 @@
+/* One answer: its tokens, tinted, its numbers, the layers of every token. */
+
+import { events } from "./api.js";
+import { make, tint } from "./dom.js";
+import { DepthBars } from "./picture.js";
+
+function fixed(value, digits) {
+  return Number.isFinite(value) ? value.toFixed(digits) : "–";
+}
+
+export class Pane {
+  constructor(title, ramp) {
+    this.ramp = ramp;
+    this.steps = [];
+    this.held = [];
+    this.bars = new DepthBars(ramp);
+    this.text = make("div", {
+      class: "text", tabindex: "0", role: "group", "aria-label": `Tokens of ${title}; arrow keys go through them`,
+    });
+    this.said = make("p", { class: "note said", "aria-live": "polite" });
+    this.numbers = Object.fromEntries(["tokens/s", "mean layers", "tokens", "guesses kept"].map((name) => [name, make("dd", {}, "–")]));
+    const rows = Object.entries(this.numbers).map(([name, dd]) => make("div", {}, make("dt", {}, name), dd));
+    this.numbers["guesses kept"].parentElement.hidden = true;
+    this.element = make("article", { class: "pane" }, make("h2", {}, title), make("dl", { class: "numbers" }, ...rows),
+      make("div", { class: "depths" }, this.bars.svg), this.text, this.said);
+    this.text.addEventListener("keydown", (event) => this.move(event));
+    this.text.addEventListener("pointerover", (event) => this.point(event.target.closest("span")));
+    this.text.addEventListener("click", (event) => this.point(event.target.closest("span")));
+  }
+
+  get ids() {
+    return this.steps.map((step) => step.token);
+  }
+
+  async run(path, body, signal) {
+    this.bars.room(body.max_tokens);
+    for await (const event of events(path, body, signal)) {
+      for (const choice of event.choices) for (const step of choice.steps ?? []) this.add(step);
+      if (event.metrics) this.finish(event.metrics);
+    }
+  }
+
+  add(step) {
+    const now = performance.now();
+    this.first ??= now;
+    this.steps.push(step);
+    this.bars.add(step.layers);
+    this.held.push(step);
+    if (step.text) this.append(step);
+    const seconds = (now - this.first) / 1000;
+    this.show(seconds > 0 ? (this.steps.length - 1) / seconds : NaN);
+  }
+
+  /* Tokens without text of their own, such as half a character, go with the one that completes it. */
+  append(step) {
+    const span = make("span", { class: tint(step.layers, this.ramp) }, step.text);
+    span.classList.toggle("guess", step.from_draft);
+    span.steps = this.held;
+    this.held = [];
+    const low = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
+    this.text.append(span);
+    if (low) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  show(speed) {
+    const total = this.steps.reduce((sum, step) => sum + step.layers, 0);
+    this.numbers["tokens/s"].textContent = fixed(speed, 1);
+    this.numbers["mean layers"].textContent = fixed(total / this.steps.length, 2);
+    this.numbers.tokens.textContent = String(this.steps.length);
+  }
+
+  finish(metrics) {
+    this.bars.room(this.steps.length);
+    this.speed = (this.steps.length - 1) / (metrics.generation_time_ms / 1000);
+    this.show(this.speed);
+    const rate = metrics.speculative_decoding.draft_acceptance_rate;
+    this.numbers["guesses kept"].parentElement.hidden = rate === null;
+    if (rate !== null) this.numbers["guesses kept"].textContent = `${fixed(100 * rate, 0)} %`;
+  }
+
+  point(span) {
+    if (!span) return;
+    this.here?.classList.remove("here");
+    this.here = span;
+    span.classList.add("here");
+    this.said.textContent = span.steps.map((step) => `token ${step.index + 1}: ${step.layers} of ${this.ramp.all} layers`
+      + (step.from_draft ? ", guessed ahead" : "")).join("; ");
+  }
+
+  move(event) {
+    const spans = this.text.children;
+    const at = this.here ? [...spans].indexOf(this.here) : -1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: spans.length - 1 }[event.key];
+    if (to === undefined || !spans[to]) return;
+    event.preventDefault();
+    this.point(spans[to]);
+    spans[to].scrollIntoView({ block: "nearest" });
+  }
+}

@@ -1,0 +1,131 @@
+"""What the page at `/` needs: its files, the methods with their knobs, and the layers that a method would run.
+
+The page speaks to the same routes as every other client; what these here tell it, a policy that forbids has cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from importlib.resources import files
+from typing import Any, get_type_hints
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shoal import methods
+from shoal.depth.plan import NEVER
+from shoal.depth.speedup import ideal_speedup
+from shoal.engine.engine import Engine
+from shoal.methods._knobs import choices, describe, field_docs, plain
+from shoal.methods.base import Method
+from shoal.serve import policy
+from shoal.serve.bodies import PlanBody
+from shoal.serve.errors import refused
+from shoal.serve.settings import Settings
+
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class Playground:
+    """Behind the page.
+
+    Args:
+        engine: the model.
+        settings: the operator's.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        folder = files("shoal.serve") / "page"
+        self._files = {file.name: file.read_bytes() for file in folder.iterdir() if _kind(file.name)}
+
+    def file(self, name: str) -> Response:
+        """A part of the page; 404 where there is none such."""
+        if name not in self._files:
+            raise HTTPException(404)
+        return Response(self._files[name], media_type=_kind(name), headers=_HEADERS)
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """The model, and the methods that a request may name."""
+        stack, settings = self._engine.stack, self._settings
+        return {
+            "model": settings.model_name,
+            "num_layers": stack.num_layers,
+            "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
+            "max_tokens": min(settings.max_tokens, stack.max_positions or settings.max_tokens),
+            "default_method": methods.make(settings.method).name,
+            "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)],
+        }
+
+    def plan(self, body: PlanBody) -> dict[str, Any]:
+        """Which tokens run which layers: for each sublayer the first that does not, null where all do.
+
+        Raises:
+            ApiError: 400 or 403 where a request with this method would be answered so.
+        """
+        method = policy.choose(body.method, body.method_args, self._settings)
+        try:
+            recipe = self._engine.recipe(method, body.max_tokens)
+        except ValueError as error:
+            raise refused("method_args", str(error)) from None
+        layers, mean = self._engine.stack.num_layers, recipe.plan.mean_depth(body.max_tokens)
+        return {
+            "method": method.name,
+            "num_layers": layers,
+            "exact_to": recipe.exact_to,
+            "guesses": recipe.proposer is not None,
+            "mean_layers": mean,
+            "ideal_speedup": ideal_speedup(layers, mean, self._engine.stack.head_layers),
+            "attention": [_last(step) for step in recipe.plan.attention],
+            "mlp": [_last(step) for step in recipe.plan.mlp],
+        }
+
+    def _method(self, cls: type[Method]) -> dict[str, Any]:
+        hints, docs = get_type_hints(cls), field_docs(cls)
+        hidden = cls.reads if self._settings.methods is None else ()
+        return {
+            "name": cls.name,
+            "summary": (cls.__doc__ or "").strip().split("\n")[0],
+            "paper": cls.paper,
+            "why_not": self._refusal(cls),
+            "knobs": [
+                {
+                    "name": field.name,
+                    "own": field.name in vars(cls)["__annotations__"],
+                    "about": docs.get(field.name, ""),
+                    "type": describe(hints[field.name]),
+                    "choices": list(choices(hints[field.name])),
+                    "default": None if field.default is dataclasses.MISSING else plain(field.default),
+                }
+                for field in dataclasses.fields(cls)
+                if field.name not in hidden
+            ],
+        }
+
+    def _refusal(self, cls: type[Method]) -> str | None:
+        """Why the method cannot run on this model with its default knobs; None where it can or needs knobs."""
+        try:
+            self._engine.recipe(cls(), 64)
+        except TypeError:
+            return None
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def _kind(name: str) -> str | None:
+    return _KINDS.get(name.rpartition(".")[2])
+
+
+def _last(step: int) -> int | None:
+    return None if step >= NEVER else step
