@@ -1,27 +1,32 @@
 """Build the tokenizer and the token file that `train.py` reads.
 
-python -m tools.reference.build --data DIR --out DIR --tokens 20000000
+    python -m tools.reference.build --data DIR --out DIR --tokens 20000000
+
+A tokenizer.json that already lies in OUT is used as it is. The text never ends: `--stretch 2` draws examples that
+stretch 1 does not reach, to go on training with. `--held-out` leaves out what shares its numbers with a problem of a
+folder, so that what was held out from one stretch is not trained on in the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
-from . import corpus, templates
+from . import corpus, hold_out, templates
 from .drills import drill
 from .templates.draw import Problem
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 PIECES = r" [-+*/=] (?=\$?\d)|\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
 KINDS = ("templates", "gsm8k", "novels", "drills")
-SHARES = {"templates": 0.72, "gsm8k": 0.14, "novels": 0.05, "drills": 0.09}
+SHARES = {"templates": 0.62, "gsm8k": 0.17, "novels": 0.11, "drills": 0.10}
+STRETCH = 2_000_000
 CONTEXT = 512
 PASSAGE_TOKENS = 256
 
@@ -51,13 +56,16 @@ def _sample(streams: dict[str, Iterator[Problem | str]]) -> Iterator[str]:
             yield item if isinstance(item, str) else f"{item.question}\n{item.solution}"
 
 
-def streams(data: Path) -> dict[str, Iterator[Problem | str]]:
-    """The kinds of training text, each without end."""
+def streams(data: Path, stretch: int = 1, used: Container[hold_out.Mark] = ()) -> dict[str, Iterator[Problem | str]]:
+    """The kinds of training text, each without end; problems whose marks are in `used` are left out."""
+    first, use = (stretch - 1) * STRETCH, "train" if stretch == 1 else f"train {stretch}"
+    own = (templates.trained_problem(seed) for seed in itertools.count(first))
+    gsm8k = corpus.gsm8k_variants(corpus.split(data).known, use)
     return {
-        "templates": (templates.trained_problem(seed) for seed in itertools.count()),
-        "gsm8k": corpus.gsm8k_variants(corpus.split(data).known, "train"),
-        "novels": corpus.passages(corpus.novels(data), "train"),
-        "drills": map(drill, itertools.count()),
+        "templates": (problem for problem in own if hold_out.mark(problem) not in used),
+        "gsm8k": (problem for problem in gsm8k if hold_out.mark(problem) not in used),
+        "novels": corpus.passages(corpus.novels(data), use),
+        "drills": map(drill, itertools.count(first)),
     }
 
 
@@ -95,19 +103,22 @@ def save(file: Path, examples: list[tuple[list[int], int, int]]) -> None:
 
 def main() -> None:
     """Write OUT/tokenizer.json and OUT/corpus.pt."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--vocab", type=int, default=2_048)
+    parser.add_argument("--stretch", type=int, default=1, help="which part of the endless text, from 1")
+    parser.add_argument("--held-out", metavar="DIR", type=Path, help="folder of problems to stay clear of")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    used = hold_out.marks(args.held_out) if args.held_out else frozenset()
     file = args.out / "tokenizer.json"
     if not file.exists():
         tokenizer_from(_sample(streams(args.data)), args.vocab).save(str(file))
     tokenizer = Tokenizer.from_file(str(file))
     examples = []
-    for kind, items in streams(args.data).items():
+    for kind, items in streams(args.data, args.stretch, used).items():
         examples += fill(tokenizer, kind, items, int(SHARES[kind] * args.tokens))
     save(args.out / "corpus.pt", examples)
     print(f"{len(examples)} examples")

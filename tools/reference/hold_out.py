@@ -32,7 +32,10 @@ COUNTS = {
 }
 
 
-def mark(problem: Problem) -> tuple[str, ...]:
+Mark = tuple[str, ...]
+
+
+def mark(problem: Problem) -> Mark:
     """What two problems share when only names differ: the template and all numbers, or the words of a GSM8K problem."""
     if problem.kind.startswith("gsm8k"):
         return (corpus.normal(problem.question.removesuffix(" (equations)")),)
@@ -68,7 +71,7 @@ def _of(form: str, problems: Iterable[Problem]) -> Iterator[Problem]:
     return (problem for problem in problems if problem.kind == f"gsm8k_{form}")
 
 
-def choose(problems: Iterator[Problem], count: int, used: set[tuple[str, ...]]) -> list[Problem]:
+def choose(problems: Iterator[Problem], count: int, used: set[Mark]) -> list[Problem]:
     """The first `count` problems whose marks are not in `used`; theirs are added to it."""
     out = []
     for problem in problems:
@@ -84,6 +87,19 @@ def write(problems: Iterable[Problem], file: Path) -> None:
     """JSON lines, compressed; the same problems give the same bytes."""
     lines = "".join(json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
     file.write_bytes(gzip.compress(lines.encode("utf-8"), 9, mtime=0))
+
+
+def marks(folder: Path) -> frozenset[Mark]:
+    """The marks of all problems that were written to a folder.
+
+    Raises:
+        ValueError: it holds no problems.
+    """
+    files = sorted(folder.glob("*.jsonl.gz"))
+    if not files:
+        raise ValueError(f"the folder {folder} holds no problems (*.jsonl.gz)")
+    lines = (line for file in files for line in gzip.decompress(file.read_bytes()).decode("utf-8").splitlines())
+    return frozenset(mark(Problem(**json.loads(line))) for line in lines)
 
 
 def main() -> None:
