@@ -21,9 +21,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight problems in GSM8K's form and a novel."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "gsm8k").mkdir()
-    names = [(name, 20 + place) for place, name in enumerate("Ann Ben Cleo Dan Eve Finn Gus Hal".split())]
+    names = ("Ann", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal")
     rows = [
-        {"question": QUESTION.format(name, n), "answer": ANSWER.format(name, n, 14 + n, 5 + n)} for name, n in names
+        {"question": QUESTION.format(name, n), "answer": ANSWER.format(name, n, 14 + n, 5 + n)}
+        for n, name in enumerate(names, 20)
     ]
     (folder / "gsm8k" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "novels").mkdir()
