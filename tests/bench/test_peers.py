@@ -14,6 +14,7 @@ import torch
 
 from bench_systems import SETTING, SUBJECT
 from shoal.bench import peers
+from shoal.bench.load.multi import LlamaMulti
 from shoal.bench.ours import Shoal
 from shoal.bench.peers import gguf_file
 from shoal.bench.peers.ggml import BITS, encode
@@ -273,3 +274,26 @@ def test_unknown_peers() -> None:
     assert [peers.load(name).__name__ for name in peers.PEERS] == ["HuggingFace", "CompiledHuggingFace", "LlamaCpp"]
     with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
         peers.load("llama_cpp")
+
+
+@needs_llama
+def test_llama_cpp_answers_each_of_many_as_it_would_alone(make: Make) -> None:
+    system = make(LlamaMulti)
+    jobs = [(0.0, IDS[:5], 6), (0.0, IDS[3:30], 4), (0.0, IDS[:1], 3), (0.0, IDS[7:9], 5), (0.0, IDS[:5], 6)]
+    chosen: dict[int, list[int]] = {}
+    context = system._room(3, 256)
+    plain = context.decode
+
+    def noted(tokens: Any) -> list[int]:
+        found: list[int] = plain(tokens)
+        for (_, _, row, _), token in zip([one for one in tokens if one[3]], found, strict=True):
+            chosen.setdefault(row, []).append(token)
+        return found
+
+    context.decode = noted
+    traces = system.serve(jobs, 3, None)
+    assert [(one.prompt_tokens, one.tokens) for one in traces] == [(len(ids), new) for _, ids, new in jobs]
+    context.decode = plain
+    alone = [list(system.generate([ids], new, None).tokens) for _, ids, new in jobs]
+    assert sorted(sum(chosen.values(), [])) == sorted(sum(alone, []))
+    assert chosen[0][:6] == alone[0] and chosen[1][:4] == alone[1] and chosen[2][:3] == alone[2]

@@ -37,11 +37,7 @@ def report(
         command: the words of the command line.
     """
     return {
-        "schema": SCHEMA,
-        "command": shlex.join(command),
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": dict(machine),
+        **heading(machine, command),
         "subject": dict(subject.facts()),
         "setting": _setting(plan),
         "rounds": {"asked": plan.rounds, "done": outcome.rounds, "stopped_early": outcome.stopped_early},
@@ -59,14 +55,21 @@ def framed(
 ) -> dict[str, Any]:
     """Findings of another kind with the same facts before them."""
     return {
+        **heading(machine, command),
+        "subject": dict(subject.facts()),
+        "setting": dataclasses.asdict(setting),
+        **found,
+    }
+
+
+def heading(machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
+    """What every report begins with."""
+    return {
         "schema": SCHEMA,
         "command": shlex.join(command),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": dict(machine),
-        "subject": dict(subject.facts()),
-        "setting": dataclasses.asdict(setting),
-        **found,
     }
 
 

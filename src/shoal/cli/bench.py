@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, env, suite
+from shoal.cli import common, env, load, suite
 from shoal.cli.parser import Parser, parse
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ EXAMPLES = """examples:
   shoal bench --shape 1b --positions 1,8 --prefill 512 --minutes 10
   shoal bench --suite spec --shape 1b --data DATA --methods prompt_lookup,aded
   shoal bench --suite spec --methods prompt_lookup:control=goodput --peer hf-prompt-lookup
+  shoal bench --serve --concurrency 1,8 --peer transformers --rounds 1
+  shoal bench --url http://127.0.0.1:8000 --rate 0.5,1,2 --seconds 60 --texts chat --data DATA --slo ttft=1,tpot=0.2
+  shoal bench --serve --soak --concurrency 16 --minutes 10 --plot memory.png
 """
 
 
@@ -57,6 +60,7 @@ def add_arguments(parser: Parser) -> None:
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
     suite.add_arguments(parser)
+    load.add_arguments(parser)
     how = parser.add_argument_group("procedure")
     how.add_argument("--rounds", metavar="N", type=int, default=3, help="how often everything is measured")
     how.add_argument("--minutes", metavar="T", type=float, help="begin no round that would end later")
@@ -68,6 +72,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     _check_outputs(args)
+    if args.serve or args.url is not None:
+        return load.run(args, methods_from(args.methods or ""), _quants(args.quant))
     if args.suite is not None:
         return suite.run(args, methods_from(args.methods or ""), _quants(args.quant))
     import torch

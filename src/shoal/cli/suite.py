@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, methods: Mapping[str, Method], quants: list[st
         raise ValueError("a suite takes its methods from --methods, several at once")
     if len(quants) != 1:
         raise ValueError(f"--quant names {len(quants)} weight formats; a suite takes one")
-    subject, setting = _subject(args), _setting(args, quants[0])
+    subject, setting = subject_of(args), setting_of(args, quants[0])
     chosen = methods or _default()
     found = drafts.measure(subject, setting, chosen, _wish(args))
     found = report.framed(found, subject, setting, machine=env.collect(), command=args.words)
@@ -57,7 +57,8 @@ def _default() -> Mapping[str, Method]:
     return methods_from(_DEFAULT)
 
 
-def _subject(args: argparse.Namespace) -> Subject:
+def subject_of(args: argparse.Namespace) -> Subject:
+    """What is measured; the packaged model if nothing is named."""
     from shoal import reference
     from shoal.bench.subject import Subject
 
@@ -67,7 +68,8 @@ def _subject(args: argparse.Namespace) -> Subject:
     return Subject(args.shape, model, args.revision, args.trust_remote_code)
 
 
-def _setting(args: argparse.Namespace, quant: str | None) -> Setting:
+def setting_of(args: argparse.Namespace, quant: str | None) -> Setting:
+    """Number formats, device, threads."""
     import torch
 
     from shoal.bench.system import Setting

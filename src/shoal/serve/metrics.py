@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.ticket import Entry
@@ -41,6 +41,7 @@ class Metrics:
 
     def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}

@@ -147,8 +147,8 @@ class _Context:
         self._handle = api.llama_init_from_model(model, params)
         if not self._handle:
             raise NotMeasured(f"llama.cpp could not make a context for {rows} sequences of {length} tokens")
-        self._capacity = int(params.n_batch)
-        self._batch = api.llama_batch_init(self._capacity, 0, 1)
+        self.capacity = int(params.n_batch)
+        self._batch = api.llama_batch_init(self.capacity, 0, 1)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Run the prompts from the beginning; the likeliest next token of each."""
@@ -159,8 +159,8 @@ class _Context:
             for place, token in enumerate(prompt)
         ]
         chosen: list[int] = []
-        for first in range(0, len(every), self._capacity):
-            chosen += self.decode(every[first : first + self._capacity])
+        for first in range(0, len(every), self.capacity):
+            chosen += self.decode(every[first : first + self.capacity])
         return chosen
 
     def decode(self, tokens: Sequence[_Token]) -> list[int]:
@@ -192,6 +192,10 @@ class _Context:
     def forget(self, length: int) -> None:
         """Forget the first sequence from position `length` on."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), 0, length, -1)
+
+    def drop(self, row: int) -> None:
+        """Forget one sequence."""
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
 
     def close(self) -> None:
         """Free both."""

@@ -1,0 +1,150 @@
+"""Traces to figures: speed, percentiles of the times that a user feels, and the share within an objective."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal.bench.load.trace import Trace
+
+_SHARES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a request must keep to count as good; every one that is given.
+
+    Attributes:
+        ttft: most seconds until the first text.
+        tpot: most seconds per token after that.
+        latency: most seconds until the end.
+    """
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    latency: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """From `ttft=1,tpot=0.2`; ValueError for anything else."""
+        known = [field.name for field in fields(cls)]
+        found: dict[str, float] = {}
+        for word in filter(None, text.split(",")):
+            name, _, value = word.partition("=")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                found[name] = -1.0
+            if name not in known or not found[name] > 0:
+                raise ValueError(f"the objective holds {word!r}; it takes {', '.join(known)}, such as ttft=1,tpot=0.2")
+        return cls(**found)
+
+    def kept(self, trace: Trace) -> bool:
+        """Whether a request was good; one that failed is not."""
+        if trace.error is not None or trace.ttft is None:
+            return False
+        latency = trace.end - trace.due
+        return trace.ttft <= self.ttft and (trace.tpot or 0.0) <= self.tpot and latency <= self.latency
+
+    def to_dict(self) -> dict[str, float]:
+        """What is asked for."""
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: limit for name, limit in limits.items() if limit != math.inf}
+
+
+def seconds_of(traces: Sequence[Trace]) -> float:
+    """From the first request until the last is over."""
+    return max(trace.end for trace in traces) - min(trace.due for trace in traces)
+
+
+def speed(traces: Sequence[Trace]) -> float:
+    """Tokens a second of all requests together, over the whole turn, its end included where fewer and fewer run."""
+    return sum(trace.tokens for trace in traces) / max(seconds_of(traces), 1e-9) if traces else 0.0
+
+
+def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str, Any]:
+    """Everything about one load on one system.
+
+    Args:
+        turns: the traces of each round.
+        objective: see `Objective`.
+    """
+    traces = [trace for turn in turns for trace in turn]
+    whole = [trace for trace in traces if trace.error is None]
+    seconds = sum(seconds_of(turn) for turn in turns if turn)
+    good = sum(map(objective.kept, traces))
+    return {
+        "requests": len(traces),
+        "errors": len(traces) - len(whole),
+        "messages": dict(Counter(trace.error for trace in traces if trace.error is not None).most_common(5)),
+        "seconds": seconds,
+        "prompt_tokens": sum(trace.prompt_tokens for trace in traces),
+        "tokens": sum(trace.tokens for trace in traces),
+        "tokens_per_second": spread([speed(turn) for turn in turns]),
+        "requests_per_second": len(whole) / max(seconds, 1e-9),
+        "ttft_seconds": percentiles(trace.ttft for trace in whole),
+        "tpot_seconds": percentiles(trace.tpot for trace in whole),
+        "gap_seconds": percentiles(gap for trace in whole for gap in trace.gaps),
+        "latency_seconds": percentiles(trace.end - trace.due for trace in whole),
+        "queue_seconds": percentiles(trace.queue_seconds for trace in whole),
+        "goodput": {
+            "objective": objective.to_dict(),
+            "share": good / max(1, len(traces)),
+            "requests_per_second": good / max(seconds, 1e-9),
+        },
+    }
+
+
+def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean, p50, p90, p99 of what is known; None where nothing is."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    return {"mean": sum(known) / len(known), **{f"p{share}": quantile(known, share / 100) for share in _SHARES}}
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the two nearest of sorted values."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest, largest."""
+    ordered = sorted(values)
+    return {"median": quantile(ordered, 0.5), "min": ordered[0], "max": ordered[-1]}
+
+
+def ratio(ours: Sequence[Sequence[Trace]], theirs: Sequence[Sequence[Trace]]) -> dict[str, float]:
+    """Tokens a second of ours over theirs, round by round."""
+    return spread([speed(one) / max(speed(other), 1e-9) for one, other in zip(ours, theirs, strict=True)])
+
+
+def flat(curve: Sequence[Mapping[str, float]], share: float, windows: int = 10) -> dict[str, Any] | None:
+    """How far memory moves after the first tenth: medians of equal stretches of time, each against the first.
+
+    Args:
+        curve: points with `seconds` and `bytes`.
+        share: most change that counts as flat, 0.02 for 2 %.
+        windows: stretches.
+
+    Returns:
+        None where a stretch holds no point.
+    """
+    end = max((point["seconds"] for point in curve), default=0.0)
+    start = 0.1 * end
+    parts: list[list[float]] = [[] for _ in range(windows)]
+    for point in curve:
+        if point["seconds"] >= start:
+            place = int((point["seconds"] - start) / (end - start or 1.0) * windows)
+            parts[min(windows - 1, place)].append(point["bytes"])
+    if not all(parts):
+        return None
+    medians = [quantile(sorted(part), 0.5) for part in parts]
+    change = max(abs(value / medians[0] - 1) for value in medians)
+    return {"windows": medians, "largest_change": change, "allowed": share, "flat": change <= share}

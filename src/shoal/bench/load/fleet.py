@@ -1,0 +1,175 @@
+"""The servers of one command: Shoal's own and its peers on the same weights, or one that runs already."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.load import folder
+from shoal.bench.load.http import Address
+from shoal.bench.load.multi import Multi
+from shoal.bench.load.prompts import Prompts
+from shoal.bench.load.servers import Server, free_port, shoal_words, transformers_words
+from shoal.bench.load.targets import Form, Http, Target, look, own_fields, warm_up
+from shoal.bench.subject import Subject
+from shoal.bench.system import NotMeasured, Setting
+from shoal.errors import unknown
+
+OURS = "shoal"
+PEERS = ("transformers", "llama.cpp")
+_WARM = 8
+"""Tokens of an answer before anything is measured."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who is to be measured.
+
+    Attributes:
+        methods: label -> method of Shoal.
+        admissions: policies of Shoal, each a server of its own.
+        peers: of `PEERS`.
+        max_rows: most answers under way in one server.
+        equal_lengths: whether every answer is as long as it may be.
+        chat: whether requests are chats.
+        limit: seconds after which a request is given up.
+        more: options of `shoal serve` beyond these.
+    """
+
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {"method": "full"}})
+    admissions: Sequence[str] = ("join",)
+    peers: Sequence[str] = ()
+    max_rows: int = 16
+    equal_lengths: bool = True
+    chat: bool = False
+    limit: float = 600.0
+    more: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise unknown("peer under load", peer, PEERS)
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows is {self.max_rows}; it must be at least 1")
+        if self.chat and "llama.cpp" in self.peers:
+            raise ValueError("llama.cpp takes no chats here; leave out --chat")
+
+
+class Fleet(ExitStack):
+    """Servers that run while the context lasts.
+
+    Args:
+        crew: who.
+        texts: recorded prompts, from which a shape's tokenizer learns.
+
+    Attributes:
+        targets: what can be measured.
+        absent: what cannot, and why.
+        notes: what a reader should know.
+    """
+
+    def __init__(self, crew: Crew, texts: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.crew, self._texts = crew, texts
+        self.targets: list[Target] = []
+        self.absent: list[dict[str, str]] = []
+        self.notes: list[str] = []
+
+    def attach(self, address: Address, model: str | None) -> None:
+        """A server that runs already, with every method as a target; ValueError where there is none."""
+        face = look(address)
+        for label, method in self.crew.methods.items():
+            plain = not face.shoal
+            fields = {"stream_options": {"include_usage": True}} if plain else own_fields(method, self._equal)
+            form = Form(model or face.model, self.crew.chat, fields, self.crew.limit)
+            self.targets.append(Http(OURS if face.shoal else address.url, "" if plain else label, address, form))
+            if plain:
+                break
+        if self._equal and not face.shoal:
+            self.notes.append("this server is not asked to go on after an end of sequence; lengths may differ")
+
+    def start(self, subject: Subject, setting: Setting, prompts: Prompts) -> None:
+        """Start everything on the same weights, and let each answer once.
+
+        Raises:
+            ValueError: Shoal's own server cannot run or answer.
+        """
+        model = self._folder(subject, setting)
+        for admission in self.crew.admissions:
+            self._or_absent(OURS, partial(self._shoal, model, setting, admission))
+        if "transformers" in self.crew.peers:
+            self._or_absent("transformers", partial(self._transformers, model, setting))
+        if "llama.cpp" in self.crew.peers:
+            self._or_absent("llama.cpp", partial(self._llama, model, setting))
+        self._warm_up(prompts)
+
+    @property
+    def _equal(self) -> bool:
+        return self.crew.equal_lengths
+
+    def _folder(self, subject: Subject, setting: Setting) -> Path:
+        """Where the weights lie; a shape's are written down first."""
+        made = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="shoal-load-")))
+        model = Path(str(subject.model))
+        if subject.shape is not None:
+            folder.write_shape(subject, setting.dtype, made, self._texts)
+            return made
+        if self._equal and self.crew.peers and model.is_dir():
+            folder.endless(model, made)
+            return made
+        return model
+
+    def _or_absent(self, name: str, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except NotMeasured as reason:
+            if name == OURS:
+                raise ValueError(f"Shoal itself could not be measured: {reason}") from reason
+            self.absent.append({"system": name, "reason": str(reason)})
+
+    def _shoal(self, model: Path, setting: Setting, admission: str) -> None:
+        crew, port = self.crew, free_port()
+        allowed = ",".join(dict.fromkeys(str(method["method"]) for method in crew.methods.values()))
+        more = ["--admission", admission, "--max-rows", str(crew.max_rows), "--methods", allowed, *crew.more]
+        server = self._server(shoal_words(model, port, setting, more), port, setting)
+        for label, method in crew.methods.items():
+            form = Form(str(model), crew.chat, own_fields(method, crew.equal_lengths), crew.limit)
+            shown = f"{label}, {admission}" if len(crew.admissions) > 1 or admission != "join" else label
+            self.targets.append(Http(OURS, shown, Address(server.url), form, server))
+
+    def _transformers(self, model: Path, setting: Setting) -> None:
+        if setting.quant is not None:
+            raise NotMeasured(f"transformers serves these weights in {setting.dtype}, not in {setting.quant}")
+        port = free_port()
+        server = self._server(transformers_words(model, port, setting), port, setting)
+        form = Form(str(model), self.crew.chat, limit=self.crew.limit)
+        self.targets.append(Http("transformers", "serve, continuous batching", Address(server.url), form, server))
+
+    def _llama(self, model: Path, setting: Setting) -> None:
+        from transformers import AutoTokenizer
+
+        words = AutoTokenizer.from_pretrained(model)
+        target = Multi(Subject(model=str(model)), setting, self.crew.max_rows, words)
+        self.callback(target.stop)
+        self.targets.append(target)
+        self.notes.append("llama.cpp's batches are driven in a process of their own, without HTTP and without text, "
+                          "in its favour: its Python package serves one request at a time")
+
+    def _server(self, words: Sequence[str], port: int, setting: Setting) -> Server:
+        server = Server(words, port, {"OMP_NUM_THREADS": str(setting.threads)})
+        self.callback(server.stop)
+        return server
+
+    def _warm_up(self, prompts: Prompts) -> None:
+        short = Prompts(prompts.texts, prompts.lengths, (_WARM,), prompts.seed)
+        failed = warm_up(self.targets, self.crew.max_rows, short)
+        for place, why in failed.items():
+            if self.targets[place].name == OURS:
+                raise ValueError(f"Shoal itself could not be measured: {why}")
+            self.absent.append({"system": self.targets[place].name, "reason": why})
+        self.targets = [target for place, target in enumerate(self.targets) if place not in failed]

@@ -1,0 +1,161 @@
+"""Rounds in which every target takes its turn at every load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.bench.cells import in_order
+from shoal.bench.load import figures
+from shoal.bench.load.figures import Objective
+from shoal.bench.load.loops import Load, Turn
+from shoal.bench.load.prompts import Prompts
+from shoal.bench.load.targets import Target
+from shoal.bench.load.trace import Trace
+from shoal.bench.load.watch import Watch
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured.
+
+    Attributes:
+        loads: each in turn.
+        prompts: what is asked.
+        requests: of a turn; None for what `waves` and `seconds` make of the load.
+        waves: requests of a closed loop's turn per client, where `requests` is not given.
+        seconds: no request of a turn is sent later; None for no limit.
+        rounds: how often every target takes its turn at every load.
+        minutes: a round is only begun if it should end within that time of the start; None for no limit.
+        objective: what counts as good.
+        period: seconds between two readings of memory.
+    """
+
+    loads: Sequence[Load]
+    prompts: Prompts
+    requests: int | None = None
+    waves: int = 2
+    seconds: float | None = None
+    rounds: int = 1
+    minutes: float | None = None
+    objective: Objective = field(default_factory=Objective)
+    period: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "waves", "requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name in ("seconds", "minutes", "period"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if not self.loads:
+            raise ValueError("there is no load; name numbers of clients or rates")
+        if self.requests is None and self.seconds is None and any(load.rate is not None for load in self.loads):
+            raise ValueError("requests at a rate need an end: give seconds or a number of requests")
+
+    def turn(self, load: Load, number: int) -> Turn:
+        """The turn at a load in a round: the same arrivals for every target, others in every round."""
+        requests = self.requests
+        if requests is None and load.concurrency is not None:
+            requests = self.waves * load.concurrency
+        return Turn(load, requests, self.seconds, seed=number)
+
+    def prompts_of(self, number: int) -> Prompts:
+        """The prompts of a round."""
+        given = self.prompts
+        return Prompts(given.texts, given.lengths, given.new_tokens, given.seed + 1000 * number)
+
+
+@dataclass
+class Measured:
+    """A target at a load.
+
+    Attributes:
+        target, load: which.
+        turns: the traces of each round.
+        curve: memory during the last turn.
+        cores: processors that the server's process kept busy, per round; empty where unknown.
+    """
+
+    target: Target
+    load: Load
+    turns: list[list[Trace]] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    cores: list[float] = field(default_factory=list)
+
+
+def measure(targets: Sequence[Target], wish: Wish) -> tuple[list[Measured], bool]:
+    """All rounds; and whether the time box cut some off."""
+    cells = [Measured(target, load) for load in wish.loads for target in targets]
+    started, number = time.perf_counter(), 0
+    with tqdm(total=wish.rounds * len(cells), desc="turns", disable=None) as bar:
+        for number in range(wish.rounds):
+            began = time.perf_counter()
+            for cell in in_order(cells, number):
+                bar.set_postfix_str(f"{cell.target.name} {cell.target.label}, {cell.load.label}")
+                take_turn(cell, wish, number)
+                bar.update()
+            spent = time.perf_counter() - began
+            if wish.minutes is not None and time.perf_counter() - started + spent > 60 * wish.minutes:
+                break
+    return cells, number + 1 < wish.rounds
+
+
+def take_turn(cell: Measured, wish: Wish, number: int) -> None:
+    """One target, one load, one round."""
+    target, start, cpu = cell.target, time.perf_counter(), cell.target.cpu_seconds()
+    with Watch(target.resident, wish.period) as watch:
+        cell.turns.append(target.run(wish.turn(cell.load, number), wish.prompts_of(number)))
+    after = target.cpu_seconds()
+    target.hold()
+    cell.curve = watch.curve
+    if cpu is not None and after is not None:
+        cell.cores.append((after - cpu) / (time.perf_counter() - start))
+
+
+def results(cells: Sequence[Measured], objective: Objective) -> list[dict[str, Any]]:
+    """Figures in JSON values, each cell's speed beside that of the others at the same load."""
+    return [{**_head(cell), **figures.figures(cell.turns, objective), **_rest(cell, cells)} for cell in cells]
+
+
+def _head(cell: Measured) -> dict[str, Any]:
+    load = cell.load
+    return {
+        "system": cell.target.name,
+        "label": cell.target.label,
+        "load": load.label,
+        "concurrency": load.concurrency,
+        "rate": load.rate,
+    }
+
+
+def _rest(cell: Measured, cells: Sequence[Measured]) -> dict[str, Any]:
+    others = [one for one in cells if one is not cell and one.load == cell.load]
+    return {
+        "cores": figures.spread(cell.cores) if cell.cores else None,
+        "times_the_speed_of": {name: value for one in others for name, value in _ratio(cell, one)},
+        "memory": _memory(cell.curve),
+    }
+
+
+def _ratio(cell: Measured, other: Measured) -> Iterator[tuple[str, Mapping[str, float]]]:
+    yield f"{other.target.name} {other.target.label}".strip(), figures.ratio(cell.turns, other.turns)
+
+
+def _memory(curve: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
+    if not curve:
+        return None
+    read = [point["bytes"] for point in curve]
+    return {"first": read[0], "last": read[-1], "largest": max(read), "curve": thinned(curve)}
+
+
+def thinned(curve: Sequence[Mapping[str, float]], most: int = 600) -> list[list[float]]:
+    """Pairs of seconds and bytes, at most so many."""
+    step = -(-len(curve) // most)
+    return [[point["seconds"], point["bytes"]] for point in curve[::step]]

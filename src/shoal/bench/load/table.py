@@ -1,0 +1,61 @@
+"""A load's report for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.bench.table import aligned, spread
+
+_HEADER = ["system", "load", "requests", "errors", "tokens/s", "TTFT p50 p90 p99", "TPOT p50 p90 p99",
+           "gap p50 p90 p99", "queue p50 p99", "good", "cores", "memory", "times as fast as"]
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Everything; times in milliseconds."""
+    lines = [_first_line(report), *aligned([_HEADER, *map(_row, report["results"])])]
+    lines += [f"error: {message} ({count} times)" for one in report["results"] for message, count in
+              one["messages"].items()]
+    lines += [f"forecast: {line}" for line in report.get("forecast_lines", ())]
+    lines += [f"not measured: {one['system']}: {one['reason']}" for one in report["not_measured"]]
+    lines += [f"note: {note}" for note in report["notes"]]
+    if "verdict" in report:
+        lines.append(_verdict(report))
+    return "\n".join(lines)
+
+
+def _first_line(report: Mapping[str, Any]) -> str:
+    goal = report["results"][0]["goodput"]["objective"] if report["results"] else {}
+    wanted = ", ".join(f"{name} <= {limit:g} s" for name, limit in goal.items()) or "any answer"
+    return f"{report['subject']['name']}, {report['rounds']['done']} rounds, milliseconds; good: {wanted}"
+
+
+def _row(one: Mapping[str, Any]) -> list[str]:
+    memory = one["memory"]
+    return [
+        f"{one['system']} {one['label']}".strip(),
+        one["load"],
+        str(one["requests"]),
+        str(one["errors"]),
+        spread(one["tokens_per_second"], "{:.1f}"),
+        _times(one["ttft_seconds"]),
+        _times(one["tpot_seconds"]),
+        _times(one["gap_seconds"]),
+        _times(one["queue_seconds"], ("p50", "p99")),
+        f"{one['goodput']['share']:.0%} {one['goodput']['requests_per_second']:.2f}/s",
+        "" if one["cores"] is None else f"{one['cores']['median']:.2f}",
+        "" if memory is None else f"{memory['last'] / 2**30:.2f} GiB",
+        ", ".join(f"{other} {value['median']:.2f}" for other, value in one["times_the_speed_of"].items()),
+    ]
+
+
+def _times(found: Mapping[str, float] | None, names: tuple[str, ...] = ("p50", "p90", "p99")) -> str:
+    if found is None:
+        return ""
+    return " ".join(f"{1000 * found[name]:.3g}" if found[name] < 1 else f"{1000 * found[name]:.0f}" for name in names)
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    found, memory = report["verdict"], report["flatness"]
+    moved = "" if memory is None else f"; memory moved by {memory['largest_change']:.2%} after the warm-up"
+    return f"soak {'passed' if found['passed'] else 'FAILED: ' + '; '.join(found['why'])}{moved}"

@@ -1,0 +1,177 @@
+"""What a load is put on: a server over HTTP, held still between its turns where it is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shoal.bench.load.http import Address, Failed, get
+from shoal.bench.load.loops import Turn
+from shoal.bench.load.prompts import Prompts
+from shoal.bench.load.servers import Server, cpu_seconds, resident
+from shoal.bench.load.trace import Trace, ask
+
+_RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
+
+
+class Target(Protocol):
+    """Something that answers.
+
+    Attributes:
+        name: the system.
+        label: what sets it apart from others of its name: method, policy.
+    """
+
+    name: str
+    label: str
+
+    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
+        """Put a load on it."""
+        ...
+
+    def hold(self) -> None:
+        """Let it take no processor until the next turn."""
+        ...
+
+    def resident(self) -> int | None:
+        """Bytes that it holds in memory."""
+        ...
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time that it has used."""
+        ...
+
+    def stop(self) -> None:
+        """End it, where it is ours."""
+        ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """How requests are put.
+
+    Attributes:
+        model: the name that the server knows.
+        chat: whether as chats; else as plain completions.
+        fields: more fields of every request.
+        limit: seconds after which a request is given up.
+    """
+
+    model: str
+    chat: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    limit: float = 600.0
+
+    @property
+    def route(self) -> str:
+        """Where they go."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, text: str, new_tokens: int) -> dict[str, Any]:
+        """A request for a stream of likeliest tokens."""
+        what = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+        return {"model": self.model, **what, "max_tokens": new_tokens, "temperature": 0, "stream": True, **self.fields}
+
+
+class Http:
+    """A server at an address.
+
+    Args:
+        name, label: see `Target`.
+        address: where.
+        form: how requests are put.
+        server: the process, where it is ours.
+    """
+
+    def __init__(self, name: str, label: str, address: Address, form: Form, server: Server | None = None) -> None:
+        self.name, self.label = name, label
+        self._address, self._form, self._server = address, form, server
+
+    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
+        """See `Target`."""
+        if self._server is not None:
+            self._server.go_on()
+
+        async def send(number: int, due: float, start: float) -> Trace:
+            asked = prompts[number]
+            body = self._form.body(asked.text, asked.new_tokens)
+            return await ask(self._address, self._form.route, body, due, start, self._form.limit)
+
+        return asyncio.run(turn.run(send))
+
+    def hold(self) -> None:
+        """See `Target`."""
+        if self._server is not None:
+            self._server.hold()
+
+    def resident(self) -> int | None:
+        """By the process where it is ours, else by what the server tells Prometheus."""
+        if self._server is not None:
+            return resident(self._server.pid)
+        try:
+            found = _RESIDENT.search(asyncio.run(get(self._address, "/metrics")))
+        except Failed:
+            return None
+        return None if found is None else int(float(found[1]))
+
+    def cpu_seconds(self) -> float | None:
+        """See `Target`."""
+        return None if self._server is None else cpu_seconds(self._server.pid)
+
+    def stop(self) -> None:
+        """See `Target`."""
+        if self._server is not None:
+            self._server.stop()
+
+
+@dataclass(frozen=True)
+class Face:
+    """What a server says about itself.
+
+    Attributes:
+        model: the name of its first model.
+        shoal: whether it understands Shoal's own fields.
+    """
+
+    model: str
+    shoal: bool
+
+
+def look(address: Address) -> Face:
+    """Ask a server what it serves.
+
+    Raises:
+        ValueError: it does not answer as OpenAI's API does.
+    """
+    try:
+        models = json.loads(asyncio.run(get(address, "/v1/models")))["data"]
+        return Face(str(models[0]["id"]), models[0].get("owned_by") == "shoal")
+    except (Failed, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{address.url}/v1/models does not list a model: {error}") from None
+
+
+def own_fields(
+    method: Mapping[str, Any] | None, equal_lengths: bool, *, numbers: bool = True
+) -> dict[str, Any]:
+    """Fields that Shoal's server understands: the method, no early end, and its own account of waiting."""
+    asked = {} if method is None else {"method": method["method"], "method_args": method.get("method_args", {})}
+    told = {"metrics": True, "stream_options": {"include_usage": True}} if numbers else {}
+    return {**asked, **told, **({"ignore_eos": True} if equal_lengths else {})}
+
+
+def warm_up(targets: Sequence[Target], rows: int, prompts: Prompts) -> dict[int, str]:
+    """Let every target answer once with `rows` at a time; what went wrong, by place in `targets`."""
+    from shoal.bench.load.loops import Load
+
+    failed = {}
+    for place, target in enumerate(targets):
+        traces = target.run(Turn(Load(concurrency=rows), requests=rows), prompts)
+        target.hold()
+        wrong = [trace.error for trace in traces if trace.error is not None]
+        if wrong:
+            failed[place] = wrong[0]
+    return failed

@@ -1,0 +1,121 @@
+"""What one client saw of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.bench.load.http import Address, Failed, events
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Moments in seconds, from the start of the turn.
+
+    Attributes:
+        due: when it was to be sent.
+        chunks: when text came, chunk by chunk.
+        end: when it was over.
+        prompt_tokens, tokens: as the server counts them; where it does not, every chunk counts as a token.
+        queue_seconds: what the server says about waiting; None where it says nothing.
+        error: why there is no whole answer.
+    """
+
+    due: float
+    chunks: tuple[float, ...]
+    end: float
+    prompt_tokens: int = 0
+    tokens: int = 0
+    queue_seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """From the moment it was due until the first text."""
+        return self.chunks[0] - self.due if self.chunks else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per token after the first chunk."""
+        if self.tokens < 2 or len(self.chunks) < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between chunks."""
+        return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; the chunks themselves are left out."""
+        values = {**asdict(self), "ttft": self.ttft, "tpot": self.tpot}
+        del values["chunks"]
+        return {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items()}
+
+
+async def ask(address: Address, route: str, body: Mapping[str, Any], due: float, start: float, limit: float) -> Trace:
+    """Send one request and follow its stream to the end; what goes wrong stands in the trace.
+
+    Args:
+        address, route, body: where to and what; `body` asks for a stream.
+        due: seconds after `start` at which it is to be sent, that is now.
+        start: `time.perf_counter` at the start of the turn.
+        limit: seconds after which it is given up.
+    """
+    came: list[tuple[float, bytes]] = []
+    error = None
+    try:
+        await asyncio.wait_for(_collect(came, address, route, body), limit)
+    except asyncio.TimeoutError:
+        error = f"no end after {limit:g} s"
+    except Failed as failure:
+        error = str(failure)
+    return read([(moment - start, event) for moment, event in came], due, time.perf_counter() - start, error)
+
+
+async def _collect(came: list[tuple[float, bytes]], address: Address, route: str, body: Mapping[str, Any]) -> None:
+    async for event in events(address, route, body):
+        came.append(event)
+
+
+def read(came: Sequence[tuple[float, bytes]], due: float, end: float, error: str | None) -> Trace:
+    """The trace in a stream's events."""
+    chunks: list[float] = []
+    usage: Mapping[str, Any] = {}
+    queue: float | None = None
+    reason = None
+    for moment, raw in came:
+        if raw == b"[DONE]":
+            continue
+        try:
+            event = json.loads(raw)
+        except ValueError:
+            error = error or f"not JSON: {raw[:100]!r}"
+            continue
+        error = error or _error_in(event)
+        usage = event.get("usage") or usage
+        queue = event.get("metrics", {}).get("queue_time_ms", queue)
+        for choice in event.get("choices") or ():
+            reason = choice.get("finish_reason") or reason
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                chunks.append(moment)
+    if error is None and reason is None:
+        error = "the stream ended without a finish_reason"
+    return Trace(
+        due,
+        tuple(chunks),
+        end,
+        usage.get("prompt_tokens", 0),
+        usage.get("completion_tokens", len(chunks)),
+        None if queue is None else queue / 1000,
+        error,
+    )
+
+
+def _error_in(event: Mapping[str, Any]) -> str | None:
+    found = event.get("error")
+    return str(found.get("message") if isinstance(found, Mapping) else found) if found else None
