@@ -12,7 +12,10 @@ from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal.engine.scheduler import Scheduler
 
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+             "frequency_penalty")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -35,6 +38,57 @@ def add_method(parser: Parser, default: str = "full") -> None:
     parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
                         help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
     parser.method_options = parser.add_argument_group()
+
+
+def add_sampling(parser: Parser) -> argparse._ArgumentGroup:
+    """How tokens are chosen, and where an answer ends."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
+    group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token")
+    group.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest; 0: among all")
+    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest that sum to P")
+    group.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the likeliest")
+    group.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="1 is neutral")
+    group.add_argument("--presence-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
+    group.add_argument("--frequency-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
+    group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    return group
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options as `Engine.generate` takes them."""
+    return {**{name: getattr(args, name) for name in _SAMPLING}, "seed": args.seed, "stop": args.stop or None}
+
+
+def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
+    """How many are decoded together, and when they start."""
+    group = parser.add_argument_group("scheduling")
+    group.add_argument("--admission", choices=("join", "waves"), default="join",
+                       help="let requests join at once, or start together so that all are equally deep")
+    group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
+    group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
+    group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
+    group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two ticks")
+    return group
+
+
+def scheduling(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options as `Scheduler` takes them, but for the policy."""
+    return {
+        "max_rows": args.max_rows,
+        "kv_bytes": None if args.kv_gib is None else int(args.kv_gib * 2**30),
+        "prefill_chunk": args.prefill_chunk,
+    }
+
+
+def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
+    """The scheduler that the options ask for."""
+    from shoal.engine.admission import policy
+    from shoal.engine.scheduler import Scheduler
+
+    admission = policy(args.admission, float("inf") if args.patience is None else args.patience)
+    return Scheduler(engine, policy=admission, **scheduling(args), **more)
 
 
 def add_json(parser: Parser) -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "methods": "list the methods, what they need and what they promise",
     "plan": "draw which layers every token runs",
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
+    "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "bench": "measure speed, beside other software on the same weights",
     "eval": "measure quality: methods and controls beside the full model, on the same items",

@@ -25,7 +25,6 @@ EXAMPLES = """examples:
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   cat question.txt | shoal generate --json | tail -n 1
 """
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,26 +33,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--file", metavar="F", type=Path, help="read the prompt from a file")
     parser.add_argument("--raw", action="store_true", help="do not wrap the prompt in the tokenizer's chat template")
     common.add_method(parser)
-    _add_sampling(parser)
+    sampling = common.add_sampling(parser)
+    sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
     common.add_model(parser)
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="tint tokens by depth")
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
     common.add_json(parser)
-
-
-def _add_sampling(parser: Parser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
-    group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token")
-    group.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest; 0: among all")
-    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest that sum to P")
-    group.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the likeliest")
-    group.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="1 is neutral")
-    group.add_argument("--presence-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
-    group.add_argument("--frequency-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
-    group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
-    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
-    group.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,9 +89,7 @@ def _read(path: Path) -> str:
 
 
 def _request(args: argparse.Namespace) -> dict[str, Any]:
-    sampling = {name: getattr(args, name) for name in _SAMPLING}
-    return {**sampling, "max_new_tokens": args.max_new_tokens, "seed": args.seed, "stop": args.stop or None,
-            "logprobs": args.logprobs}
+    return {**common.sampling(args), "logprobs": args.logprobs}
 
 
 class Silent:

@@ -16,7 +16,6 @@ from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.engine.scheduler import Scheduler
     from shoal.serve.settings import Settings
 
 EXAMPLES = """examples:
@@ -31,7 +30,8 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser)
     common.add_model(parser)
     _add_address(parser)
-    _add_scheduling(parser)
+    scheduling = common.add_scheduling(parser)
+    scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most that wait; then 429")
     _add_limits(parser)
 
 
@@ -45,17 +45,6 @@ def _add_address(parser: Parser) -> None:
                        "load nothing")
     group.add_argument("--no-playground", action="store_true", help="have no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
-
-
-def _add_scheduling(parser: Parser) -> None:
-    group = parser.add_argument_group("scheduling")
-    group.add_argument("--admission", choices=("join", "waves"), default="join",
-                       help="let requests join at once, or start together so that all are equally deep")
-    group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
-    group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
-    group.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most answers that wait; then 429")
-    group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
-    group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two ticks")
 
 
 def _add_limits(parser: Parser) -> None:
@@ -80,22 +69,8 @@ def run(args: argparse.Namespace) -> int:
         engine = common.load_engine(args)
         settings = _settings(args, engine)
         engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
-        serve(_scheduler(args, engine), settings, listener)
+        serve(common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings, listener)
     return 0
-
-
-def _scheduler(args: argparse.Namespace, engine: Engine) -> Scheduler:
-    from shoal.engine.admission import policy
-    from shoal.engine.scheduler import Scheduler
-
-    return Scheduler(
-        engine,
-        max_rows=args.max_rows,
-        max_waiting=args.max_waiting,
-        kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
-        prefill_chunk=args.prefill_chunk,
-        policy=policy(args.admission, float("inf") if args.patience is None else args.patience),
-    )
 
 
 def _settings(args: argparse.Namespace, engine: Engine) -> Settings:

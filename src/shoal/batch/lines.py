@@ -1,0 +1,186 @@
+"""A line of the input: one JSON object, checked, as the scheduler takes it.
+
+    {"prompt": "Once upon a time", "max_new_tokens": 64}
+    {"id": "q7", "messages": [{"role": "user", "content": "Hello"}], "method": "d3", "method_args": {"alpha": 0.99}}
+
+A prompt is text or token ids and goes to the model as it is; messages go through the chat template. All other fields
+are options of `Engine.generate`; what a line leaves out comes from the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import unknown
+
+_OWN = ("id", "prompt", "messages", "method_args")
+_CODE = ("logits_processor", "stopping_criteria")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank.
+
+    Attributes:
+        number: its place in the file, from 1; blank lines count too.
+        raw: its bytes.
+    """
+
+    number: int
+    raw: bytes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an input file holds: its hash, all its lines, and how many of them are not blank."""
+
+    sha256: str
+    lines: int
+    tasks: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a line asks for: a prompt, and options of `Scheduler.submit`."""
+
+    prompt: str | Sequence[int]
+    options: dict[str, Any]
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The lines that are not blank, in order."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield Line(number, raw)
+
+
+def contents(path: Path) -> Contents:
+    """Read the file once to tell it from others.
+
+    Raises:
+        ValueError: it is no readable file, or has no line.
+    """
+    digest, lines, tasks = hashlib.sha256(), 0, 0
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file, so a job over it could not be resumed")
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                digest.update(raw)
+                lines, tasks = lines + 1, tasks + bool(raw.strip())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    if not tasks:
+        raise ValueError(f"{path} is empty; it must hold one JSON object per line")
+    return Contents(digest.hexdigest(), lines, tasks)
+
+
+def fields_of(raw: bytes) -> dict[str, Any]:
+    """The line's JSON object; ValueError where it is none, or holds a number or a character that JSON lacks."""
+    try:
+        given = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise ValueError("the line holds half of a surrogate pair, which is no character") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the line is no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("the line is nested too deeply") from None
+    if not isinstance(given, dict):
+        raise ValueError('the line must be a JSON object, such as {"prompt": "Once upon a time"}')
+    return given
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"the line holds {word}, which is no number in JSON")
+
+
+def id_of(fields: Mapping[str, Any]) -> str | int | None:
+    """What the line calls itself; ValueError for anything but a text or a whole number."""
+    name = fields.get("id")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise ValueError(f"id is {name!r}; it must be a text or a whole number")
+    return name
+
+
+def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], tokenizer: Any) -> Task:
+    """What the line asks for, over the job's defaults.
+
+    A line without a seed of its own draws with the job's seed plus its number, so that lines differ.
+
+    Raises:
+        ValueError: a field is unknown, or there is not one prompt.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "body" in given:
+        raise ValueError('the line is in the format of OpenAI\'s batches; write {"id": ..., "messages": [...]} instead')
+    known = _options()
+    for name in given:
+        if name not in (*_OWN, *known):
+            raise unknown("field", name, (*_OWN, *known))
+    options = {**defaults, **{name: given[name] for name in known if name in given}}
+    if options.get("seed") is not None and "seed" not in given:
+        options["seed"] += line.number
+    if "method" in given or "method_args" in given:
+        options["method"] = _method(given)
+    if "logit_bias" in given:
+        options["logit_bias"] = _bias(given["logit_bias"])
+    return Task(_prompt(given, tokenizer), options)
+
+
+def _options() -> tuple[str, ...]:
+    """Options that JSON can hold."""
+    from shoal.engine.request import Options  # imports torch, which whoever only keeps the books can do without
+
+    return tuple(name for name in Options.__annotations__ if name not in _CODE)
+
+
+def _method(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given.get("method"), str):
+        raise ValueError('method is the name of a method, and method_args its options: {"method": "d3", ...}')
+    return {"method": given["method"], "method_args": given.get("method_args", {})}
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """JSON's keys are text."""
+    try:
+        return {int(token): float(value) for token, value in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"logit_bias is {given!r}; it must map token ids to numbers") from None
+
+
+def _prompt(given: Mapping[str, Any], tokenizer: Any) -> str | list[int]:
+    if ("prompt" in given) == ("messages" in given):
+        raise ValueError("a line needs either prompt or messages")
+    if "messages" in given:
+        return _chat(given["messages"], tokenizer)
+    prompt = given["prompt"]
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"prompt is {prompt!r}; it must be text, or a list of token ids")
+    return prompt
+
+
+def _chat(messages: Any, tokenizer: Any) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this model has no chat template; give a prompt instead of messages")
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError('messages must be a list of {"role": ..., "content": ...}, both of them text')
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # templates raise what they like, mostly about the order of roles
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from None
+    return list(ids)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and set(message) == {"role", "content"} and all(
+        isinstance(value, str) for value in message.values()
+    )

@@ -1,0 +1,51 @@
+"""A line of the output: what came of a line of the input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.types import Result, TokenLogprob
+
+Record = dict[str, Any]
+"""A JSON object whose `line` is the number of the input's line; it has a `text`, or an `error` in its place."""
+
+
+def answered(line: int, name: str | int | None, result: Result, *, with_tokens: bool) -> Record:
+    """The record of an answer.
+
+    Args:
+        line: number of the input's line.
+        name: its id.
+        result: the answer.
+        with_tokens: whether the token ids are written too, as where there is no tokenizer to make text of them.
+    """
+    stats = result.stats
+    return {
+        "line": line,
+        "id": name,
+        "text": result.text,
+        **({"tokens": result.tokens} if with_tokens else {}),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "mean_layers": round(stats.mean_layers, 4),
+        "seed": result.seed,
+        **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
+    }
+
+
+def failed(line: int, name: str | int | None, error: BaseException) -> Record:
+    """The record of a line that has no answer, and why."""
+    message = " ".join(str(error).split())
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return {"line": line, "id": name, "error": kind + message}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [[token, _finite(value)] for token, value in entry.top]
+    return {"token": entry.token, "logprob": _finite(entry.logprob), "top": top}
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity."""
+    return max(value, -9999.0)

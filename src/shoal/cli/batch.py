@@ -1,0 +1,96 @@
+"""Answer a file of prompts. Killed at any point, the same command goes on where it was.
+
+A line of the input is a JSON object with a prompt (text or token ids) or messages, and any options of its own: id,
+method, method_args, max_new_tokens, temperature, stop, seed, ... A line of the output names the input's line and id.
+Answers come in the order in which they end. A line in error gets a record that says why; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common
+from shoal.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from shoal.batch.job import Report
+    from shoal.batch.lines import Line
+    from shoal.batch.records import Record
+
+EXAMPLES = """examples:
+  shoal batch questions.jsonl answers.jsonl --max-new-tokens 128
+  shoal batch questions.jsonl answers.jsonl --model path/to/model --method d3 --alpha 0.99 --admission waves
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    parser.add_argument("input", metavar="IN.jsonl", type=Path, help="one JSON object per line")
+    parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="the answers; OUT.jsonl.job says of which job")
+    common.add_method(parser)
+    sampling = common.add_sampling(parser)
+    sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
+    common.add_model(parser)
+    common.add_scheduling(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer what is left."""
+    from shoal.batch import job
+
+    try:
+        report = job.run(args.input, args.output, _settings(args), lambda: _Here(args))
+    except KeyboardInterrupt:
+        print(f"what is done stands in {args.output}; the same command goes on from there", file=sys.stderr)
+        raise
+    print(summary(report), file=sys.stderr)
+    if args.json:
+        common.print_json(report.to_dict())
+    return 1 if report.errors else 0
+
+
+class _Here:
+    """Answers lines with a model of this process, loaded when it is made."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._engine = common.load_engine(args)
+        self._engine.recipe(args.method, args.max_new_tokens)  # what cannot run at all is no matter of single lines
+
+    def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
+        from shoal.batch.run import Desk
+
+        with common.make_scheduler(self._args, self._engine) as scheduler:
+            yield from Desk(scheduler, _defaults(self._args)).answers(lines)
+
+
+def _defaults(args: argparse.Namespace) -> dict[str, Any]:
+    return {**common.sampling(args), "logprobs": args.logprobs, "method": args.method.to_dict()}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the answers depend on."""
+    model = {"name": args.model, "revision": args.revision}
+    if args.model is not None and os.path.isdir(args.model):
+        from shoal.engine.fingerprint import of_model
+
+        model = {"fingerprint": of_model(None, args.model)}
+    return {"model": {**model, "dtype": args.dtype, "backend": args.backend, "quant": args.quant},
+            "option": _defaults(args)}
+
+
+def summary(report: Report) -> str:
+    """The line of figures at the end."""
+    found = report.to_dict()
+    errors = f"{report.errors} in error" if report.errors else "none in error"
+    if not report.written:
+        return f"[all {report.lines} lines were done before, {errors}]"
+    depth = f", {found['mean_layers']:.2f} layers on average" if report.new_tokens else ""
+    return (f"[{report.before + report.written} of {report.lines} lines, {errors}; now {report.written} lines and "
+            f"{report.new_tokens} tokens in {report.seconds:.1f} s, {found['tokens_per_second']:.1f} tokens/s{depth}]")

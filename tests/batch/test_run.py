@@ -1,0 +1,105 @@
+"""Every line is answered once, with what the engine alone would say, whatever is beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from chat_tokenizer import chat_tokenizer
+from families import tiny
+from shoal.batch.lines import Line
+from shoal.batch.run import Desk
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+
+DEFAULTS = {"max_new_tokens": 6, "temperature": 0.0, "method": {"method": "full"}}
+
+
+def lines(fields: Iterable[Any]) -> list[Line]:
+    given = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in fields]
+    return [Line(number, raw) for number, raw in enumerate(given, start=1)]
+
+
+def engine() -> Engine:
+    return engine_for(tiny("llama", layers=4), chat_tokenizer())
+
+
+def answers(engine: Engine, fields: Iterable[Any], **scheduling: Any) -> dict[int, Any]:
+    with Scheduler(engine, **{"max_rows": 3, **scheduling}) as scheduler:
+        found = list(Desk(scheduler, DEFAULTS).answers(lines(fields)))
+    assert len({record["line"] for record in found}) == len(found)
+    return {record["line"]: record for record in found}
+
+
+def test_lines_get_what_the_engine_says_alone() -> None:
+    model = engine()
+    d3 = {"method": "d3", "method_args": {"alpha": 0.8, "core": 2}}
+    given = [{"id": n, "prompt": "abcdefgh"[: n + 1], "max_new_tokens": 3 + n, **(d3 if n % 2 else {})}
+             for n in range(8)]
+    given.append({"id": "drawn", "prompt": "xyz", "temperature": 1.0, "seed": 5, "logprobs": 1})
+    found = answers(model, given)
+    for number, fields in enumerate(given, start=1):
+        options = {"max_new_tokens": 6, **{k: v for k, v in fields.items() if k not in ("id", "prompt", "method_args")}}
+        if "method" in fields:
+            options["method"] = d3
+        alone = model.generate(fields["prompt"], **options)
+        record = found[number]
+        said = (record["id"], record["text"], record["finish_reason"])
+        assert said == (fields["id"], alone.text, alone.finish_reason)
+        assert record["new_tokens"] == len(alone.tokens)
+        assert record["mean_layers"] == pytest.approx(alone.stats.mean_layers, abs=1e-4)
+    assert found[9]["seed"] == 5
+    assert len(found[9]["logprobs"]) == 6
+    json.dumps(list(found.values()), allow_nan=False)
+
+
+def test_lines_in_error_stop_nobody() -> None:
+    given = [{"prompt": "a"}, {"id": 7, "prompt": ""}, b"\xff", {"prompt": [1, 99999]}, {"prompt": "b", "id": [1]},
+             {"prompt": "b", "method": "d4"}, {"prompt": "b", "temperature": -1}, {"prompt": "a" * 5000},
+             {"prompt": "c"}]
+    found = answers(engine(), given)
+    assert [number for number, record in sorted(found.items()) if "text" in record] == [1, 9]
+    assert found[2]["id"] == 7
+    assert "99999" in found[4]["error"]
+    assert "d4" in found[6]["error"]
+    assert "-1" in found[7]["error"]
+
+
+def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
+    model = engine()
+    inner = model.stack.forward
+
+    def forward(feeds: Any, *rest: Any) -> torch.Tensor:
+        if any(9 in feed.tokens for feed in feeds):
+            raise RuntimeError("an unlucky token")
+        return inner(feeds, *rest)
+
+    model.stack.forward = forward
+    found = answers(model, [{"prompt": [5, 4]}, {"prompt": [9, 4], "max_new_tokens": 1}, {"prompt": [6, 4]}])
+    assert found[2]["error"] == "RuntimeError: an unlucky token"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_scheduler_that_fails_ends_the_job() -> None:
+    model = engine()
+    with Scheduler(model) as scheduler:
+        desk = Desk(scheduler, DEFAULTS)
+
+        def broken() -> None:
+            raise SystemError("the machine is on fire")
+
+        scheduler._admit = broken
+        with pytest.raises(SystemError, match="on fire"):
+            list(desk.answers(lines([{"prompt": "a"}])))
+
+
+def test_without_a_tokenizer_answers_are_token_ids() -> None:
+    model = engine_for(tiny("llama", layers=4))
+    with Scheduler(model) as scheduler:
+        (record,) = Desk(scheduler, DEFAULTS).answers(lines([{"prompt": [5, 6]}]))
+    assert record["tokens"] == model.generate([5, 6], max_new_tokens=6).tokens
