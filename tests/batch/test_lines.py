@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tokenizer import chat_tokenizer
@@ -105,6 +105,7 @@ def test_what_is_no_id(name: Any) -> None:
         id_of({"id": name})
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner)).map(
     lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_line_or_a_value_error(raw: bytes) -> None:
