@@ -11,11 +11,12 @@ OLDEST_BIN := $(OLDEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 PYTEST_ARGS := -q -n $(WORKERS)
+QUICK := not slow and not network and not browser
 QUESTION := Tom has 3 boxes with 12 pencils each. He gives 7 pencils to his sister. How many pencils does he have left?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-oldest clean
+.PHONY: help setup demo lint test test-all test-oldest browser clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,13 +37,18 @@ lint: $(STAMP) ## Style, types, direction of imports
 	$(BIN)/lint-imports --no-cache
 
 test: lint ## Lint, and every test that is quick
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not network"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-oldest ## Lint, all tests that need no network, and the same on the oldest supported transformers
+test-all: lint test-oldest browser ## Lint, all tests that need no network, and the same on the oldest supported transformers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-oldest: $(OLDEST_STAMP)
-	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not network"
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
+
+browser: ## Install the browser that tests drive, where it is missing, on Debian and as root; elsewhere those tests fail
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
+	echo "chromium and chromedriver are missing and could not be installed; the tests that need them will say so" >&2
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)

@@ -71,6 +71,7 @@ function replan() {
 }
 
 async function plan() {
+  clearTimeout(timer);
   planning?.abort();
   planning = new AbortController();
   const tokens = Math.max(1, whole("tokens") || 64);
@@ -115,6 +116,7 @@ async function run() {
   at("run").disabled = true;
   at("stop").disabled = false;
   at("error").textContent = at("verdict").textContent = "";
+  await plan();
   const method = chosen();
   const name = method.method ?? model.default_method;
   const ramp = { all: model.num_layers, fewest: fewest ?? model.num_layers / 2 };
