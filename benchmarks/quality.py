@@ -63,7 +63,6 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     common = ["--loss-n", few, *longest]
     known = ["eval", "--suite", "known", "--n", n, *common]
     plain = ["--card", str(card), "--groups", "constant", "--loss-groups", "constant,budgets", "--controls"]
-    wide = ["--card", str(card), "--groups", "constant", "--timed", "2" if small else "8", "--controls"]
     timed = ["--timed", "2" if small else "12"]
     dial = ["--measure", "answers", "--methods", quality_dial.methods(small), *timed]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
@@ -74,18 +73,17 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
                       size[0], "--loss-n", size[1], "--answer-n", size[2], *longest, "--out", str(card)]),
             ("known", [*known, "--measure", "answers"]),
         ],
-        [("known_1.25", [*known, *wide, "1.25"]), ("known_1.5", [*known, *wide, "1.5"])],
-        [("known_1.25", [*known, *rest, "1.25"]), ("known_1.5", [*known, *rest, "1.5"])],
+        [("known_1.25", [*known, *rest, "1.25"]), ("known_1.1", [*known, *rest, "1.1"])],
         [
+            ("known_1.5", [*known, *plain, "1.5"]),
             ("dial", ["eval", "--suite", "known", "--n", "16" if small else "600", *longest, *dial]),
-            ("known_2", [*known, *plain, "2"]),
-            ("unseen", ["eval", "--suite", "unseen", "--n", half, *common, *plain, "1.25"]),
+            ("unseen", ["eval", "--suite", "unseen", "--n", half, *common, *plain, "1.1"]),
+            ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
+            ("text", [*texts, *plain, "1.1"]),
         ],
         [
-            ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
-            ("text", [*texts, *plain, "1.25"]),
-            ("known_1.1", [*known, *plain, "1.1"]),
-            ("equations", ["eval", "--suite", "known_gsm8k_equations", "--n", half, *common, *plain, "1.25"]),
+            ("known_2", [*known, *plain, "2"]),
+            ("equations", ["eval", "--suite", "known_gsm8k_equations", "--n", half, *common, *plain, "1.1"]),
         ],
     ]
 
