@@ -76,7 +76,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
         [("known_1.25", [*known, *rest, "1.25"]), ("known_1.1", [*known, *rest, "1.1"])],
         [
             ("known_1.5", [*known, *plain, "1.5"]),
-            ("dial", ["eval", "--suite", "known", "--n", "16" if small else "600", *longest, *dial]),
+            ("dial", ["eval", "--suite", "known", "--n", "16" if small else "400", *longest, *dial]),
             ("unseen", ["eval", "--suite", "unseen", "--n", half, *common, *plain, "1.1"]),
             ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
             ("text", [*texts, *plain, "1.1"]),

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from quality_tables import gap
 
-MARGINS = ("0", "0.5", "1", "2", "4", "inf")
-BLOCKS = ((4, 0.75), (4, 0.5), (8, 0.75), (8, 0.5))
+MARGINS = ("0", "1", "3", "inf")
+BLOCKS = ((4, 0.75), (8, 0.75), (4, 0.5))
 """(length, mean depth of the guesses as a share of the layers)."""
 
 
 def methods(small: bool) -> str:
     """What `shoal eval --methods` measures: every block at every margin."""
-    margins = MARGINS[::3] if small else MARGINS
+    margins = MARGINS[::2] if small else MARGINS
     return ",".join(
         f"d3_spec:length={length}:mean={mean}:rule=lenient:margin={margin}"
         for (length, mean), margin in itertools.product(BLOCKS[:1] if small else BLOCKS, margins)
