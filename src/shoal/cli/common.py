@@ -96,7 +96,7 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
+def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> Engine:
     """The engine for the model that the options name.
 
     Raises:
@@ -107,7 +107,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
     _hush_libraries()
     try:
         return load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
-                    revision=args.revision, trust_remote_code=args.trust_remote_code)
+                    revision=args.revision, trust_remote_code=args.trust_remote_code,
+                    tensor_parallel=tensor_parallel)
     except Unsupported:
         raise
     except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way

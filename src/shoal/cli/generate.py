@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   cat question.txt | shoal generate --json | tail -n 1
+  torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"
 """
 
 
@@ -36,6 +37,8 @@ def add_arguments(parser: Parser) -> None:
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
     common.add_model(parser)
+    parser.add_argument("--tensor-parallel", action="store_true", help="share the model between the processes that "
+                        "torchrun has started; the first one prints")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="tint tokens by depth")
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
     common.add_json(parser)
@@ -45,10 +48,23 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs has nowhere to go; add --json")
-    prompt = read_prompt(args)
-    engine = common.load_engine(args)
+    if not args.tensor_parallel:
+        return _run(args, read_prompt(args))
+    from shoal.engine import ranks
+    from shoal.engine.device import device_of
+
+    try:
+        others = ranks.join(device_of(args.device))
+        return _run(args, others.agree("" if others.rank else read_prompt(args)))
+    finally:
+        ranks.leave()
+
+
+def _run(args: argparse.Namespace, prompt: str) -> int:
+    engine = common.load_engine(args, tensor_parallel=args.tensor_parallel)
+    silent = engine.ranks.rank > 0
     stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
-    printer = Silent() if args.json else _printer(args, engine)
+    printer = Silent() if args.json or silent else _printer(args, engine)
     interrupted = False
     try:
         for step in stream:
@@ -57,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         interrupted = True
         stream.close()
     printer.close()
+    if silent:
+        return 130 if interrupted else 0
     if args.json:
         common.print_json(_report(args, engine, stream.result))
     elif not args.quiet:

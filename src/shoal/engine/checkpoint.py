@@ -46,11 +46,11 @@ class Checkpoint:
         except OSError:
             return None
 
-    def model(self, dtype: Any) -> Any:
-        """The model with its own modules."""
+    def model(self, dtype: Any, **options: Any) -> Any:
+        """The model with its own modules; `options` are those of `from_pretrained`."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options)
+        return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options, **options)
 
     def weights(self) -> FileSource | None:
         """The weights by name, or None where they do not lie in safetensors files."""

@@ -12,6 +12,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def device_of(given: str | torch.device | None) -> torch.device:
+    """The device that was asked for."""
+    return torch.device(given) if given is not None else default_device()
+
+
 def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device computes it natively, else float32."""
     return torch.bfloat16 if _native_bfloat16(device) else torch.float32

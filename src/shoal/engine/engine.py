@@ -22,6 +22,7 @@ from shoal.engine import fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions
 from shoal.engine.memory import naming
+from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.result import result_of
 from shoal.methods import make
@@ -52,6 +53,9 @@ class Engine:
         eos_token_ids: ids that end a row.
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
+
+    Attributes:
+        ranks: the processes that share the model.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids, self.card = eos_token_ids, card or Card()
+        self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
         self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
@@ -143,6 +148,8 @@ class Engine:
     def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
         """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
+        self.ranks.check(recipe)
+        seed = self.ranks.agree(request.seed)
         rules = request.rules(self.eos_token_ids, self.stack.max_positions)
         return [
             Row(
@@ -154,7 +161,7 @@ class Engine:
                 stop=StopState(rules, self.tokenizer, tokens),
                 sampling=request.sampling,
                 processors=request.logits_processor,
-                seed=request.seed,
+                seed=seed,
             )
             for number, tokens in enumerate(ids)
         ]

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from shoal import reference
+from shoal.engine import ranks
 from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
-from shoal.engine.device import as_dtype, default_device, default_dtype
+from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
 from shoal.errors import OutOfMemory, Unsupported
@@ -40,6 +41,7 @@ def load(
     backend: Backend = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    tensor_parallel: bool = False,
 ) -> Engine:
     """An engine for a decoder-only language model.
 
@@ -54,6 +56,8 @@ def load(
             modules, "auto" the packed one where the model fits. Packing a model that is handed over copies it.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with a model may run.
+        tensor_parallel: whether the processes that torchrun has started share one model, each holding a slice of every
+            matrix; all must then make the same calls. Runs the model's own modules.
 
     Raises:
         ValueError: there is no such model, or an option is unknown.
@@ -65,11 +69,16 @@ def load(
     if quant is not None and backend == "hf":
         what = f"quant={quant!r} with backend 'hf'"
         raise Unsupported(what, "it runs the model's own weights", 'Use backend="packed"')
+    if tensor_parallel:
+        _check_shared(model, backend, quant)
     if isinstance(model, str | os.PathLike) or model is None:
-        where = torch.device(device) if device is not None else default_device()
+        where = device_of(device)
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
         source = os.fspath(reference.path()) if model is None else os.fspath(model)
-        return _from_files(Checkpoint(source, revision, trust_remote_code), tokenizer, kind, where, quant, backend)
+        files = Checkpoint(source, revision, trust_remote_code)
+        if tensor_parallel:
+            return _shared(files, tokenizer, kind, where)
+        return _from_files(files, tokenizer, kind, where, quant, backend)
     if dtype is not None or device is not None:
         raise ValueError(
             "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
@@ -100,6 +109,34 @@ def engine_for(
         card = read_card(origin, stack.num_layers)
     name = name or origin or type(model).__name__
     return Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model)
+
+
+def _check_shared(model: Any, backend: Backend, quant: Quant | None) -> None:
+    """Refuse what cannot be cut into slices."""
+    what, remedy = "tensor parallelism", 'Use backend="hf" without quantisation'
+    if quant is not None:
+        raise Unsupported(f"{what} with quant={quant!r}", "transformers' plans cut plain weights", remedy)
+    if backend == "packed":
+        raise Unsupported(f"{what} with backend 'packed'", "packed weights are laid out for one process", remedy)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise Unsupported(f"{what} of a loaded model", "it is cut while it is loaded", "Give its folder or Hub id")
+    if model is not None and str(model).endswith(".gguf"):
+        raise Unsupported(f"{what} of a GGUF file", "transformers' plans cut plain weights", "Use safetensors")
+
+
+def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch.device) -> Engine:
+    """The engine of this process's slice of a model."""
+    others = ranks.join(device)
+    config = files.config()
+    _check_decoder(config)
+    ranks.check_model(config, others)
+    words = files.tokenizer(tokenizer)
+    with naming(lambda: (f"a slice of the model {files.name!r} in {dtype}", "Use more processes or a smaller dtype")):
+        model = files.model(dtype, **ranks.loading(others)).eval()
+    card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
+    engine = engine_for(model, words, name=files.name, card=card)
+    engine.ranks = others
+    return engine
 
 
 def _modules(model: Any) -> Stack:

@@ -59,6 +59,12 @@ class Scheduler:
         start: bool = True,
     ) -> None:
         _check_positive(max_rows=max_rows, max_waiting=max_waiting, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes)
+        if engine.ranks.size > 1:
+            raise Unsupported(
+                f"a scheduler over {engine.ranks.size} processes",
+                "requests would join at other ticks in each",
+                "Use replicas, or engine.generate with a list of prompts",
+            )
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
         self._room = KVRoom(engine.stack)
         self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2

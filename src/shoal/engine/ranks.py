@@ -1,0 +1,106 @@
+"""Several processes that hold one model between them: a slice of every matrix each, as transformers' own plans cut it.
+
+All of them run the same forwards in the same order, and every one ends with the same logits. A depth plan depends on
+the step alone, so which layers run needs no message; only what a process makes up for itself has to be agreed on.
+Started by `torchrun`, which tells each process its number.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import Unsupported
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Recipe
+
+T = TypeVar("T")
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of one model.
+
+    Attributes:
+        rank: this process's number, from 0.
+        size: how many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def agree(self, value: T) -> T:
+        """What process 0 calls this with; all processes must call it."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what could make processes decide differently."""
+        if self.size > 1 and recipe.controller is not None:
+            raise Unsupported(
+                f"a controller of guesses in {self.size} processes",
+                "it measures time, which differs between them, and all must run the same forwards",
+                "Leave the method's control at its default",
+            )
+
+
+ALONE = Ranks()
+
+
+def join(device: torch.device) -> Ranks:
+    """Meet the other processes; on CUDA this one takes the device of its own number.
+
+    Raises:
+        Unsupported: torchrun did not start this process, or the device has no way to talk to others.
+    """
+    what = "tensor parallelism"
+    if "LOCAL_RANK" not in os.environ and not dist.is_initialized():
+        remedy = "Start it by torchrun: torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel ..."
+        raise Unsupported(what, "this process has no others beside it", remedy)
+    if device.type not in _BACKENDS:
+        raise Unsupported(f"{what} on {device}", "processes cannot talk to each other there", "Use cuda or cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group(_BACKENDS[device.type])
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def leave() -> None:
+    """Part from the other processes, if there are any."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_model(config: Any, ranks: Ranks) -> None:
+    """Refuse a model that cannot be cut into that many slices."""
+    text = config.get_text_config()
+    name = f"tensor parallelism of model type {text.model_type!r} over {ranks.size} processes"
+    if not getattr(text, "base_model_tp_plan", None):
+        raise Unsupported(name, "transformers has no plan for it", "Use one process, or replicas")
+    heads = text.num_attention_heads
+    for count, kind in ((heads, "heads"), (getattr(text, "num_key_value_heads", None) or heads, "heads of keys")):
+        if count % ranks.size:
+            raise Unsupported(name, f"it has {count} {kind}", "Use a number of processes that divides them")
+
+
+def loading(ranks: Ranks) -> dict[str, Any]:
+    """Options of `from_pretrained` that load one slice."""
+    from dataclasses import fields
+
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:
+        return {"tp_plan": "auto"}
+    if "tp_size" not in {field.name for field in fields(DistributedConfig)}:  # transformers before 5.13 or so
+        return {"tp_plan": "auto"}
+    return {"distributed_config": DistributedConfig(tp_size=ranks.size)}
