@@ -24,7 +24,8 @@ import quality_dial
 from quality_tables import between, merged, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-FAST = ["--dtype", "float32", "--batch", "64"]
+FAST = ["--dtype", "bfloat16", "--batch", "16"]
+EXACT = ["--dtype", "float32", "--batch", "64"]
 
 
 def main() -> int:
@@ -92,7 +93,7 @@ def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
     """Run a command of shoal and keep its results."""
     if words[0] == "calibrate":
         if not (args.out / "card.json").is_file():
-            shoal(args, [*words, *FAST, "--threads", "1"])
+            shoal(args, [*words, *EXACT, "--threads", "1"])
         return
     work, base = args.work / name, args.work / name.partition("_")[0] / "outcomes.jsonl"
     if base.is_file() and not work.is_dir():  # commands on one suite share what the full model answered

@@ -1,4 +1,4 @@
-"""Who decodes an evaluation: in lockstep where the model is packed and the method is a plan, else the engine itself."""
+"""Who decodes an evaluation: the engine, or lockstep where the engine has no kernels or the table is not nested."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shoal.eval.layer_table import LayerTable
 from shoal.eval.lockstep import Lockstep
 from shoal.methods.base import Method
 from shoal.model.kv import KVCache
+from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Feed
 from shoal.types import Stats
@@ -109,16 +110,17 @@ class EngineDecoder:
 
 
 class LockstepDecoder(EngineDecoder):
-    """Packed models; what is no mere plan goes through the engine."""
+    """Packed models; what is no mere plan goes through the engine, and so do plans where its kernels are quicker."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         assert isinstance(engine.stack, PackedStack)
         self._lockstep = Lockstep(engine.stack)
+        self._native = isinstance(engine.stack, NativeStack)
 
     def answers(self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int) -> list[Answered]:
         """See `Decoder`."""
-        if not who.only_plan:
+        if not who.only_plan or (self._native and who.method is not None):
             return super().answers(prompts, who, max_new_tokens)
         rows = self._lockstep.generate(prompts, who.table, max_new_tokens, self.engine.eos_token_ids)
         return [Answered(tokens, who.table.layer_tokens(len(tokens))) for tokens in rows]
