@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser
-QUESTION := Tom has 3 boxes with 12 pencils each. He gives 7 pencils to his sister. How many pencils does he have left?
+QUESTION := Tom has 15 cups. He buys 4 boxes with 6 cups each. Then he gives away 9 cups. How many cups does he have now?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## Generate with D3 on the small model that ships with the package
-	$(BIN)/shoal generate --method d3 --max-new-tokens 64 "$(QUESTION)"
+	$(BIN)/shoal generate --method d3 --max-new-tokens 96 "$(QUESTION)"
 
 lint: $(STAMP) ## Style, types, direction of imports
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, task: str) -> dict[str, Any]:
     """Full depth and D3 on one task, paired document by document."""
-    model = args.model or str(reference.path())
+    model = reference.find(args.model)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     known = PUBLISHED.get(layers, PUBLISHED[32])[task.partition("_")[0]]
     wanted = known["mean"] if layers in PUBLISHED else known["mean"] * layers / 32

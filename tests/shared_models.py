@@ -1,6 +1,7 @@
 """Where the small trained models and the data lie, and how a test skips without them.
 
-They are looked for in `../shared` beside the repository, or where SHOAL_SHARED points.
+One model is part of the package. The others are looked for in `../shared` beside the repository, or where SHOAL_SHARED
+points.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from shoal import reference
+
 STORIES = "stories260K"
 BABY = "babyllama361"
-GSM16 = "gsm16"
+REFERENCE = reference.NAME
 
 
 def shared_root() -> Path:
@@ -27,12 +30,16 @@ def shared_root() -> Path:
 
 def model_path(name: str) -> Path:
     """The folder of a trained model; skips the test if it is absent."""
-    return _require(shared_root() / "models" / name, "config.json")
+    return _require(_folder(name), "config.json")
 
 
 def data_path(*parts: str) -> Path:
     """A file or folder of the data; skips the test if it is absent."""
     return _require(shared_root().joinpath("data", *parts))
+
+
+def _folder(name: str) -> Path:
+    return reference.path() if name == REFERENCE else shared_root() / "models" / name
 
 
 def _require(path: Path, inside: str = "") -> Path:
@@ -44,7 +51,7 @@ def _require(path: Path, inside: str = "") -> Path:
 
 def needs_model(name: str) -> pytest.MarkDecorator:
     """A mark that skips a test or a module where the model is absent."""
-    path = shared_root() / "models" / name
+    path = _folder(name)
     return pytest.mark.skipif(not (path / "config.json").exists(), reason=f"{path} is absent (SHOAL_SHARED is not set "
                               f"to a folder with models/{name}, and none lies beside the repository)")
 

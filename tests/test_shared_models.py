@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oracle import greedy_under_plan, hf_greedy
-from shared_models import BABY, GSM16, STORIES, data_path, load_model, load_tokenizer, model_path, needs_model
+from shared_models import BABY, REFERENCE, STORIES, data_path, load_model, load_tokenizer, model_path, needs_model
 from shoal.depth.plan import DepthPlan
 
 LILY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -17,7 +17,7 @@ LILY = "Once upon a time, there was a little girl named Lily. She loved to play 
 
 def test_absence_is_said_clearly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_SHARED", str(tmp_path))
-    for look in (lambda: model_path(STORIES), lambda: data_path("gsm8k"), lambda: load_model(GSM16)):
+    for look in (lambda: model_path(STORIES), lambda: data_path("gsm8k"), lambda: load_model(BABY)):
         with pytest.raises(pytest.skip.Exception, match=rf"{tmp_path}.* is absent.*SHOAL_SHARED"):
             look()
     mark = needs_model(BABY).mark
@@ -40,7 +40,7 @@ def test_stories_tells_its_story() -> None:
     assert tokenizer.decode(prompt[1:] + tokens).startswith(LILY)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in (STORIES, BABY, GSM16)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in (STORIES, BABY, REFERENCE)])
 def test_the_oracle_runs_on_trained_models(name: str) -> None:
     model: PreTrainedModel = load_model(name, torch.float64)
     full = DepthPlan.full(model.config.num_hidden_layers)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_models import load_tokenizer
 
-SHARED_NAMES = ("gsm16", "stories260K", "babyllama361")
+SHARED_NAMES = ("shoal-reference", "stories260K", "babyllama361")
 SPECIALS = ["<unk>", "<s>", "</s>"]
 LETTERS = list("abcdefghijklmnopqrstuvwxyz.,!\n\ufffdé世")
 

@@ -27,12 +27,13 @@ PROMISE = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy",
 SILENT = {
     "py.typed": "Tells type checkers that the package is annotated.",
     "README.md": "The model card.",
+    "chat_template.jinja": "Its chat template: a message, a line break.",
     "config.json": "The model's shape.",
     "generation_config.json": "Its end-of-sequence and padding ids.",
     "model.safetensors": "Its weights.",
     "shoal.json": "Its calibration card: scores of the layers and the recommended removal order.",
     "tokenizer.json": "Its tokenizer.",
-    "tokenizer_config.json": "Special tokens and chat template.",
+    "tokenizer_config.json": "Its special tokens.",
 }
 """Files that cannot say themselves what they are for."""
 NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"

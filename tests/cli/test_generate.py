@@ -14,7 +14,7 @@ import shoal
 from shoal.cli import generate as command
 from shoal.cli import main
 
-QUESTION = "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?"
+QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_packaged_model_answers_through_its_chat_template(capsys, packaged):
     found = reported(capsys, QUESTION, "--max-new-tokens", "40")
     expected = packaged.generate(f"<s>{QUESTION}\n", max_new_tokens=40)
     assert tuple(found["tokens"]) == expected.tokens and found["text"] == expected.text
-    assert "24*2=48" in found["text"]
+    assert "9 * 5 = 45" in found["text"]
 
 
 def test_raw_leaves_the_prompt_alone(capsys, packaged):
@@ -139,7 +139,7 @@ def test_a_broken_model_is_bad_input(capsys, tmp_path):
 
 
 def test_tint_changes_the_colour_and_not_the_text(capsys):
-    words = ["generate", QUESTION, "--method", "early_exit", "--exit-layer", "14", "--quiet", "--max-new-tokens", "6"]
+    words = ["generate", QUESTION, "--method", "early_exit", "--exit-layer", "22", "--quiet", "--max-new-tokens", "6"]
     assert main(words) == 0
     plain = capsys.readouterr().out
     assert main([*words, "--color", "always"]) == 0

@@ -34,7 +34,7 @@ def test_pieces_of_random_tokens_join_to_the_whole_text(name: str, data: st.Data
     assert "".join(pieces_of(tok, tokens)) == whole(tok, tokens)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "gsm16", "stories260K"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "shoal-reference", "stories260K"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_broken_bytes_and_specials_among_them(name: str, data: st.DataObject) -> None:

@@ -10,7 +10,7 @@ import torch
 from drive import decode, prompt
 from families import WINDOW, tiny
 from oracle import hf_greedy
-from shared_models import BABY, GSM16, STORIES, load_model, load_tokenizer
+from shared_models import BABY, REFERENCE, STORIES, load_model, load_tokenizer
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -80,7 +80,7 @@ def test_neutral_settings_are_the_identity(name: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("name", [STORIES, BABY, GSM16])
+@pytest.mark.parametrize("name", [STORIES, BABY, REFERENCE])
 def test_trained_models(name: str, dtype: str) -> None:
     model = load_model(name, DTYPES[dtype])
     words = load_tokenizer(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tools.reference import batches, build, export, muon, templates, train
+from tools.reference import batches, build, curve, export, muon, templates, train
 from tools.reference.model import Model, Shape
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,3 +170,12 @@ def test_the_exported_tokenizer_puts_the_start_first_and_splits_digits(data: Pat
     assert [tokenizer.decode([token]) for token in ids if tokenizer.decode([token]).strip().isdigit()] == list("1275")
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "How many?"}], tokenize=False)
     assert chat == "<s>How many?\n"
+
+
+def test_the_curves_of_several_runs_are_joined(tmp_path: Path) -> None:
+    first = [{"tokens": 10, "novels": 4.0}, {"tokens": 20, "novels": 2.0, "drills": 1.0}]
+    second = [{"tokens": 15, "novels": 3.0}]
+    assert curve.lines([first, second])["novels"] == ([10, 20, 35], [4.0, 3.0, 3.0])
+    assert curve.lines([first, second])["drills"] == ([20], [1.0])
+    curve.draw([first, second], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1_000

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
-  shoal generate --method card.json "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"
+  shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
 """
 
 

@@ -122,7 +122,7 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     from shoal import reference
     from shoal.engine.checkpoint import Checkpoint
 
-    files = Checkpoint(args.model or str(reference.path()), args.revision, args.trust_remote_code)
+    files = Checkpoint(reference.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
 
 

@@ -28,8 +28,8 @@ EXAMPLES = """examples:
   shoal correctness --model path/to/model --dtype bfloat16 --tie 0.25 "Once upon a time" "The capital of France"
 """
 PROMPTS = (
-    "A baker sells 24 loaves on Monday and twice as many on Tuesday. How many loaves does she sell in both days?\n",
-    "Tom has 3 boxes with 12 pencils each. He gives 7 pencils to his sister. How many pencils has he left?\n",
+    "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?\n",
+    "Tom has 15 cups. He buys 4 boxes with 6 cups each. Then he gives away 9 cups. How many cups does he have now?\n",
     "Once upon a time, there was a little girl who lived by the sea.",
     "The three most important things about water are",
 )
@@ -88,7 +88,7 @@ class _Judge:
 def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, Any]:
     """A report per exact method, and which could not run."""
     info = engine.info(args.max_new_tokens)
-    draft = args.with_draft or args.model or str(reference.path())
+    draft = args.with_draft or reference.find(args.model)
     reports: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for name in methods.names():

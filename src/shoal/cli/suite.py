@@ -64,7 +64,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
     if args.shape is not None and args.model is not None:
         raise ValueError("--shape and --model exclude each other")
-    model = None if args.shape is not None else args.model or str(reference.path())
+    model = None if args.shape is not None else reference.find(args.model)
     return Subject(args.shape, model, args.revision, args.trust_remote_code)
 
 

@@ -47,7 +47,7 @@ def load(
 
     Args:
         model: folder, Hub id or `.gguf` file of a model in the Hugging Face format, or a loaded transformers model,
-            which is never changed. None is the small model that ships with Shoal.
+            which is never changed. None is the small model that ships with Shoal, `shoal-reference`.
         tokenizer: a transformers tokenizer, or where to load one from; None takes the model's own.
         dtype: weights and computation; None is bfloat16 where the device computes it natively, else float32.
         device: None is CUDA where there is one, else the CPU.
@@ -74,7 +74,7 @@ def load(
     if isinstance(model, str | os.PathLike) or model is None:
         where = device_of(device)
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
-        source = os.fspath(reference.path()) if model is None else os.fspath(model)
+        source = reference.find(None if model is None else os.fspath(model))
         files = Checkpoint(source, revision, trust_remote_code)
         if tensor_parallel:
             return _shared(files, tokenizer, kind, where)

@@ -1,4 +1,4 @@
-"""The small language model that ships with the package, and the problems held out from its training."""
+"""The small language models that ship with the package, and the problems held out from their training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
-NAME = "gsm16"
+NAME = "shoal-reference"
+NAMES = (NAME,)
 PROBLEM_KINDS = (
     "known_templates",
     "unseen_templates",
@@ -17,16 +18,28 @@ PROBLEM_KINDS = (
 )
 
 
-def path() -> Path:
-    """The folder of the packaged checkpoint, in the Hugging Face format.
+def path(name: str = NAME) -> Path:
+    """The folder of a packaged checkpoint, in the Hugging Face format.
 
     Raises:
+        ValueError: no such model is packaged.
         FileNotFoundError: the package was installed without its weights.
     """
-    folder = Path(__file__).parent / NAME
+    if name not in NAMES:
+        raise ValueError(f"there is no packaged model {name!r}; choose one of {', '.join(NAMES)}")
+    folder = Path(__file__).parent / name
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"the packaged model is missing from {folder}; reinstall shoal or name a model")
     return folder
+
+
+def find(model: str | None) -> str:
+    """Where a model lies: a packaged one by its name, NAME for None; any other name stays as it is.
+
+    A folder of such a name in the working directory goes first.
+    """
+    packaged = model is None or (model in NAMES and not Path(model).exists())
+    return str(path(model or NAME)) if packaged else str(model)
 
 
 def problems(kind: str) -> list[dict[str, str]]:

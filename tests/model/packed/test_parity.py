@@ -27,7 +27,7 @@ from backends import (
 from drive import gap, prompt, stack_of
 from families import WINDOW, fingerprint, tiny
 from packed_variants import DYNAMIC, LLAMA3, LONGROPE, VARIANTS, YARN
-from shared_models import BABY, GSM16, STORIES, load_model, needs_model
+from shared_models import BABY, REFERENCE, STORIES, load_model, needs_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
@@ -106,7 +106,7 @@ def test_fp32_is_as_good_as_transformers_own(variant: str, kernels: bool) -> Non
 
 
 @executors
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in (STORIES, BABY, GSM16)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in (STORIES, BABY, REFERENCE)])
 def test_fp32_on_trained_models(name: str, kernels: bool) -> None:
     """Trained weights do not magnify rounding: transformers' logits are 1e-6 off at most, and so are ours."""
     if kernels and not native.available():
