@@ -78,28 +78,25 @@ def long(path: Path, report: dict[str, Any]) -> str:
 
 
 def drafts(report: dict[str, Any]) -> str:
-    """A line per kind of text: how many times faster than the plain loop, and tokens per forward; the best in bold."""
-    systems = list(dict.fromkeys(row["system"] for row in report["results"] if row["system"] != "full"))
-    cells = {(row["workload"], row["system"]): row for row in report["results"]}
-    lines = []
-    for workload in report["workloads"]:
-        row = {system: cells[workload, system] for system in systems if (workload, system) in cells}
-        best = max(row, key=lambda system: row[system]["times_faster"]["median"])
-        lines.append([workload, *(_draft(row.get(system), system == best) for system in systems)])
+    """A line per method, a column per kind of text: times faster than the plain loop, and tokens per forward."""
+    rows = [row for row in report["results"] if row["system"] != "full"]
+    systems, texts = list(dict.fromkeys(row["system"] for row in rows)), list(report["workloads"])
+    cells = {(row["system"], row["workload"]): row for row in rows}
+    best = {text: max(row["times_faster"]["median"] for row in rows if row["workload"] == text) for text in texts}
+    lines = [[system, *(_draft(cells.get((system, text)), best[text]) for text in texts)] for system in systems]
     machine, setting = report["machine"], report["setting"]
     said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
     head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
             f"threads, {report['rounds']} rounds, systems in turn token by token, {report['date'][:10]}:")
-    return f"\n{head}\n\n{table.markdown(['text', *systems], lines)}\n\n```sh\n{report['command']}\n```\n"
+    return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n```sh\n{report['command']}\n```\n"
 
 
-def _draft(row: dict[str, Any] | None, best: bool) -> str:
+def _draft(row: dict[str, Any] | None, best: float) -> str:
     if row is None:
         return ""
-    text = f"{row['times_faster']['median']:.2f}x"
-    if best and row["times_faster"]["median"] > 1:
-        text = f"**{text}**"
-    return f"{text} ({row['tokens_per_forward']:.2f})" + ("" if row["equal_to_plain"] == 1 else " other text")
+    times, per, equal = row["times_faster"]["median"], row["tokens_per_forward"], row["equal_to_plain"]
+    text = f"**{times:.2f}x**" if times == best and best > 1 else f"{times:.2f}x"
+    return text + (f" ({per:.2f})" if per else "") + ("" if equal == 1 else f", {100 * equal:.0f} % same text")
 
 
 def intro(report: dict[str, Any]) -> str:

@@ -72,7 +72,7 @@ def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
     assert "Not measured: vllm: no adapter" in pages[ROOT / "benchmarks" / "README.md"]
 
 
-def test_what_drafts_bring_is_a_line_per_kind_of_text(tool: ModuleType, tmp_path: Path) -> None:
+def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path) -> None:
     rows = [
         {"workload": "edit", "system": system, "times_faster": {"median": times}, "tokens_per_forward": per,
          "equal_to_plain": equal}
@@ -84,7 +84,8 @@ def test_what_drafts_bring_is_a_line_per_kind_of_text(tool: ModuleType, tmp_path
     (tmp_path / "drafts").mkdir()
     (tmp_path / "drafts" / "a.json").write_text(json.dumps(report), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
-    assert "| text | a | b |" in text and "| edit | 1.50x (2.00) | **2.50x** (3.00) other text |" in text
+    assert "| method | edit |" in text and "| a | 1.50x (2.00) |" in text
+    assert "| b | **2.50x** (3.00), 50 % same text |" in text
 
 
 def test_nothing_is_written_over_a_page_without_marks(tool: ModuleType) -> None:
