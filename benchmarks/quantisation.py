@@ -13,6 +13,7 @@ byte of the text, which compare between vocabularies. The last line on stdout is
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import sys
@@ -38,7 +39,7 @@ def main() -> None:
     """Measure every kind and print a table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of problems")
+    source.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl (.jsonl.gz) of problems")
     source.add_argument("--writer", help="folder or Hub id of a model that writes the text")
     parser.add_argument("--model", help="folder or Hub id; the packaged model if none")
     parser.add_argument("--windows", type=int, default=64)
@@ -107,8 +108,10 @@ def text_bytes(engine: Engine, ids: Sequence[int]) -> int:
 def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int], int]]:
     """Token ids of each window, and how many at its end are judged."""
     tokenizer, length = engine.tokenizer, engine.stack.max_positions or 1024
-    if text.suffix == ".jsonl":
-        for line in text.read_text(encoding="utf-8").splitlines()[:limit]:
+    if ".jsonl" in text.suffixes:
+        packed = text.read_bytes()
+        lines = (gzip.decompress(packed) if text.suffix == ".gz" else packed).decode("utf-8").splitlines()
+        for line in lines[:limit]:
             item = json.loads(line)
             prompt = tokenizer(item["question"] + "\n")["input_ids"]
             solution = item.get("solution") or f"{item['equations']} #### {item['answer']}"
