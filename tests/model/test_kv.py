@@ -201,3 +201,6 @@ def test_a_layer_that_all_rows_have_released_holds_nothing() -> None:
     cache.layers[0].release(1)
     assert cache.layers[0].allocated == 0
     assert cache.layers[0].stored(0) == 0
+    version = cache.layers[0].version
+    cache.layers[0].release(1)  # every later step says so again
+    assert cache.layers[0].version == version

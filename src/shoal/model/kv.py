@@ -189,7 +189,7 @@ class KVLayer:
         """Keep `rows`, in that order."""
         for name in ("lengths", "starts", "scratch", "released"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
-        if all(self.released):
+        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
         if self.keys is not None and self.values is not None:
             index = torch.tensor(rows, device=self.keys.device, dtype=torch.long)
@@ -207,7 +207,7 @@ class KVLayer:
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
         self.released[row] = True
-        if all(self.released):
+        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
 
     def stored(self, row: int) -> int:
