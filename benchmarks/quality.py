@@ -58,7 +58,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str]]]]:
     """Lists of (result, command); those of a list run side by side. The most telling come first."""
-    n, few, half = ("24", "16", "24") if small else ("2000", "300", "1000")
+    n, few = ("24", "16") if small else ("2000", "300")
     size = ("60", "8", "16") if small else ("200", "48", "300")
     longest = ["--max-new-tokens", "160"]
     common = ["--loss-n", few, *longest]
@@ -78,14 +78,9 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
         [
             ("known_1.5", [*known, *plain, "1.5"]),
             ("dial", ["eval", "--suite", "known", "--n", "16" if small else "400", *longest, *dial]),
-            ("unseen", ["eval", "--suite", "unseen", "--n", half, *common, *plain, "1.1"]),
-            ("gsm8k", ["eval", "--suite", "gsm8k", "--data", str(data), "--n", "24" if small else "1319", *common]),
             ("text", [*texts, *plain, "1.1"]),
         ],
-        [
-            ("known_2", [*known, *plain, "2"]),
-            ("equations", ["eval", "--suite", "known_gsm8k_equations", "--n", half, *common, *plain, "1.1"]),
-        ],
+        [("known_2", [*known, *plain, "2"])],
     ]
 
 
