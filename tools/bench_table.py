@@ -20,6 +20,7 @@ from typing import Any
 from shoal.bench import table
 
 ROOT = Path(__file__).resolve().parents[1]
+_FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 _MARKS = re.compile(r"(<!-- benchmarks:begin -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL)
 
 
@@ -88,7 +89,7 @@ def drafts(report: dict[str, Any]) -> str:
     said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
     head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
             f"threads, {report['rounds']} rounds, systems in turn token by token, {report['date'][:10]}:")
-    return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n```sh\n{report['command']}\n```\n"
+    return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n{_FENCE}{report['command']}\n```\n"
 
 
 def _draft(row: dict[str, Any] | None, best: float) -> str:

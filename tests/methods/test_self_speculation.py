@@ -277,8 +277,11 @@ def test_rows_are_independent(method: str) -> None:
         for row, new in enumerate((24, 9, 31, 17)):
             one = decode(None, [IDS[row]], recipe, new, stack=stack, sampling=law, watch=False, numbers=[row])
             assert one.tokens[0] == batch.tokens[row]
+            ledgers = [one.rows[0].ledger, batch.rows[row].ledger]
+            if method.startswith("del"):  # it judges its exits whenever it is asked to draft for anybody
+                ledgers = [replace(ledger, heads_read=0) for ledger in ledgers]
             if not method.startswith("swift"):  # how far back its search looks depends on when windows were shifted
-                assert one.rows[0].ledger == batch.rows[row].ledger
+                assert ledgers[0] == ledgers[1]
 
 
 @each_method
