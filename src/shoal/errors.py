@@ -28,6 +28,10 @@ class QueueFull(RuntimeError):
     """Too much is waiting already; the same request may be taken later."""
 
 
+class Interrupted(RuntimeError):
+    """Work under way was lost through no fault of the request; the same request may be made again."""
+
+
 class Closed(RuntimeError):
     """Whoever was asked takes no more requests."""
 

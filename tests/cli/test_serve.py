@@ -15,16 +15,24 @@ from shoal.cli import main
 
 def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
     words = ["serve", "--model", tiny_folder, "--served-model-name", "t", "--port", "0", "--dtype", "float32"]
+    words += ["--max-rows", "2"]
     process = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"at (http\S+)", line)))
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
-        stream = client.completions.create(model="t", prompt="Some words", max_tokens=200, temperature=0, stream=True)
-        next(iter(stream))
+        options = {"model": "t", "prompt": "Some words", "max_tokens": 200, "temperature": 0}
+        streams = [client.completions.create(**options, stream=True) for _ in range(5)]  # three of them wait
+        next(iter(streams[0]))
         process.send_signal(signal.SIGTERM)
-        chunks = list(stream)
-        assert chunks[-1].choices[0].finish_reason == "length"
+        texts = []
+        for stream in streams:
+            chunks = list(stream)
+            assert chunks[-1].choices[0].finish_reason == "length"
+            texts.append("".join(chunk.choices[0].text for chunk in chunks))
+        assert len(set(texts[1:])) == 1 and texts[1].endswith(texts[0])
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(**options)
         process.communicate(timeout=120)
         assert process.returncode in (0, -signal.SIGTERM)
     finally:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,15 +128,24 @@ def test_routes_that_are_none(server: Running) -> None:
 
 def test_a_thousand_random_bodies_leave_a_stream_alone(server: Running) -> None:
     rng = random.Random(0)
-    text, kept = json.dumps({**PLAIN, "temperature": 0}).encode(), []
+    text, done = json.dumps({**PLAIN, "temperature": 0}).encode(), threading.Event()
+    kept: list[httpx.Response] = []
     expected = server.engine.generate("Some words", max_new_tokens=400).text
-    stream = json.dumps({**PLAIN, "temperature": 0, "max_tokens": 400})
-    with httpx.Client(timeout=60) as client:
+    long = json.dumps({**PLAIN, "temperature": 0, "max_tokens": 400})
+
+    def go_on() -> None:
+        while not done.is_set():
+            kept.append(post(server, long))
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=60))
+        stack.callback(other.join, 60)
+        stack.callback(done.set)
         for number in range(1000):
-            if number % 400 == 0:
-                kept.append(client.post(f"{server.url}/v1/completions", content=stream))
-            body = bytearray(text)
-            for _ in range(rng.randint(1, 4)):
+            body = bytearray(text) if number % 4 else bytearray(rng.randbytes(rng.randrange(200)))
+            for _ in range(rng.randint(1, 4) if number % 4 else 0):
                 body[rng.randrange(len(body))] = rng.randrange(256)
             answer = client.post(f"{server.url}/v1/completions", content=bytes(body))
             assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)

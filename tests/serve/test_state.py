@@ -15,6 +15,15 @@ from hypothesis import HealthCheck, given, settings
 
 from serving import MODEL, Running, serving, tiny_engine, wait
 
+NAMES = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket spec_decode_num_drafts_total
+spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
+layers_executed_total layers_skipped_total decode_depth_bucket
+"""
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "A secret", "max_tokens": 6, "temperature": 0}
 
 
@@ -41,7 +50,27 @@ def test_layers_and_tokens_are_counted(server: Running) -> None:
     assert grown["shoal:layers_skipped_total"] == 2 * 5
     assert grown["shoal:decode_depth_count"] == 6
     assert grown["shoal:time_to_first_token_seconds_count"] == 1
+    assert grown["shoal:inter_token_latency_seconds_count"] == 5
+    assert grown["shoal:request_decode_time_seconds_sum"] == pytest.approx(
+        grown["shoal:inter_token_latency_seconds_sum"], rel=0.5, abs=0.05
+    )
     assert (after["shoal:num_requests_running"], after["shoal:kv_cache_usage_perc"]) == (0, 0)
+
+
+def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
+    spec = {"method": "layerskip", "method_args": {"exit_layer": 3, "length": 2}}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, "max_tokens": 12, "metrics": True, **spec}).json()
+    text = httpx.get(f"{server.url}/metrics").text
+    found = set(re.findall(r"^shoal:(\w+)\{", text, re.M))
+    assert set(NAMES.split()) <= found, set(NAMES.split()) - found
+    kept = dict(re.findall(r'per_pos_total\{model_name="tiny",position="(\d)"\} (\S+)', text))
+    said, told = answer["metrics"]["speculative_decoding"], metrics(server)
+    assert set(kept) <= {"0", "1"} and float(kept["0"]) >= float(kept.get("1", 0))
+    assert sum(map(float, kept.values())) == told["shoal:spec_decode_num_accepted_tokens_total"]
+    assert told["shoal:spec_decode_num_drafts_total"] == said["num_spec_steps"]
+    assert said["mean_acceptance_length"] == pytest.approx(
+        1 + said["num_accepted_draft_tokens"] / said["num_spec_steps"]
+    )
 
 
 def test_health_tells_when_nothing_decodes_any_more() -> None:

@@ -23,7 +23,8 @@ from shoal.engine.memory import free
 from shoal.engine.recipes import Recipes
 from shoal.engine.request import Request, prompt_ids
 from shoal.engine.ticket import Deliver, Entry, Item, Ticket
-from shoal.errors import Closed, QueueFull, Unsupported
+from shoal.engine.worker import Worker
+from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.model.kv_room import KVRoom, Need, limit
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class Scheduler:
         self._waiting: deque[Entry] = deque()
         self._unwanted: set[Ticket] = set()
         self._closing = False
-        self._worker = threading.Thread(target=self._work, name="shoal-scheduler", daemon=True)
+        self._open: set[Entry] = set()
+        self._moved = False
+        self._worker = Worker("shoal-scheduler", self._work, self._died)
         if start:
             self._worker.start()
 
@@ -123,8 +126,8 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are being worked on."""
-        return self._worker.is_alive()
+        """Whether requests are being worked on; False for a moment after the worker has died."""
+        return self._worker.well
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests and end.
@@ -141,7 +144,7 @@ class Scheduler:
             self._wake.notify_all()
         if drain:
             self._worker.join(timeout)
-        finished = not self._worker.is_alive()
+        finished = self._worker.ended
         with self._wake:
             self._unwanted.update(entry.ticket for entry in [*self._waiting, *self._running])
             self._wake.notify_all()
@@ -172,6 +175,7 @@ class Scheduler:
             if len(self._waiting) + len(entries) > self.max_waiting:
                 full = f"{len(self._waiting)} rows wait already, of {self.max_waiting} at most"
                 raise QueueFull(f"the queue is full: {full}. Try again later")
+            self._open.update(entries)
             self._waiting.extend(entries)
             self._wake.notify_all()
 
@@ -187,20 +191,24 @@ class Scheduler:
             self._admit()
             self._forward()
         self._tell()
+        self._moved = True
 
     def _work(self) -> None:
-        try:
-            while self._has_work():
-                self.turn()
-        except BaseException as error:
-            with self._wake:
-                self._closing = True
-                left = [*self._running, *self._waiting]
+        while self._has_work():
+            self.turn()
+
+    def _died(self, _: BaseException) -> None:
+        """Nobody knows in what state the rows under way are: they are lost. Those that wait are kept, but only once."""
+        with self._wake:
+            if not self._moved:
                 self._waiting.clear()
-            self._running.clear()
-            for entry in left:
-                self._end(entry, error)
-            raise
+            lost = self._open.difference(self._waiting)
+        self._moved = False
+        self._running.clear()
+        self._batch = OpenBatch(self.engine.stack)
+        for entry in lost:
+            entry.row.stop.finish_reason = "cancelled"
+            self._end(entry, Interrupted("decoding was interrupted and begins anew; ask again"))
 
     def _has_work(self) -> bool:
         """Waits for something to do; False when there will be nothing more."""
@@ -274,10 +282,7 @@ class Scheduler:
     def _tell(self) -> None:
         """Hand out what the turn brought."""
         for entry in self._running:
-            if entry.first is None and entry.row.steps:
-                entry.first = time.monotonic()
-            self._give(entry.ticket, entry.row.steps[entry.told :])
-            entry.told = len(entry.row.steps)
+            self._give(entry.ticket, entry.hand_out(time.monotonic()))
         self._sweep()
 
     def _sweep(self) -> None:
@@ -290,6 +295,7 @@ class Scheduler:
                 self._end(entry, entry.error)
 
     def _end(self, entry: Entry, error: BaseException | None = None) -> None:
+        self._open.discard(entry)
         entry.ended = time.monotonic()
         if error is not None:
             self._give(entry.ticket, [error])

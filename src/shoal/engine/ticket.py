@@ -31,6 +31,7 @@ class Entry:
         need: the KV that it may come to store.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
         told: steps handed to the ticket.
+        gaps: seconds between the moments at which it was handed any.
         error: what the row failed with.
     """
 
@@ -42,7 +43,20 @@ class Entry:
     first: float | None = None
     ended: float | None = None
     told: int = 0
+    gaps: list[float] = field(default_factory=list)
+    _last: float | None = None
     error: BaseException | None = None
+
+    def hand_out(self, now: float) -> list[Step]:
+        """The steps that the ticket has not been told of, and from now on has."""
+        steps = self.row.steps[self.told :]
+        if steps:
+            self.told += len(steps)
+            if self._last is not None:
+                self.gaps.append(now - self._last)
+            self._last = now
+            self.first = self.first or now
+        return steps
 
     @property
     def clock(self) -> Clock:

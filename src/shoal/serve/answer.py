@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.ticket import Entry, Item, Ticket
-from shoal.errors import Closed, OutOfMemory, QueueFull
+from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
 from shoal.serve.errors import ApiError
 from shoal.types import Result, Step
 
@@ -107,4 +107,6 @@ class Answer:
 def _failure(error: BaseException) -> BaseException:
     if isinstance(error, OutOfMemory):
         return ApiError(503, "the server's memory does not suffice for this request now", code="out_of_memory")
+    if isinstance(error, Interrupted):
+        return ApiError(503, str(error), code="interrupted")
     return error

@@ -88,7 +88,7 @@ def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
     async def health() -> JSONResponse:
         """200 while requests are worked on, else 503."""
         alive = scheduler.alive
-        return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
+        return JSONResponse({"status": "ok" if alive else "decoding has stopped"}, 200 if alive else 503)
 
     @app.get("/metrics")
     async def numbers() -> Response:

@@ -15,6 +15,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens read.",
     "generation_tokens": "Tokens generated.",
+    "spec_decode_num_drafts": "Blocks of guessed tokens.",
     "spec_decode_num_draft_tokens": "Tokens guessed ahead.",
     "spec_decode_num_accepted_tokens": "Guessed tokens that were kept.",
     "layers_executed": "Decoder layers that computed generated tokens.",
@@ -22,12 +23,14 @@ _COUNTERS = {
 }
 _TIMES = {
     "time_to_first_token_seconds": "From arrival to the first token.",
-    "inter_token_latency_seconds": "Mean time between the tokens of a row.",
+    "request_time_per_output_token_seconds": "Mean time per token of a row after its first.",
     "e2e_request_latency_seconds": "From arrival to the last token.",
     "request_queue_time_seconds": "From arrival to admission.",
     "request_prefill_time_seconds": "From admission to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From admission to the last token.",
 }
+_REASONS = {"cancelled": "abort"}
 
 
 class Metrics:
@@ -45,10 +48,12 @@ class Metrics:
         self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}
+        self._gaps = self._histogram("inter_token_latency_seconds", "Between the chunks of tokens of a row.", _SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
         self._made = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
         self._depth = self._histogram("decode_depth", "Layers per generated token.", range(1, num_layers + 1))
         self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
+        self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Kept, by place.", "position")
         self._gauge("num_requests_running", "Rows under way.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory set apart, 0 to 1.", lambda: scheduler.kv_use)
@@ -60,6 +65,7 @@ class Metrics:
         counts = {
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.new_tokens,
+            "spec_decode_num_drafts": entry.row.ledger.drafted_at[1],
             "spec_decode_num_draft_tokens": stats.drafted,
             "spec_decode_num_accepted_tokens": stats.accepted,
             "layers_executed": executed,
@@ -67,7 +73,9 @@ class Metrics:
         }
         for name, amount in counts.items():
             self._counters[name].labels(self._label).inc(amount)
-        self._success.labels(self._label, result.finish_reason).inc()
+        for distance, amount in entry.row.ledger.accepted_at.items():
+            self._kept.labels(self._label, str(distance - 1)).inc(amount)
+        self._success.labels(self._label, _REASONS.get(result.finish_reason, result.finish_reason)).inc()
         self._prompt.labels(self._label).observe(stats.prompt_tokens)
         self._made.labels(self._label).observe(stats.new_tokens)
         for step in steps:
@@ -75,13 +83,16 @@ class Metrics:
         self._observe_times(entry, stats)
 
     def _observe_times(self, entry: Entry, stats: Stats) -> None:
+        for gap in entry.gaps:
+            self._gaps.labels(self._label).observe(gap)
         times = {"request_queue_time_seconds": entry.queue_seconds, "e2e_request_latency_seconds": stats.seconds}
         if entry.first is not None:
             times["time_to_first_token_seconds"] = entry.first - entry.arrived
             times["request_prefill_time_seconds"] = stats.prefill_seconds
             times["request_decode_time_seconds"] = stats.decode_seconds
+            times["request_inference_time_seconds"] = stats.prefill_seconds + stats.decode_seconds
             if stats.new_tokens > 1:
-                times["inter_token_latency_seconds"] = stats.decode_seconds / (stats.new_tokens - 1)
+                times["request_time_per_output_token_seconds"] = stats.decode_seconds / (stats.new_tokens - 1)
         for name, seconds in times.items():
             self._times[name].labels(self._label).observe(seconds)
 
@@ -104,6 +115,8 @@ def report(entries: list[Entry], results: list[Result]) -> dict[str, Any]:
     stats = [result.stats for result in results]
     made = sum(one.new_tokens for one in stats)
     drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)
+    drafts = sum(entry.row.ledger.drafted_at[1] for entry in entries)
+    gaps = [gap for entry in entries for gap in entry.gaps]
     firsts = [entry.first - entry.arrived for entry in entries if entry.first is not None]
     return {
         "depth": {
@@ -112,6 +125,8 @@ def report(entries: list[Entry], results: list[Result]) -> dict[str, Any]:
             "layers_histogram": _histogram([depth for result in results for depth in result.depths]),
         },
         "speculative_decoding": {
+            "num_spec_steps": drafts,
+            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
             "num_draft_tokens": drafted,
             "num_accepted_draft_tokens": accepted,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
@@ -119,6 +134,8 @@ def report(entries: list[Entry], results: list[Result]) -> dict[str, Any]:
         "queue_time_ms": 1e3 * max(entry.queue_seconds for entry in entries),
         "time_to_first_token_ms": 1e3 * max(firsts) if firsts else None,
         "generation_time_ms": 1e3 * max(one.decode_seconds for one in stats),
+        "mean_itl_ms": 1e3 * sum(gaps) / len(gaps) if gaps else None,
+        "tokens_per_second": sum(one.tokens_per_second for one in stats),
     }
 
 

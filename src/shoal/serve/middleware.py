@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOG = logging.getLogger("shoal.serve")
+LAST_WORDS = 10.0
+"""Seconds that a client has to take the error which says that its time is up."""
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -60,12 +65,30 @@ class Gate:
 
         try:
             self._check(scope["path"], headers)
-            await self._app(scope, self._bounded(receive), answer)
+            with self._patience(line):
+                await self._app(scope, self._bounded(receive), answer)
         except ApiError as error:
             await JSONResponse(error.to_dict(), error.status)(scope, receive, answer)
         finally:
             line["seconds"] = round(time.monotonic() - started, 4)
             LOG.info(json.dumps({"event": "request", **line}))
+
+    @contextmanager
+    def _patience(self, line: dict[str, Any]) -> Iterator[None]:
+        """Give up on a client that neither sends its request nor takes its answer."""
+        task, timeout = asyncio.current_task(), self._settings.timeout
+        if task is None or timeout is None:
+            yield
+            return
+        left = asyncio.get_running_loop().call_later(timeout + LAST_WORDS, task.cancel)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if left.when() > asyncio.get_running_loop().time():
+                raise
+            line["status"] = "given up"
+        finally:
+            left.cancel()
 
     def _check(self, path: str, headers: Headers) -> None:
         keys = self._settings.api_keys

@@ -71,7 +71,7 @@ export class Pane {
 
   finish(metrics) {
     this.bars.room(this.steps.length);
-    this.speed = (this.steps.length - 1) / (metrics.generation_time_ms / 1000);
+    this.speed = metrics.tokens_per_second;
     this.show(this.speed);
     const rate = metrics.speculative_decoding.draft_acceptance_rate;
     this.numbers["guesses kept"].parentElement.hidden = rate === null;

@@ -1,0 +1,126 @@
+"""A worker that is killed begins anew: what it had under way is told so, what waited is served, nothing hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from drive import prompt
+from families import tiny
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.worker import Worker
+from shoal.errors import Interrupted
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return engine_for(tiny("llama", layers=4))
+
+
+def quick(scheduler: Scheduler) -> Scheduler:
+    scheduler._worker._pause = 0.2
+    return scheduler
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+def kill(scheduler: Scheduler) -> None:
+    """Raise SystemExit in the thread that decodes, wherever it is."""
+    ident = scheduler._worker._thread.ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
+
+
+def outcome(ticket: Any) -> tuple[int, ...] | None:
+    """Its tokens, or None where it was interrupted."""
+    try:
+        return tuple(step.token for step in ticket)
+    except Interrupted:
+        return None
+
+
+def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
+    with quick(Scheduler(engine, max_rows=2)) as scheduler:
+        tick, calls = scheduler._batch.tick, iter(range(100))
+
+        def deadly(rows: Any) -> Any:
+            if next(calls) == 5:
+                raise SystemExit
+            return tick(rows)
+
+        monkeypatch.setattr(scheduler._batch, "tick", deadly)
+        tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
+        until(lambda: not scheduler.alive)
+        until(lambda: scheduler.alive)
+        assert [outcome(ticket) for ticket in tickets] == [None, None, expected, expected, expected]
+        assert {entry.row.finish_reason for ticket in tickets[:2] for entry in ticket.entries} == {"cancelled"}
+        until(lambda: not scheduler._open)
+        assert (scheduler.running, scheduler.waiting, scheduler.kv_use, scheduler._batch.cache.rows) == (0, 0, 0, 0)
+    assert not scheduler.alive
+
+
+def test_whatever_moment_it_dies_at_nobody_waits_for_ever(engine: Engine) -> None:
+    expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
+    rng = random.Random(0)
+    with quick(Scheduler(engine, max_rows=2)) as scheduler:
+        scheduler._worker._pause = 0.01
+        outcomes: list[tuple[int, ...] | None] = []
+
+        def ask() -> None:
+            for _ in range(6):
+                outcomes.append(outcome(scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH)))
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(8):
+            time.sleep(rng.uniform(0.01, 0.1))
+            if scheduler.alive:
+                kill(scheduler)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "an answer never ended"
+        assert len(outcomes) == 24 and set(outcomes) <= {None, expected}
+        until(lambda: scheduler.alive and not scheduler._open)
+        assert outcome(scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH)) == expected
+
+
+def test_a_fault_that_stays_fails_those_that_wait_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken for good")
+
+    scheduler = quick(Scheduler(engine, max_rows=1))
+    monkeypatch.setattr(scheduler, "_admit", broken)
+    tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]
+    assert [outcome(ticket) for ticket in tickets] == [None] * 3
+    assert scheduler.close(timeout=30)
+
+
+def test_a_worker_that_is_done_stays_done() -> None:
+    deaths: list[BaseException] = []
+    attempts = iter([ValueError(), KeyboardInterrupt(), None])
+
+    def work() -> None:
+        if error := next(attempts):
+            raise error
+
+    worker = Worker("short", work, deaths.append, pause=0.01)
+    assert not worker.well
+    worker.start()
+    worker.join(10)
+    assert worker.ended and not worker.well
+    assert [type(error) for error in deaths] == [ValueError, KeyboardInterrupt]

@@ -1,0 +1,148 @@
+"""Killed workers, clients that vanish or stall, huge prompts: others are not touched, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import MODEL, Running, serving, tiny_engine, wait
+from shoal.serve import middleware
+from shoal.serve.answer import Answer
+
+ANSWERS: weakref.WeakSet[Answer] = weakref.WeakSet()
+PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Some words", "temperature": 0, "max_tokens": 120}
+
+
+@pytest.fixture(autouse=True)
+def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Answer.__init__
+
+    def watched(self: Answer, *args: Any) -> None:
+        ANSWERS.add(self)
+        make(self, *args)
+
+    monkeypatch.setattr(Answer, "__init__", watched)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(tiny_engine(), scheduling={"max_rows": 3}) as running:
+        yield running
+
+
+def ask(server: Running, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={**PLAIN, **more}, timeout=60)
+
+
+def text(answer: httpx.Response) -> str:
+    return str(answer.json()["choices"][0]["text"])
+
+
+def calm(server: Running) -> None:
+    """Wait until nothing of any request is left: no rows, no KV, no objects."""
+    scheduler = server.scheduler
+    wait(lambda: not (scheduler.running or scheduler.waiting or scheduler._open))
+    wait(lambda: not ANSWERS or gc.collect() < 0)
+    assert scheduler.kv_use == 0 and scheduler._batch.cache.rows == 0
+    assert not any(layer.keys is not None and layer.keys.numel() for layer in scheduler._batch.cache.layers)
+
+
+def raw(server: Running, body: str, announced: int | None = None) -> socket.socket:
+    """A connection that has sent a request, with next to no room for the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    one.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {announced or len(body)}\r\n\r\n"
+    one.sendall((head + body).encode())
+    return one
+
+
+def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tiny_engine(), scheduling={"max_rows": 1}) as server:
+        health = f"{server.url}/health"
+        assert httpx.get(health).status_code == 200
+        turn, calls = server.scheduler._batch.tick, iter(range(10_000))
+
+        def deadly(rows: Any) -> Any:
+            if next(calls) == 20:
+                raise SystemExit
+            return turn(rows)
+
+        monkeypatch.setattr(server.scheduler._batch, "tick", deadly)
+        waited: list[str] = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**PLAIN, "stream": True}, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            other = threading.Thread(target=lambda: waited.append(text(ask(server))))
+            other.start()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "interrupted"
+        assert httpx.get(health).status_code == 503
+        wait(lambda: httpx.get(health).status_code == 200)
+        other.join(60)
+        assert waited == [server.engine.generate("Some words", max_new_tokens=120).text]
+        calm(server)
+
+
+def test_clients_that_vanish_leave_the_others_alone(server: Running) -> None:
+    expected, rng = server.engine.generate("Some words", max_new_tokens=120).text, random.Random(1)
+    said: list[str] = []
+
+    def patient() -> None:
+        said.append(text(ask(server)))
+
+    def fickle(seconds: float) -> None:
+        with raw(server, json.dumps({**PLAIN, "stream": True, "n": 2})):
+            time.sleep(seconds)
+
+    threads = [threading.Thread(target=patient) for _ in range(4)]
+    threads += [threading.Thread(target=fickle, args=(rng.uniform(0, 0.4),)) for _ in range(6)]
+    rng.shuffle(threads)
+    before = threading.active_count()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert said == [expected] * 4
+    calm(server)
+    named = [one.name for one in threading.enumerate() if not one.name.startswith(("asyncio", "AnyIO"))]
+    assert len(named) <= before, named
+
+
+def test_a_megabyte_of_prompt_is_refused_and_delays_nobody(server: Running) -> None:
+    expected, said = server.engine.generate("Some words", max_new_tokens=120).text, []
+    other = threading.Thread(target=lambda: said.append(text(ask(server))))
+    other.start()
+    for size, status in ((1_000_000, 400), (1_100_000, 413)):
+        answer = ask(server, prompt="some words " * (size // 11))
+        assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+    messages = [{"role": "user", "content": "a b" * 300_000}]
+    chat = httpx.post(f"{server.url}/v1/chat/completions", json={"model": MODEL, "messages": messages}, timeout=60)
+    assert (chat.status_code, chat.json()["error"]["code"]) == (400, "context_length_exceeded")
+    other.join(60)
+    assert said == [expected]
+    calm(server)
+
+
+def test_clients_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "LAST_WORDS", 0.5)
+    with serving(tiny_engine(), timeout=1.5) as server:
+        large = json.dumps({**PLAIN, "stream": True, "n": 8, "logprobs": 20})
+        with raw(server, large), raw(server, large[:50], announced=len(large)):
+            wait(lambda: server.scheduler.running > 0)
+            assert ask(server, max_tokens=5).status_code == 200
+            wait(lambda: not server.scheduler._open)
+            calm(server)
+        assert ask(server, max_tokens=5).status_code == 200
+        calm(server)
