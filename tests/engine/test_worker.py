@@ -26,8 +26,8 @@ def engine() -> Engine:
     return engine_for(tiny("llama", layers=4))
 
 
-def quick(scheduler: Scheduler) -> Scheduler:
-    scheduler._worker._pause = 0.2
+def patient(scheduler: Scheduler) -> Scheduler:
+    scheduler._worker._pause = 60.0
     return scheduler
 
 
@@ -54,7 +54,7 @@ def outcome(ticket: Any) -> tuple[int, ...] | None:
 
 def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
-    with quick(Scheduler(engine, max_rows=2)) as scheduler:
+    with patient(Scheduler(engine, max_rows=2)) as scheduler:
         tick, calls = scheduler._batch.tick, iter(range(100))
 
         def deadly(rows: Any) -> Any:
@@ -65,6 +65,7 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
         monkeypatch.setattr(scheduler._batch, "tick", deadly)
         tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
         until(lambda: not scheduler.alive)
+        scheduler._worker._hurry.set()
         until(lambda: scheduler.alive)
         assert [outcome(ticket) for ticket in tickets] == [None, None, expected, expected, expected]
         assert {entry.row.finish_reason for ticket in tickets[:2] for entry in ticket.entries} == {"cancelled"}
@@ -76,7 +77,7 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
 def test_whatever_moment_it_dies_at_nobody_waits_for_ever(engine: Engine) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
     rng = random.Random(0)
-    with quick(Scheduler(engine, max_rows=2)) as scheduler:
+    with Scheduler(engine, max_rows=2) as scheduler:
         scheduler._worker._pause = 0.01
         outcomes: list[tuple[int, ...] | None] = []
 
@@ -103,7 +104,7 @@ def test_a_fault_that_stays_fails_those_that_wait_too(engine: Engine, monkeypatc
     def broken() -> None:
         raise RuntimeError("broken for good")
 
-    scheduler = quick(Scheduler(engine, max_rows=1))
+    scheduler = patient(Scheduler(engine, max_rows=1))
     monkeypatch.setattr(scheduler, "_admit", broken)
     tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]
     assert [outcome(ticket) for ticket in tickets] == [None] * 3

@@ -25,11 +25,11 @@ def server() -> Iterator[Running]:
 
 
 def get(server: Running, path: str) -> httpx.Response:
-    return httpx.get(f"{server.url}/{path}")
+    return httpx.get(f"{server.url}/{path}", timeout=60)
 
 
 def plan(server: Running, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/playground/plan", json=body)
+    return httpx.post(f"{server.url}/playground/plan", json=body, timeout=60)
 
 
 def choices(server: Running, route: str, **body: Any) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_a_plan_is_refused_as_a_request_would_be(server: Running, body: dict[str
 def test_a_request_may_not_name_a_file(server: Running) -> None:
     body = {**ASK, "prompt": "A", "method": "prompt_lookup", "method_args": {"inner": {
         "method": "aded", "method_args": {"corpus": "/etc/passwd"}}}}  # fmt: skip
-    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 403
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 403
 
 
 def test_the_operator_decides() -> None:
@@ -142,11 +142,11 @@ def test_the_operator_decides() -> None:
         assert get(server, "").status_code == get(server, "page/main.js").status_code == 200
         assert get(server, "playground/model").status_code == plan(server).status_code == 401
         bearer = {"authorization": "Bearer k"}
-        told = httpx.get(f"{server.url}/playground/model", headers=bearer).json()
+        told = httpx.get(f"{server.url}/playground/model", headers=bearer, timeout=60).json()
         assert ([method["name"] for method in told["methods"]], told["default_method"]) == (["full"], "d3")
-        answer = httpx.post(f"{server.url}/playground/plan", json={"method": "d3"}, headers=bearer)
+        answer = httpx.post(f"{server.url}/playground/plan", json={"method": "d3"}, headers=bearer, timeout=60)
         assert answer.status_code == 403
-        assert httpx.post(f"{server.url}/playground/plan", json={}, headers=bearer).json()["method"] == "d3"
+        assert httpx.post(f"{server.url}/playground/plan", json={}, headers=bearer, timeout=60).json()["method"] == "d3"
     with serving(tiny_engine(), playground=False) as server:
         for path in ("", "page/main.js", "playground/model"):
             assert get(server, path).status_code == 404

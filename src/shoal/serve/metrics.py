@@ -73,8 +73,8 @@ class Metrics:
         }
         for name, amount in counts.items():
             self._counters[name].labels(self._label).inc(amount)
-        for distance, amount in entry.row.ledger.accepted_at.items():
-            self._kept.labels(self._label, str(distance - 1)).inc(amount)
+        for distance in entry.row.ledger.drafted_at:
+            self._kept.labels(self._label, str(distance - 1)).inc(entry.row.ledger.accepted_at[distance])
         self._success.labels(self._label, _REASONS.get(result.finish_reason, result.finish_reason)).inc()
         self._prompt.labels(self._label).observe(stats.prompt_tokens)
         self._made.labels(self._label).observe(stats.new_tokens)
