@@ -197,7 +197,7 @@ class Scheduler:
         while self._has_work():
             self.turn()
 
-    def _died(self, _: BaseException) -> None:
+    def _died(self) -> None:
         """Nobody knows in what state the rows under way are: they are lost. Those that wait are kept, but only once."""
         with self._wake:
             if not self._moved:
@@ -295,13 +295,13 @@ class Scheduler:
                 self._end(entry, entry.error)
 
     def _end(self, entry: Entry, error: BaseException | None = None) -> None:
-        self._open.discard(entry)
         entry.ended = time.monotonic()
         if error is not None:
             self._give(entry.ticket, [error])
             self._cancel(entry.ticket)
         elif entry.ticket.done:
             self._give(entry.ticket, [None])
+        self._open.discard(entry)
 
     def _give(self, ticket: Ticket, items: Iterable[Item]) -> None:
         try:

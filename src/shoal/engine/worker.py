@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 log = logging.getLogger(__name__)
 
@@ -15,16 +16,14 @@ class Worker:
     Args:
         name: of the thread.
         work: returns when all is done.
-        died: told what `work` raised, on the same thread, before the next attempt; must not raise.
+        died: called on the same thread before the next attempt; again, should it be interrupted.
         pause: seconds until that, so that a fault that stays does not keep the machine busy.
     """
 
-    def __init__(
-        self, name: str, work: Callable[[], None], died: Callable[[BaseException], None], pause: float = 1.0
-    ) -> None:
+    def __init__(self, name: str, work: Callable[[], None], died: Callable[[], None], pause: float = 1.0) -> None:
         self._work, self._died, self._pause = work, died, pause
         self._hurry = threading.Event()
-        self._well = True
+        self._well, self._begun, self._done = True, False, False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -48,13 +47,21 @@ class Worker:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while True:
-            try:
-                self._work()
-                return
-            except BaseException as error:
-                self._well = False
-                log.error("%s died and begins anew", self._thread.name, exc_info=True)
-                self._died(error)
+        while not self._done:
+            with suppress(BaseException):  # it may be killed while it picks up the pieces, too
+                self._attempt()
+
+    def _attempt(self) -> None:
+        if self._begun:
+            self._well = False
+            self._died()
             self._hurry.wait(self._pause)
             self._well = True
+        self._begun = True
+        try:
+            self._work()
+        except BaseException:
+            self._well = False
+            log.error("%s died and begins anew", self._thread.name, exc_info=True)
+            raise
+        self._done = True
