@@ -97,7 +97,8 @@ def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
     shoal(args, [*words, *FAST, "--threads", "1", "--out", str(work)])
     report = json.loads((work / "results.json").read_text("utf-8"))
     report["command"] = ["shoal", *words, *FAST, "--threads", "1"]
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(report, indent=1).replace(": Infinity", ': "inf"')  # JSON has no word for an infinite margin
+    (args.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def shoal(args: argparse.Namespace, words: list[str]) -> None:
@@ -105,7 +106,7 @@ def shoal(args: argparse.Namespace, words: list[str]) -> None:
     command = ["-m", "shoal", *words, *model]
     print("python", *command, flush=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command, "--json"], env=env, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run([sys.executable, *command], env=env, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise SystemExit(f"failed with code {done.returncode}: shoal {' '.join(words)}")
 
