@@ -89,6 +89,14 @@ def test_a_run_can_start_from_the_weights_of_another(data: Path, tmp_path: Path)
     assert torch.equal(other.model.qkv, state(tmp_path / "one")["qkv"])
 
 
+def test_a_run_can_start_from_an_exported_folder(data: Path, tmp_path: Path) -> None:
+    first = train.Run(arguments(data, tmp_path / "one", 2_000))
+    first.train()
+    other = train.Run(arguments(data, tmp_path / "two", 2_000, "--init", str(tmp_path / "one" / "latest")))
+    for (name, trained), start in zip(first.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(trained.bfloat16().float(), start), name
+
+
 def test_layer_dropout_spares_the_first_layer(data: Path, tmp_path: Path) -> None:
     run = train.Run(arguments(data, tmp_path / "run", 2_000, "--layer-dropout", "0.9"))
     drawn = torch.tensor([run._run(torch.Generator().manual_seed(seed)) for seed in range(200)]).float().mean(0)

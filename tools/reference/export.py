@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
@@ -33,6 +33,29 @@ def weights(model: Model) -> dict[str, Tensor]:
         out |= {f"{at}.input_layernorm.weight": model.norms[index, 0]}
         out |= {f"{at}.post_attention_layernorm.weight": model.norms[index, 1]}
     return {name: value.detach().to(torch.bfloat16).contiguous() for name, value in out.items()}
+
+
+def restore(model: Model, folder: Path) -> None:
+    """Fill the model with the weights of a folder that `export` wrote; RuntimeError where the shapes differ."""
+    saved = load_file(folder / "model.safetensors")
+
+    def stacked(*names: str) -> Tensor:
+        layers = range(model.shape.layers)
+        parts = ([saved[f"model.layers.{index}.{name}.weight"] for name in names] for index in layers)
+        return torch.stack([torch.cat(part) for part in parts])
+
+    norms = [stacked("input_layernorm"), stacked("post_attention_layernorm")]
+    model.load_state_dict(
+        {
+            "embed": saved["model.embed_tokens.weight"],
+            "final": saved["model.norm.weight"],
+            "qkv": stacked("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "o": stacked("self_attn.o_proj"),
+            "up": stacked("mlp.gate_proj", "mlp.up_proj"),
+            "down": stacked("mlp.down_proj"),
+            "norms": torch.stack(norms, dim=1),
+        }
+    )
 
 
 def config(model: Model) -> LlamaConfig:

@@ -5,7 +5,7 @@
 The learning rate falls to zero at the end of the budget: `--minutes` of wall clock over all starts, or `--tokens`,
 whichever is spent first. Checkpoints are written every few minutes, at the end, and on SIGTERM.
 `--compile` makes a step 2.5 times as fast on a CPU (3,200 tokens/s instead of 1,280 in bfloat16 on two cores) and needs
-a C++ compiler. `--init` starts from the weights of another run, with a schedule of its own.
+a C++ compiler. `--init` starts from the weights of another run or of an exported folder, with a schedule of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .batches import Batch, Corpus
 from .build import KINDS
-from .export import export
+from .export import export, restore
 from .model import Model, Shape, layer
 from .muon import Muon
 
@@ -55,7 +55,7 @@ def options() -> argparse.ArgumentParser:
         "--layer-dropout", type=float, default=0.0, help="rate at the last layer (LayerSkip, 2404.16710)"
     )
     parser.add_argument("--early-exit", type=float, default=0.0, help="weight of the early-exit loss (LayerSkip)")
-    parser.add_argument("--init", type=Path, help="state.pt of another run whose weights start this one")
+    parser.add_argument("--init", type=Path, help="state.pt of another run, or an exported folder, to start from")
     return parser
 
 
@@ -68,7 +68,7 @@ class Run:
         self.corpus = Corpus(args.data / "corpus.pt")
         self.model = Model(Shape(*map(int, args.shape.split(",")), args.vocab), args.seed)
         if args.init:
-            self.model.load_state_dict(torch.load(args.init, weights_only=False)["model"])
+            _start_from(args.init, self.model)
         self.optimizers = _optimizers(self.model, args)
         self.dtype = getattr(torch, args.dtype)
         self.step, self.tokens, self.spent = 0, 0, 0.0
@@ -171,6 +171,13 @@ class Run:
         depth = torch.arange(self.model.shape.layers) / (self.model.shape.layers - 1)
         rate = self.args.layer_dropout * (2**depth - 1)
         return (torch.rand(len(rate), generator=draw) >= rate).tolist()
+
+
+def _start_from(source: Path, model: Model) -> None:
+    if source.is_dir():
+        restore(model, source)
+    else:
+        model.load_state_dict(torch.load(source, weights_only=False)["model"])
 
 
 def _optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
