@@ -88,8 +88,12 @@ def drafts(report: dict[str, Any]) -> str:
     machine, setting = report["machine"], report["setting"]
     said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
     head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
-            f"threads, {report['rounds']} rounds, systems in turn token by token, {report['date'][:10]}:")
+            f"threads, {_rounds(report['rounds'])}, systems in turn token by token, {report['date'][:10]}:")
     return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n{_FENCE}{report['command']}\n```\n"
+
+
+def _rounds(number: int, kind: str = "") -> str:
+    return f"{number} {kind}round" + ("" if number == 1 else "s")
 
 
 def _draft(row: dict[str, Any] | None, best: float) -> str:
@@ -106,7 +110,7 @@ def intro(report: dict[str, Any]) -> str:
     where = f"{machine.get('cpu')}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
             f"roof {roof['median'] / 1e9:.1f} GB/s ({roof['min'] / 1e9:.1f}-{roof['max'] / 1e9:.1f}), "
-            f"median of {report['rounds']['done']} interleaved rounds (smallest-largest), {report['date'][:10]}, "
+            f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "
             f"commit {(report['commit'] or 'unknown')[:7]}.")
 
 

@@ -110,6 +110,11 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
+    @staticmethod
+    def plain(value: float) -> float:
+        """For JSON, which has no infinity; OpenAI's own servers write the same in its place."""
+        return max(value, -9999.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -258,9 +258,13 @@ def test_every_id_of_a_made_up_tokenizer_has_a_text() -> None:
 # figures
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
-def test_percentiles_are_those_of_numpy(values: list[float], share: float) -> None:
-    assert figures.quantile(sorted(values), share) == pytest.approx(np.quantile(values, share), rel=1e-9, abs=1e-6)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
+    found = figures.percentiles([*values, None])
+    assert found is not None
+    for share in (50, 90, 99):
+        assert found[f"p{share}"] == pytest.approx(np.quantile(values, share / 100), rel=1e-9, abs=1e-6)
+    assert found["mean"] == pytest.approx(np.mean(values), rel=1e-9, abs=1e-6)
 
 
 def test_figures_of_two_rounds() -> None:

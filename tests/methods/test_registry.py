@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
+import math
 import subprocess
 import sys
 import types
@@ -70,6 +71,7 @@ CONFIGURED = [
     Schedule((3, 2), (4, 9)),
     Calibrated(Schedule((3, 2), (4, 9)), fingerprint="0123456789abcdef"),
     PromptLookup(5, 1, 7, inner=D3(alpha=0.9), rule="lenient", margin=0.5),
+    D3Spec(rule="lenient", margin=math.inf),
     ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
     VocabTrim("some/model", tokens=(3, 5, 1), keep=2),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.request import chat_ids
 from shoal.errors import unknown
 
 _OWN = ("id", "prompt", "messages", "method_args")
@@ -173,11 +174,7 @@ def _chat(messages: Any, tokenizer: Any) -> list[int]:
         raise ValueError("this model has no chat template; give a prompt instead of messages")
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, both of them text')
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except Exception as error:  # templates raise what they like, mostly about the order of roles
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from None
-    return list(ids)
+    return chat_ids(messages, tokenizer)
 
 
 def _is_message(message: Any) -> bool:

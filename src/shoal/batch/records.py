@@ -42,10 +42,5 @@ def failed(line: int, name: str | int | None, error: BaseException) -> Record:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [[token, _finite(value)] for token, value in entry.top]
-    return {"token": entry.token, "logprob": _finite(entry.logprob), "top": top}
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity."""
-    return max(value, -9999.0)
+    top = [[token, TokenLogprob.plain(value)] for token, value in entry.top]
+    return {"token": entry.token, "logprob": TokenLogprob.plain(entry.logprob), "top": top}

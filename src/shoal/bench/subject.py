@@ -11,6 +11,7 @@ import torch
 
 from shoal.bench import shapes
 from shoal.depth.plan import DepthPlan
+from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.packed.shape import FAMILIES
@@ -148,7 +149,7 @@ class Subject:
 
     def facts(self) -> Iterator[tuple[str, Any]]:
         """What a report says about it."""
-        yield "name", self.name
+        yield "name", self.shape or shown_name(str(self.model))
         yield "kind", "shape with random weights" if self.shape is not None else "model"
         yield "weights", self.weights()
         for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",

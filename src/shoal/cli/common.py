@@ -144,10 +144,9 @@ def print_json(value: dict[str, Any]) -> None:
 
 def encode(engine: Engine, prompt: str, raw: bool) -> list[int]:
     """Token ids of a prompt: as a user's message where the tokenizer has a chat template, unless `raw`."""
-    from shoal.engine.request import prompt_ids
+    from shoal.engine.request import chat_ids, prompt_ids
 
-    tokenizer, words = engine.tokenizer, prompt
-    if not raw and getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt}]
-        words = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    tokenizer = engine.tokenizer
+    chat = not raw and getattr(tokenizer, "chat_template", None)
+    words = chat_ids([{"role": "user", "content": prompt}], tokenizer) if chat else prompt
     return prompt_ids(words, tokenizer, engine.stack.vocab_size, engine.stack.max_positions)

@@ -81,6 +81,12 @@ class Checkpoint:
         return AutoTokenizer.from_pretrained(self.place, **self._options)
 
 
+def shown_name(model: str) -> str:
+    """For reports: a Hub id, or the name of a folder without where it lies."""
+    path = Path(model)
+    return path.name if path.is_absolute() or path.exists() else model
+
+
 def _place(name: str) -> tuple[str, str | None]:
     """Folder or Hub id to load from, and the GGUF file in it."""
     path = Path(name)

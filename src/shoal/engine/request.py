@@ -155,6 +155,19 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
     return ids
 
 
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation, the beginning of the answer included.
+
+    Raises:
+        ValueError: the tokenizer's chat template refuses the messages.
+    """
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # templates raise what they like, mostly about the order of roles
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from None
+    return list(ids)
+
+
 def _whole_ids(prompt: Any) -> list[int]:
     try:
         return [operator.index(token) for token in prompt]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.engine.engine import Engine, Stream
-from shoal.engine.request import Options, Request, prompt_ids
+from shoal.engine.request import Options, Request, chat_ids, prompt_ids
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.types import Result, Step
@@ -62,8 +62,7 @@ class Session:
 
     def _prepare(self, messages: Sequence[Mapping[str, str]], request: Request) -> Stream:
         tokenizer, stack = self._engine.tokenizer, self._engine.stack
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        ids = prompt_ids(ids, tokenizer, stack.vocab_size, stack.max_positions)
+        ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, stack.vocab_size, stack.max_positions)
         rows = self._engine.rows([ids], request)
         self._rewind(ids)
         return Stream(self._engine, rows, self._cache, release=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +47,16 @@ class Worker:
 
     def _run(self) -> None:
         while not self._done:
-            with suppress(BaseException):  # it may be killed while it picks up the pieces, too
+            try:
                 self._attempt()
+            except BaseException:  # it may be killed while it picks up the pieces, too
+                self._well = False
+                log.error("%s died and begins anew", self._thread.name, exc_info=True)
 
     def _attempt(self) -> None:
         if self._begun:
-            self._well = False
             self._died()
             self._hurry.wait(self._pause)
-            self._well = True
-        self._begun = True
-        try:
-            self._work()
-        except BaseException:
-            self._well = False
-            log.error("%s died and begins anew", self._thread.name, exc_info=True)
-            raise
+        self._well = self._begun = True
+        self._work()
         self._done = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -114,9 +115,13 @@ class LockstepDecoder(EngineDecoder):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        assert isinstance(engine.stack, PackedStack)
-        self._lockstep = Lockstep(engine.stack)
         self._native = isinstance(engine.stack, NativeStack)
+
+    @cached_property
+    def _lockstep(self) -> Lockstep:
+        """Made when it is needed, as it unpacks the weights."""
+        assert isinstance(self.engine.stack, PackedStack)
+        return Lockstep(self.engine.stack)
 
     def answers(self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int) -> list[Answered]:
         """See `Decoder`."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.engine.request import chat_ids
+
 Part = Literal["evaluation", "calibration"]
 _CALIBRATION_SHARE = 10
 
@@ -124,10 +126,7 @@ def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int 
 def _prompt_ids(item: Item, tokenizer: Any) -> Sequence[int]:
     if item.answer and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": item.prompt}]
-        ids: list[int] = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return ids
+        return chat_ids(message, tokenizer)
     text = item.prompt if not item.answer or item.prompt.endswith(("\n", "A:")) else item.prompt + "\n"
     found: list[int] = tokenizer(text)["input_ids"]
     return found

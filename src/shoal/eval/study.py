@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
 from shoal.eval.controls import GROUPS, Setting, controls, setting
 from shoal.eval.decoders import Contender, contender
@@ -215,9 +215,8 @@ def _spread(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
 
 
 def model_name(engine: Engine) -> str:
-    """The model's Hub id, or the name of its folder without where it lies."""
-    path = Path(engine.model_name)
-    return path.name if path.is_absolute() or path.exists() else engine.model_name
+    """See `shown_name`."""
+    return shown_name(engine.model_name)
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

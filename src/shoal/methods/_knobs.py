@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
+
+INFINITE = "inf"
 
 
 def fits(value: object, hint: Any) -> bool:
@@ -60,8 +63,15 @@ def frozen(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Tuples become lists, at any depth."""
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    """As JSON has it: tuples become lists, at any depth, and infinity, for which JSON has no number, a word."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return INFINITE if isinstance(value, float) and value == math.inf else value
+
+
+def unbounded(value: Any, hint: Any) -> Any:
+    """The word for infinity as a number, where a number is wanted."""
+    return math.inf if value == INFINITE and fits(math.inf, hint) and not fits(value, hint) else value
 
 
 def _tuple_fits(value: tuple[object, ...], args: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from shoal.errors import unknown
-from shoal.methods._knobs import describe, fits, frozen, plain
+from shoal.methods._knobs import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +45,7 @@ class Method(ABC):
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for knob in self.knobs():
-            value = frozen(getattr(self, knob))
+            value = unbounded(frozen(getattr(self, knob)), hints[knob])
             if not fits(value, hints[knob]):
                 raise ValueError(f"{knob} of {self.name} is {value!r}; it must be {describe(hints[knob])}")
             object.__setattr__(self, knob, value)

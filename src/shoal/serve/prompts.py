@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.engine import request
 from shoal.serve.errors import ApiError, refused
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -20,10 +21,9 @@ def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
     plain = [_message(message, place) for place, message in enumerate(messages)]
     try:
-        ids = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except Exception as error:  # templates raise what they like, mostly about the order of roles
-        raise refused("messages", f"the model's chat template refuses these messages: {error}") from None
-    return list(ids)
+        return request.chat_ids(plain, tokenizer)
+    except ValueError as error:
+        raise refused("messages", str(error)) from None
 
 
 def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:

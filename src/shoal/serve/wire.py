@@ -135,9 +135,10 @@ class CompletionWire:
             self._offsets[index] += len(word)
         return {
             "tokens": words,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [TokenLogprob.plain(entry.logprob) for entry in entries],
             "top_logprobs": [
-                {_word(token, self._tokenizer): _finite(value) for token, value in entry.top} for entry in entries
+                {_word(token, self._tokenizer): TokenLogprob.plain(value) for token, value in entry.top}
+                for entry in entries
             ],
             "text_offset": offsets,
         }
@@ -179,9 +180,4 @@ def _word(token: int, tokenizer: Any) -> str:
 def _scored(word: str, logprob: float) -> Json:
     """A token with its log-probability; bytes only where the token is whole characters."""
     raw = None if "\ufffd" in word else list(word.encode("utf-8"))
-    return {"token": word, "logprob": _finite(logprob), "bytes": raw}
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI's own servers write this in its place."""
-    return max(value, -9999.0)
+    return {"token": word, "logprob": TokenLogprob.plain(logprob), "bytes": raw}

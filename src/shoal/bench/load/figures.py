@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from shoal.bench.load.trace import Trace
+from shoal.bench.summary import figure
 
 _SHARES = (50, 90, 99)
 
@@ -83,7 +87,7 @@ def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str,
         "seconds": seconds,
         "prompt_tokens": sum(trace.prompt_tokens for trace in traces),
         "tokens": sum(trace.tokens for trace in traces),
-        "tokens_per_second": spread([speed(turn) for turn in turns]),
+        "tokens_per_second": figure(speed(turn) for turn in turns),
         "requests_per_second": len(whole) / max(seconds, 1e-9),
         "ttft_seconds": percentiles(trace.ttft for trace in whole),
         "tpot_seconds": percentiles(trace.tpot for trace in whole),
@@ -100,29 +104,17 @@ def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str,
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
     """Mean, p50, p90, p99 of what is known; None where nothing is."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
+    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if not len(known):
         return None
-    return {"mean": sum(known) / len(known), **{f"p{share}": quantile(known, share / 100) for share in _SHARES}}
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two nearest of sorted values."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest, largest."""
-    ordered = sorted(values)
-    return {"median": quantile(ordered, 0.5), "min": ordered[0], "max": ordered[-1]}
+    cuts = known.quantile(torch.tensor(_SHARES, dtype=torch.float64) / 100).tolist()
+    named = {f"p{share}": cut for share, cut in zip(_SHARES, cuts, strict=True)}
+    return {"mean": float(known.mean()), **named}
 
 
 def ratio(ours: Sequence[Sequence[Trace]], theirs: Sequence[Sequence[Trace]]) -> dict[str, float]:
     """Tokens a second of ours over theirs, round by round."""
-    return spread([speed(one) / max(speed(other), 1e-9) for one, other in zip(ours, theirs, strict=True)])
+    return figure(speed(one) / max(speed(other), 1e-9) for one, other in zip(ours, theirs, strict=True))
 
 
 def flat(curve: Sequence[Mapping[str, float]], share: float, windows: int = 10) -> dict[str, Any] | None:
@@ -145,6 +137,6 @@ def flat(curve: Sequence[Mapping[str, float]], share: float, windows: int = 10) 
             parts[min(windows - 1, place)].append(point["bytes"])
     if not all(parts):
         return None
-    medians = [quantile(sorted(part), 0.5) for part in parts]
+    medians = [statistics.median(part) for part in parts]
     change = max(abs(value / medians[0] - 1) for value in medians)
     return {"windows": medians, "largest_change": change, "allowed": share, "flat": change <= share}

@@ -17,6 +17,7 @@ from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.targets import Target
 from shoal.bench.load.trace import Trace
 from shoal.bench.load.watch import Watch
+from shoal.bench.summary import figure
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _head(cell: Measured) -> dict[str, Any]:
 def _rest(cell: Measured, cells: Sequence[Measured]) -> dict[str, Any]:
     others = [one for one in cells if one is not cell and one.load == cell.load]
     return {
-        "cores": figures.spread(cell.cores) if cell.cores else None,
+        "cores": figure(cell.cores) if cell.cores else None,
         "times_the_speed_of": {name: value for one in others for name, value in _ratio(cell, one)},
         "memory": _memory(cell.curve),
     }
