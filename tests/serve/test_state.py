@@ -21,6 +21,7 @@ request_success_total time_to_first_token_seconds_bucket inter_token_latency_sec
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket spec_decode_num_drafts_total
+prefix_cache_queries_total prefix_cache_hits_total
 spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
 layers_executed_total layers_skipped_total decode_depth_bucket
 """
@@ -55,6 +56,16 @@ def test_layers_and_tokens_are_counted(server: Running) -> None:
         grown["shoal:inter_token_latency_seconds_sum"], rel=0.5, abs=0.05
     )
     assert (after["shoal:num_requests_running"], after["shoal:kv_cache_usage_perc"]) == (0, 0)
+
+
+def test_a_prompt_that_was_read_is_found_again(server: Running) -> None:
+    body = {**BODY, "prompt": "Once upon a time"}
+    first, second = (httpx.post(f"{server.url}/v1/completions", json=body).json() for _ in range(2))
+    read = first["usage"]["prompt_tokens"]
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": read - 1}
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    assert metrics(server)["shoal:prefix_cache_hits_total"] >= read - 1
 
 
 def test_the_names_are_those_that_dashboards_know(server: Running) -> None:

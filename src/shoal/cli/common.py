@@ -69,6 +69,8 @@ def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
     group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
     group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
     group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
+    group.add_argument("--prefix-gib", metavar="G", type=float, help="memory for KV of earlier prompts and "
+                       "answers, for prompts that begin alike; by default a quarter of that for KV, 0: none")
     group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two ticks")
     return group
 
@@ -77,9 +79,14 @@ def scheduling(args: argparse.Namespace) -> dict[str, Any]:
     """Those options as `Scheduler` takes them, but for the policy."""
     return {
         "max_rows": args.max_rows,
-        "kv_bytes": None if args.kv_gib is None else int(args.kv_gib * 2**30),
+        "kv_bytes": _bytes(args.kv_gib),
+        "prefix_bytes": _bytes(args.prefix_gib),
         "prefill_chunk": args.prefill_chunk,
     }
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:

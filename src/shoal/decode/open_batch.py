@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from shoal.decode.batch import Batch, count_prompt
+from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
@@ -19,10 +20,12 @@ class OpenBatch(Batch):
 
     Args:
         stack: the model.
+        prefixes: where what rows have stored is kept for later ones, and looked up.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, prefixes: Prefixes | None = None) -> None:
         super().__init__(stack, KVCache(stack.windows, 0))
+        self._prefixes = prefixes or Prefixes(0)
 
     @property
     def reading(self) -> list[Row]:
@@ -41,6 +44,7 @@ class OpenBatch(Batch):
         for slot, row in enumerate(rows, start=first):
             row.slot = slot
             self.rows.append(row)
+            row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go before their end: they count as cancelled, and what they stored is free."""
@@ -95,6 +99,9 @@ class OpenBatch(Batch):
         return Feed(row.slot, row.tokens[first : first + size], [0] * size, row.recipe.plan)
 
     def _retire(self) -> None:
+        for row in self.rows:
+            if row.finish_reason is not None or row.emitted == 1:  # beyond its prompt a plan may give layers up
+                self._prefixes.keep(self.cache, row.slot, row.tokens)
         left = len(self.rows)
         super()._retire()
         if len(self.rows) < left:

@@ -25,6 +25,7 @@ class Row:
         slot: the row's place in the cache; changes when other rows leave.
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
+        cached: those of them whose KV was there already.
         recipe: plan, proposer, rule.
         stop: where the row ends and what its text is.
         steps: what was emitted.
@@ -44,6 +45,7 @@ class Row:
     seed: int = 0
     steps: list[Step] = field(default_factory=list)
     ledger: RowLedger = field(default_factory=RowLedger)
+    cached: int = 0
     bytes: KVBytes | None = None
     record: Callable[[Tensor, Tensor], None] | None = None
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.open_batch import OpenBatch
+from shoal.decode.prefixes import Prefixes
 from shoal.engine.admission import Join, Policy
 from shoal.engine.engine import Engine
 from shoal.engine.memory import free
@@ -43,6 +44,8 @@ class Scheduler:
         max_rows: most rows under way.
         max_waiting: most rows that wait.
         kv_bytes: most bytes of KV; None for half of the memory that is free now.
+        prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
+            a quarter of `kv_bytes`, to which they are added; 0 keeps none.
         prefill_chunk: most prompt tokens of a forward; None for what suits the model, at most 256.
         policy: when waiting rows may join; None for at once.
         start: whether a thread does the work; without one, call `turn`.
@@ -55,6 +58,7 @@ class Scheduler:
         max_rows: int = 16,
         max_waiting: int = 256,
         kv_bytes: int | None = None,
+        prefix_bytes: int | None = None,
         prefill_chunk: int | None = None,
         policy: Policy | None = None,
         start: bool = True,
@@ -69,10 +73,13 @@ class Scheduler:
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
         self._room = KVRoom(engine.stack)
         self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
+        if prefix_bytes is not None and prefix_bytes < 0:
+            raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
+        self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
         self._policy = policy or Join()
         self._recipes = Recipes(engine)
-        self._batch = OpenBatch(engine.stack)
+        self._batch = OpenBatch(engine.stack, self.prefixes)
         self._running: list[Entry] = []
         self._wake = threading.Condition()
         self._waiting: deque[Entry] = deque()
@@ -205,7 +212,8 @@ class Scheduler:
             lost = self._open.difference(self._waiting)
         self._moved = False
         self._running.clear()
-        self._batch = OpenBatch(self.engine.stack)
+        self.prefixes.clear()
+        self._batch = OpenBatch(self.engine.stack, self.prefixes)
         for entry in lost:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry, Interrupted("decoding was interrupted and begins anew; ask again"))

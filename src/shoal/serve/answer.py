@@ -97,11 +97,18 @@ class Answer:
         return [result for ticket in self.tickets for result in ticket.results]
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens read and made; a prompt counts once however many answers it gets."""
-        read = sum(ticket.entries[0].row.prompt_length for ticket in self.tickets)
+        firsts = [ticket.entries[0].row for ticket in self.tickets]
+        read = sum(row.prompt_length for row in firsts)
         made = sum(len(entry.row.steps) for entry in self.entries)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        cached = {"cached_tokens": sum(row.cached for row in firsts)}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+            "prompt_tokens_details": cached,
+        }
 
 
 def _failure(error: BaseException) -> BaseException:

@@ -79,9 +79,9 @@ CHAT: dict[str, Field] = {
     "moderation": Refused("the server moderates nothing"),
     "safety_identifier": Refused("the server keeps no account of users; `user` goes to its log"),
     "service_tier": Refused("there is one tier", ("auto", "default")),
-    "prompt_cache_key": Refused("prompts are not cached"),
-    "prompt_cache_options": Refused("prompts are not cached"),
-    "prompt_cache_retention": Refused("prompts are not cached"),
+    "prompt_cache_key": Refused("prompts are found again by their beginnings alone"),
+    "prompt_cache_options": Refused("prompts are found again by their beginnings alone"),
+    "prompt_cache_retention": Refused("prompts are found again by their beginnings alone"),
 }
 COMPLETION: dict[str, Field] = {
     **_COMMON,

@@ -13,7 +13,9 @@ from shoal.types import Result, Stats
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
 _COUNTERS = {
-    "prompt_tokens": "Prompt tokens read.",
+    "prompt_tokens": "Prompt tokens.",
+    "prefix_cache_queries": "Prompt tokens looked up among earlier ones.",
+    "prefix_cache_hits": "Prompt tokens whose KV was taken from an earlier prompt or answer.",
     "generation_tokens": "Tokens generated.",
     "spec_decode_num_drafts": "Blocks of guessed tokens.",
     "spec_decode_num_draft_tokens": "Tokens guessed ahead.",
@@ -64,6 +66,8 @@ class Metrics:
         executed = stats.layer_tokens
         counts = {
             "prompt_tokens": stats.prompt_tokens,
+            "prefix_cache_queries": stats.prompt_tokens if self._scheduler.prefixes.limit else 0,
+            "prefix_cache_hits": entry.row.cached,
             "generation_tokens": stats.new_tokens,
             "spec_decode_num_drafts": entry.row.ledger.drafted_at[1],
             "spec_decode_num_draft_tokens": stats.drafted,

@@ -25,6 +25,9 @@ PEERS = ("transformers", "llama.cpp")
 _WARM = 8
 """Tokens of an answer before anything is measured."""
 
+_NO_PREFIXES = ("--prefix-gib", "0")
+"""Prompts come again in every round; a server that knew them would not read them."""
+
 
 @dataclass(frozen=True)
 class Crew:
@@ -135,7 +138,8 @@ class Fleet(ExitStack):
     def _shoal(self, model: Path, setting: Setting, admission: str) -> None:
         crew, port = self.crew, free_port()
         allowed = ",".join(dict.fromkeys(str(method["method"]) for method in crew.methods.values()))
-        more = ["--admission", admission, "--max-rows", str(crew.max_rows), "--methods", allowed, *crew.more]
+        more = ["--admission", admission, "--max-rows", str(crew.max_rows), "--methods", allowed]
+        more += [*_NO_PREFIXES, *crew.more]
         server = self._server(shoal_words(model, port, setting, more), port, setting)
         for label, method in crew.methods.items():
             form = Form(str(model), crew.chat, own_fields(method, crew.equal_lengths), crew.limit)

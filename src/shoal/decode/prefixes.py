@@ -1,0 +1,90 @@
+"""KV of earlier prompts and answers, for later prompts that begin alike: the next turn of a chat, a common instruction.
+
+Only positions that ran every layer are kept (the refill rule): of an answer under a depth plan that is its prompt, and
+the rest is read anew at full depth when it comes back as part of a longer prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.model.kv import KVCache
+from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+
+
+@dataclass(frozen=True)
+class _Entry:
+    tokens: list[int]
+    held: RowCopy
+
+
+class Prefixes:
+    """Keeps what was used last, up to a number of bytes.
+
+    Args:
+        limit: most bytes; 0 keeps nothing.
+
+    Attributes:
+        bytes: what is kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self._entries: list[_Entry] = []
+
+    def fill(self, cache: KVCache, row: int, prompt: Sequence[int]) -> int:
+        """Give an empty row the longest beginning of its prompt that is kept.
+
+        The last token is left to run, since its logits are wanted.
+
+        Returns:
+            How many positions the row holds now.
+        """
+        if not self.limit:
+            return 0
+        length, best = max(((self._usable(entry, prompt), place) for place, entry in enumerate(self._entries)),
+                           default=(0, 0))
+        if length:
+            entry = self._entries.pop(best)
+            self._entries.append(entry)  # used last
+            copy_in(cache, row, entry.held, length)
+        return length
+
+    def keep(self, cache: KVCache, row: int, tokens: Sequence[int]) -> None:
+        """Remember what a row holds; `tokens` are at least those at its positions."""
+        if not self.limit or self._known(tokens[: cache.first_shallow(row)]):
+            return
+        held = copy_out(cache, row)
+        if held is None or held.bytes > self.limit:
+            return
+        new = _Entry(list(tokens[: held.length]), held)
+        self._entries = [entry for entry in self._entries if _common(entry.tokens, new.tokens) < len(entry.tokens)]
+        self._entries.append(new)
+        while sum(entry.held.bytes for entry in self._entries) > self.limit:
+            del self._entries[0]
+        self.bytes = sum(entry.held.bytes for entry in self._entries)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries, self.bytes = [], 0
+
+    def _known(self, tokens: Sequence[int]) -> bool:
+        return any(_common(entry.tokens, tokens) == len(tokens) for entry in self._entries)
+
+    def _usable(self, entry: _Entry, prompt: Sequence[int]) -> int:
+        length = min(_common(entry.tokens, prompt), len(prompt) - 1)
+        return length if length > 0 and entry.held.restorable(length) else 0
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same; by halving, as slices compare at C's speed."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,170 @@
+"""KV that a later prompt takes over: what it saves, that it changes no token, and what must not be taken over."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drive import prompt
+from families import tiny
+from shoal.decode.prefixes import Prefixes, _common
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.methods.d3 import D3
+from shoal.methods.layerskip import LayerSkip
+from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.kv_copy import copy_in, copy_out
+
+METHODS: dict[str, Any] = {
+    "full": "full",
+    "d3": D3(alpha=0.7, core=2),
+    "layerskip": LayerSkip(exit_layer=2, length=3),
+}
+
+
+@functools.cache
+def engine(family: str = "llama") -> Engine:
+    return engine_for(tiny(family, layers=4))
+
+
+def answer(scheduler: Scheduler, ids: Sequence[int], **options: Any) -> Any:
+    ticket = scheduler.submit(list(ids), **options)
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+    return ticket
+
+
+@pytest.mark.parametrize("family", ["llama", "hybrid"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str) -> None:
+    scheduler = Scheduler(engine(family), start=False)
+    options = {"method": METHODS[method], "max_new_tokens": 6}
+    talk, known = prompt(11, 5), 0
+    for turn in range(3):
+        ticket = answer(scheduler, talk, **options)
+        row, result = ticket.entries[0].row, ticket.results[0]
+        assert result.tokens == engine(family).generate(talk, **options).tokens
+        assert row.ledger.prefill_tokens == len(talk) - row.cached
+        if turn:
+            # of an answer at full depth all is there but the last token, whose KV was never made
+            assert row.cached == (known if method == "d3" else known + 5)
+        known = len(talk)
+        talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
+
+
+def test_a_common_beginning_serves_those_who_go_on_otherwise() -> None:
+    scheduler = Scheduler(engine(), start=False)
+    common = prompt(20, 7)
+    answer(scheduler, [*common, 5], max_new_tokens=3)
+    ids = [*common, 9, 8]
+    ticket = answer(scheduler, ids, max_new_tokens=5)
+    assert ticket.entries[0].row.cached == 20
+    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=5).tokens
+    again = answer(scheduler, common, max_new_tokens=2)
+    assert again.entries[0].row.cached == 19, "the last token is run for its logits"
+
+
+def test_what_was_generated_with_fewer_layers_is_not_taken_over() -> None:
+    shallow = D3(alpha=0.5, core=2, order="low_first")
+    scheduler = Scheduler(engine(), start=False)
+    first = answer(scheduler, prompt(9, 3), method=shallow, max_new_tokens=8)
+    ids = [*prompt(9, 3), *first.results[0].tokens]
+    ticket = answer(scheduler, ids, max_new_tokens=6)
+    assert ticket.entries[0].row.cached == 9
+    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
+
+
+def test_an_answer_that_became_shallow_is_kept_as_far_as_it_was_deep() -> None:
+    method = PromptLookup(length=2, inner=D3(alpha=0.6, core=2, start=4))  # guesses need the KV of dropped layers
+    scheduler = Scheduler(engine(), start=False)
+    first = answer(scheduler, prompt(9, 3), method=method, max_new_tokens=10)
+    ids = [*prompt(9, 3), *first.results[0].tokens]
+    ticket = answer(scheduler, ids, max_new_tokens=6)
+    shallow = engine().recipe(method, 10).plan.first_shallow_step
+    assert 1 < shallow < 9
+    assert ticket.entries[0].row.cached == 9 + shallow - 1
+    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
+
+
+def test_memory_is_bounded_and_the_last_used_stays() -> None:
+    scheduler = Scheduler(engine(), start=False)
+    answer(scheduler, prompt(10, 1), max_new_tokens=2)
+    one = scheduler.prefixes.bytes
+    scheduler = Scheduler(engine(), prefix_bytes=2 * one, start=False)
+    for seed in (1, 2, 1, 3):
+        answer(scheduler, prompt(10, seed), max_new_tokens=2)
+        assert scheduler.prefixes.bytes <= 2 * one
+    assert [answer(scheduler, prompt(10, seed), max_new_tokens=2).entries[0].row.cached for seed in (3, 1)] == [9, 9]
+    assert answer(scheduler, prompt(10, 2), max_new_tokens=2).entries[0].row.cached == 0
+    assert answer(scheduler, prompt(90, 2), max_new_tokens=2).entries[0].row.cached <= 10
+    assert scheduler.prefixes.bytes <= 2 * one
+
+
+def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
+    scheduler = Scheduler(engine(), start=False)
+    answer(scheduler, prompt(10, 1), max_new_tokens=4)
+    assert len(scheduler.prefixes._entries) == 1
+    answer(scheduler, prompt(6, 1), max_new_tokens=1)
+    assert len(scheduler.prefixes._entries) == 1
+
+
+def test_none_is_kept_when_there_is_no_memory_for_it() -> None:
+    scheduler = Scheduler(engine(), prefix_bytes=0, start=False)
+    for _ in range(2):
+        assert answer(scheduler, prompt(10, 1), max_new_tokens=2).entries[0].row.cached == 0
+    assert scheduler.prefixes.bytes == 0
+    with pytest.raises(ValueError, match="prefix_bytes is -1"):
+        Scheduler(engine(), prefix_bytes=-1, start=False)
+
+
+def test_a_window_that_has_moved_on_is_not_taken_over_for_a_shorter_beginning() -> None:
+    hybrid = engine("hybrid")
+    windows = [window for window in hybrid.stack.windows if window is not None]
+    assert max(windows) < 200
+    scheduler = Scheduler(hybrid, start=False)
+    long = prompt(400, 4)
+    for ids in (long, [*long[:40], 3], [*long, 5]):
+        ticket = answer(scheduler, ids, max_new_tokens=3)
+        assert ticket.results[0].tokens == hybrid.generate(ids, max_new_tokens=3).tokens
+
+
+def test_a_copy_holds_what_the_row_holds() -> None:
+    stack = engine().stack
+    scheduler = Scheduler(engine(), prefix_bytes=0, start=False)
+    scheduler.submit(prompt(12, 2), max_new_tokens=9)
+    for _ in range(4):
+        scheduler.turn()
+    cache = scheduler._batch.cache
+    held = copy_out(cache, 0)
+    assert held is not None and held.length == cache.positions[0] > 12
+    cache.extend(1)
+    copy_in(cache, 1, held, held.length - 2)
+    for layer in cache.layers:
+        assert layer.keys is not None and layer.values is not None
+        for store in (layer.keys, layer.values):
+            assert torch.equal(store[0, :, : held.length - 2], store[1, :, : held.length - 2])
+        assert layer.lengths == [held.length, held.length - 2]
+    assert held.bytes == 2 * sum(layer.keys.nbytes for layer in held.layers)
+    assert len(held.layers) == stack.num_layers
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
+def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None:
+    slow = 0
+    while slow < min(len(one), len(other)) and one[slow] == other[slow]:
+        slow += 1
+    assert _common(one, other) == slow
+
+
+def test_an_empty_store_finds_nothing() -> None:
+    from shoal.model.kv import KVCache
+
+    assert Prefixes(100).fill(KVCache([None], 1), 0, [1, 2, 3]) == 0
