@@ -5,7 +5,7 @@
 
 Calibrates the model, then runs `shoal eval` on every suite, two commands at a time with one thread each. What was
 measured is kept under --work, so an interrupted run goes on; results go to --out, pictures to --pictures. The commands
-are printed and stand in each result.
+are printed and stand in each result. Times are measured apart, on an idle machine, by quality_times.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import quality_dial
-from quality_tables import between, merged, tables
+from quality_tables import between, merged, tables, times_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ["--dtype", "bfloat16", "--batch", "16"]  # how the comparisons run
@@ -64,10 +64,10 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     common = ["--loss-n", few, *longest]
     known = ["eval", "--suite", "known", "--n", n, *common]
     plain = ["--card", str(card), "--groups", "constant", "--loss-groups", "constant,budgets", "--controls"]
-    timed = ["--timed", "2" if small else "12"]
-    dial = ["--measure", "answers", "--methods", quality_dial.methods(small), *timed]
+    dial = ["--measure", "answers", "--methods", quality_dial.methods(small)]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
-    rest = ["--card", str(card), *timed, "--controls"]
+    rest = ["--card", str(card), "--controls"]
+    equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [
             ("card", ["calibrate", "--suite", "known", "--metric", "accuracy", "--max-drop", "0.01", "--trials",
@@ -80,7 +80,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
             ("dial", ["eval", "--suite", "known", "--n", "16" if small else "400", *longest, *dial]),
             ("text", [*texts, *plain, "1.1"]),
         ],
-        [("known_2", [*known, *plain, "2"])],
+        [("known_2", [*known, *plain, "2"]), ("equations", [*equations, *plain, "1.1"])],
     ]
 
 
@@ -122,7 +122,7 @@ def publish(out: Path, pictures: Path) -> None:
         dial = json.loads((out / "dial.json").read_text("utf-8"))
         known = [row for report in merged(out) for row in report["suites"][0].get("answers", ())]
         quality_dial.draw(dial, known, pictures / "dial.png")
-        found["dial"] = quality_dial.table(dial)
+        found["dial"] = quality_dial.table(dial, times_of(out))
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
     page = ROOT / "docs" / "evidence.md"
     if out.resolve() == ROOT / "benchmarks" / "quality" and page.is_file():

@@ -26,14 +26,32 @@ def merged(out: Path) -> list[dict]:
     return list(reports.values())
 
 
+def times_of(out: Path) -> dict[str, dict]:
+    """What quality_times.py measured, by the key of the method; nothing where it has not run."""
+    path = out / "times.json"
+    measured = json.loads(path.read_text("utf-8"))["times"] if path.is_file() else []
+    return {key_of(time["method"]): time for time in measured}
+
+
+def key_of(method: dict) -> str:
+    """A method's description as one string."""
+    return json.dumps(method, sort_keys=True)
+
+
+def timing(row: dict, times: dict[str, dict]) -> list[str]:
+    """Cells for the realised speed-up and the seconds per answer; blank for what was not timed."""
+    time = times.get(key_of(row["method"]))
+    return ["", ""] if time is None else [f"{time['realised_speedup']:.2f}x", f"{time['seconds_per_answer']:.3f}"]
+
+
 def tables(out: Path) -> dict[str, str]:
     """Markdown tables of the page, by the name of their mark."""
-    found = {}
+    found, times = {}, times_of(out)
     for report in merged(out):
         suite = report["suites"][0]
         name = suite["suite"]
         if "answers" in suite:
-            found[f"{name} answers"] = answers(suite["answers"])
+            found[f"{name} answers"] = answers(suite["answers"], times)
         if any("speedup" in row for row in suite.get("loss", ())):
             found[f"{name} loss"] = losses(suite["loss"])
         if "full_by_group" in suite:
@@ -43,17 +61,15 @@ def tables(out: Path) -> dict[str, str]:
     return found
 
 
-def answers(rows: list[dict]) -> str:
+def answers(rows: list[dict], times: dict[str, dict]) -> str:
     lines = ["| ideal | method | mean layers | right % | difference from full, points [95 %] | p | difference from D3, "
              "points [95 %] | p | same answer % | ROUGE-L | tokens | cut % | realised | s/answer |", "|---" * 14 + "|"]
     for row in rows:
-        time = row.get("timing") or {}
-        real = "" if time.get("realised_speedup") is None else f"{time['realised_speedup']:.2f}x"
-        seconds = "" if not time else f"{time['seconds_per_answer']:.3f}"
         cells = [
             f"{row['ideal_speedup']:.2f}x", row["label"], f"{row['mean_layers']:.2f}", f"{100 * row['accuracy']:.1f}",
             *gap(row, "difference", 100, 1), *gap(row, "versus_d3", 100, 1), f"{100 * row['same']:.0f}",
-            f"{row['rouge_l']:.3f}", f"{row['tokens_per_answer']:.0f}", f"{100 * row['share_cut']:.1f}", real, seconds,
+            f"{row['rouge_l']:.3f}", f"{row['tokens_per_answer']:.0f}", f"{100 * row['share_cut']:.1f}",
+            *timing(row, times),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""Time every method that the results of quality.py hold, one answer at a time, in turn. Run it on an idle machine.
+
+    python benchmarks/quality_times.py
+
+Reads benchmarks/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from quality import publish
+from quality_tables import key_of
+
+import shoal
+from shoal import methods
+from shoal.cli import env
+from shoal.eval import suites
+from shoal.eval.decoders import Contender, contender
+from shoal.eval.items import encode
+from shoal.eval.timing import alone
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="M", help="folder or Hub id; the packaged model if none")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"), help="of quality.py")
+    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--items", metavar="N", type=int, default=24, help="answers of each method")
+    parser.add_argument("--threads", metavar="N", type=int, default=1, help="of torch")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=160, help="longest answer")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    specs = found(args.out)
+    engine = shoal.load(args.model, dtype="bfloat16")
+    items = suites.get("known").items(None, limit=args.items, seed=1)
+    samples = encode(items, engine.tokenizer, engine.eos_token_ids[0], engine.stack.max_positions)
+    who: list[Contender] = [contender(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
+    print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
+    timed = alone(engine, samples, who, args.max_new_tokens)
+    report = {
+        "command": ["python", "benchmarks/quality_times.py", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": env.collect(),
+        "threads": args.threads,
+        "times": [{"method": spec, **figures} for spec, figures in zip(specs, timed, strict=True) if figures],
+    }
+    (args.out / "times.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    publish(args.out, args.pictures)
+    return 0
+
+
+def found(out: Path) -> list[dict]:
+    """The methods of all results, each once, the full model first; schedules that no method makes are left out."""
+    reports = [json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))]
+    rows = [row for report in reports for suite in report.get("suites", ()) for row in suite.get("answers", ())]
+    first = methods.make("full").to_dict()
+    specs = {key_of(spec): spec for spec in (first, *(row["method"] for row in rows))}
+    return [spec for spec in specs.values() if spec["method"] in methods.names()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
