@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from shoal import reference
 from shoal.bench import suite, words, workloads
-from shoal.bench.drafts import Wish
+from shoal.bench.drafts import PROBLEMS, Wish, measure
 from shoal.bench.replay import replayed
-from shoal.bench.speakers import ShoalSpeaker
+from shoal.bench.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench.subject import Subject
 from shoal.bench.suite import Decoded, Task
+from shoal.bench.system import Setting
 from shoal.engine.load import engine_for
 from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 
@@ -116,6 +120,8 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
         ({"new_tokens": 1}, "new_tokens"),
         ({"peers": ["hg"]}, "hf"),
         ({"data": None}, "--data"),
+        ({"peers": ["hf-draft-model"]}, "--assistant"),
+        ({"assistant": "shoal-reference-draft"}, "hf-draft-model"),
     ],
 )
 def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
@@ -128,3 +134,16 @@ def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
     text = "def add(a, b):\n    return ä + b"
     ids = made.encode(text).ids
     assert made.decode(ids) == text and max(ids) < 300
+
+
+def test_every_peer_gives_the_model_s_own_answer() -> None:
+    found = measure(
+        Subject(model=reference.find(None)),
+        Setting("float32", None, "auto", "cpu", 1),
+        {"draft_model": DraftModel(draft=reference.DRAFT, length=3)},
+        Wish([PROBLEMS], None, items=1, new_tokens=12, peers=list(HF_OPTIONS), assistant=reference.DRAFT),
+    )
+    rows = {row["system"]: row for row in found["results"]}
+    assert set(rows) == {suite.PLAIN, "draft_model", *HF_OPTIONS}
+    assert all(row["equal_to_plain"] == 1 for row in rows.values()), rows
+    assert rows["draft_model"]["tokens_per_forward"] > 1

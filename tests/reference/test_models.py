@@ -10,6 +10,9 @@ import pytest
 import shoal
 from shoal import reference
 from shoal.eval.answers import is_right
+from shoal.methods.base import Method
+from shoal.methods.draft_model import DraftModel
+from shoal.methods.layerskip import LayerSkip
 
 
 @pytest.mark.parametrize("name", reference.NAMES)
@@ -20,7 +23,8 @@ def test_a_packaged_model_is_found_by_name_and_holds_all_it_needs(name: str) -> 
     assert held >= {"README.md", "config.json", "model.safetensors", "shoal.json", "tokenizer.json"}
     assert all(path.stat().st_size < 15 * 2**20 for path in folder.iterdir())
     engine = shoal.load(name, dtype="float32")
-    assert engine.stack.num_layers == 24
+    assert engine.stack.num_layers == (3 if name == reference.DRAFT else 24)
+    assert engine.tokenizer.get_vocab() == shoal.load(dtype="float32").tokenizer.get_vocab()
     assert engine.card.order == "leave_one_out"
 
 
@@ -37,9 +41,25 @@ def test_other_names_stay_and_a_folder_goes_first(tmp_path: Path, monkeypatch: p
         reference.path("gpt")
 
 
-@pytest.mark.parametrize("name", reference.NAMES)
+@pytest.mark.parametrize("name", (reference.NAME, reference.LAYERSKIP))
 def test_a_packaged_model_solves_most_of_a_few_problems(name: str) -> None:
     engine = shoal.load(name, dtype="float32")
     problems = reference.problems("known_templates")[:12]
     found = [engine.generate(problem["question"] + "\n", max_new_tokens=200).text for problem in problems]
     assert sum(is_right(text, problem["answer"]) for text, problem in zip(found, problems, strict=True)) >= 6
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        (reference.NAME, DraftModel(draft=reference.DRAFT, length=3)),
+        (reference.LAYERSKIP, LayerSkip(exit_layer=9, length=3)),
+    ],
+)
+def test_the_other_models_guess_what_they_are_there_to_guess(name: str, method: Method) -> None:
+    engine = shoal.load(name, dtype="float32")
+    for problem in reference.problems("known_templates")[:3]:
+        plain = engine.generate(problem["question"] + "\n", max_new_tokens=120)
+        guessed = engine.generate(problem["question"] + "\n", max_new_tokens=120, method=method)
+        assert guessed.tokens == plain.tokens
+        assert guessed.stats.tokens_per_forward > 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal import reference
 from shoal.bench import suite, words, workloads
 from shoal.bench.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
 from shoal.bench.subject import Subject
@@ -34,6 +35,7 @@ class Wish:
         rounds: how often each text is decoded by each system.
         peers: names in `HF_OPTIONS`.
         exit_layer: of transformers' early exit; None for a third of the layers.
+        assistant: folder, Hub id or packaged name of the smaller model that transformers' drafts come from.
     """
 
     workloads: Sequence[str]
@@ -43,6 +45,7 @@ class Wish:
     rounds: int = 1
     peers: Sequence[str] = ()
     exit_layer: int | None = None
+    assistant: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("items", "rounds"):
@@ -53,6 +56,8 @@ class Wish:
         for peer in self.peers:
             if peer not in HF_OPTIONS:
                 raise unknown("peer of this suite", peer, list(HF_OPTIONS))
+        if ("hf-draft-model" in self.peers) != (self.assistant is not None):
+            raise ValueError("the peer hf-draft-model and --assistant, the model that drafts for it, go together")
         if self.data is None and set(self.workloads) != {PROBLEMS}:
             raise ValueError(f"{', '.join(self.workloads)} are read from files; give their folder with --data")
 
@@ -89,9 +94,8 @@ def _texts(wish: Wish) -> dict[str, list[workloads.Text]]:
 
 
 def _problems(items: int) -> list[workloads.Text]:
-    from shoal.reference import problems
-
-    return [workloads.Text(one["question"] + "\n", one["solution"]) for one in problems("known_templates")[:items]]
+    problems = reference.problems("known_templates")[:items]
+    return [workloads.Text(one["question"] + "\n", one["solution"]) for one in problems]
 
 
 def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[Task]:
@@ -113,9 +117,13 @@ def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> di
         return {}
     model = subject.hf_model(as_dtype(setting.dtype), setting.device)
     layer = wish.exit_layer or max(1, engine.stack.num_layers // 3)
+    filled: dict[str, Any] = {"assistant_early_exit": layer}
+    if wish.assistant is not None:
+        small = Subject(model=reference.find(wish.assistant))
+        filled["assistant_model"] = small.hf_model(as_dtype(setting.dtype), setting.device)
     speakers: dict[str, Speaker] = {}
     for peer in wish.peers:
-        options = {key: layer if value is None else value for key, value in HF_OPTIONS[peer].items()}
+        options = {key: filled[key] if value is None else value for key, value in HF_OPTIONS[peer].items()}
         speakers[peer] = HFSpeaker(model, options, sorted(engine.eos_token_ids))
     return speakers
 

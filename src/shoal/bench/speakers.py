@@ -130,5 +130,6 @@ HF_OPTIONS: dict[str, dict[str, Any]] = {
     "hf": {},
     "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
     "hf-early-exit": {"assistant_early_exit": None},
+    "hf-draft-model": {"assistant_model": None},
 }
-"""Peers of the suite -> arguments of transformers' generate; the exit layer is filled in."""
+"""Peers of the suite -> arguments of transformers' generate; what is None here is filled in."""

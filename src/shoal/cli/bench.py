@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
     grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
     grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-static-compiled or llama.cpp, in a "
-                      "suite hf, hf-prompt-lookup or hf-early-exit; can be repeated; "
+                      "suite hf, hf-prompt-lookup, hf-early-exit, hf-draft-model; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
     suite.add_arguments(parser)

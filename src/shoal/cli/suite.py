@@ -29,6 +29,7 @@ def add_arguments(parser: Parser) -> None:
                        "translation; problems: those of the packaged model")
     group.add_argument("--items", metavar="N", type=int, default=4, help="texts of each kind")
     group.add_argument("--exit-at", metavar="N", type=int, help="layer of transformers' own early exit")
+    group.add_argument("--assistant", metavar="M", help="smaller model that drafts for the peer hf-draft-model")
 
 
 def run(args: argparse.Namespace, methods: Mapping[str, Method], quants: list[str | None]) -> int:
@@ -90,4 +91,4 @@ def _wish(args: argparse.Namespace) -> Wish:
     else:
         names = [drafts.PROBLEMS] if args.data is None else list(workloads.WORKLOADS)
     peers = [peer for peer in dict.fromkeys(args.peer or ()) if peer != "none"]
-    return drafts.Wish(names, args.data, args.items, args.new_tokens, args.rounds, peers, args.exit_at)
+    return drafts.Wish(names, args.data, args.items, args.new_tokens, args.rounds, peers, args.exit_at, args.assistant)

@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 
 NAME = "shoal-reference"
-NAMES = (NAME,)
+LAYERSKIP = "shoal-reference-layerskip"
+"""The same, trained on with layer dropout and an early-exit loss: its first layers can guess ahead."""
+DRAFT = "shoal-reference-draft"
+"""A model a twentieth as large with the same tokens, to guess ahead for the others."""
+NAMES = (NAME, LAYERSKIP, DRAFT)
 PROBLEM_KINDS = (
     "known_templates",
     "unseen_templates",
