@@ -23,6 +23,8 @@ from pathlib import Path
 import quality_dial
 from quality_tables import between, merged, tables, times_of
 
+from shoal import reference
+
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ["--dtype", "bfloat16", "--batch", "16"]  # how the comparisons run
 EXACT = ["--dtype", "float32", "--batch", "64"]  # how the model is calibrated
@@ -67,6 +69,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     dial = ["--measure", "answers", "--methods", quality_dial.methods(small)]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), "--controls"]
+    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", reference.LAYERSKIP]
     equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [
@@ -81,6 +84,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
             ("text", [*texts, *plain, "1.1"]),
         ],
         [("known_2", [*known, *plain, "2"]), ("equations", [*equations, *plain, "1.1"])],
+        [("layerskip/known_1.25", [*trained, "--groups", "constant", "--loss-groups", "constant", "--controls", "1.25"])],
     ]
 
 
@@ -97,6 +101,7 @@ def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
     shoal(args, [*words, *FAST, "--threads", "1", "--out", str(work)])
     report = json.loads((work / "results.json").read_text("utf-8"))
     report["command"] = ["shoal", *words, *FAST, "--threads", "1"]
+    (args.out / name).parent.mkdir(exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
@@ -117,7 +122,7 @@ def publish(out: Path, pictures: Path) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     for report in merged(out):
         draw_report(report, pictures)
-    found = tables(out)
+    found = tables(out) | {f"layerskip {name}": table for name, table in tables(out / "layerskip").items()}
     if (out / "dial.json").is_file():
         dial = json.loads((out / "dial.json").read_text("utf-8"))
         known = [row for report in merged(out) for row in report["suites"][0].get("answers", ())]
