@@ -69,7 +69,8 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     dial = ["--measure", "answers", "--methods", quality_dial.methods(small)]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), "--controls"]
-    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", reference.LAYERSKIP]
+    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", reference.LAYERSKIP,
+               "--groups", "constant", "--loss-groups", "constant", "--controls", "1.25"]
     equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [
@@ -84,7 +85,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
             ("text", [*texts, *plain, "1.1"]),
         ],
         [("known_2", [*known, *plain, "2"]), ("equations", [*equations, *plain, "1.1"])],
-        [("layerskip/known_1.25", [*trained, "--groups", "constant", "--loss-groups", "constant", "--controls", "1.25"])],
+        [("layerskip/known_1.25", trained)],
     ]
 
 
