@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.control import goodput
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.goodput import Goodput, best_lengths
 from shoal.control.latency import LinearLatency
@@ -107,6 +108,19 @@ def play(
 def test_where_guessing_never_pays_it_costs_next_to_nothing() -> None:
     ours, plain = play([0.02], 1000, 1.0, 0.05, 0.3)
     assert ours / plain < 1.02
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.02, 30), (0.9, 120)])
+def test_lengths_are_not_thought_over_in_every_tick(rate: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    thought: list[int] = []
+
+    def counted(*args: Any) -> list[int]:
+        thought.append(1)
+        return best_lengths(*args)
+
+    monkeypatch.setattr(goodput, "best_lengths", counted)
+    play([rate], 400, 1.0, 0.05, 0.02)
+    assert 5 < len(thought) < most
 
 
 def test_where_guessing_pays_it_is_used() -> None:

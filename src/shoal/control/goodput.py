@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 _FIRST_PROBE, _RAREST_PROBE = 16, 128
+_PLANNED = 4
+"""Ticks between two choices of lengths: choosing takes as long as a good part of a small model's forward."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,26 @@ class GoodputGovernor:
         self._most, self._fade = most, fade
         self._target, self._draft = LinearLatency(), LinearLatency()
         self._states: dict[int, _RowState] = {}
-        self._ticks = 0
+        self._ticks = self._planned = 0
+        self._lengths: list[int] = []
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """See `Governor`. The first steps measure: one plain, one with all guesses."""
+        before = list(self._states)
         self._states = {id(row): self._states.get(id(row)) or _RowState(self._fade) for row in rows}
         self._ticks += 1
         if self._ticks <= 3:
             return [0 if self._ticks < 3 else self._most] * len(rows)
         states = [self._states[id(row)] for row in rows]
-        lengths = best_lengths([s.acceptance.rate for s in states], self._most, self._target, self._draft)
-        return [self._waking(state, length) for state, length in zip(states, lengths, strict=True)]
+        if self._planned <= 0 or before != list(self._states):
+            self._plan(states)
+        self._planned -= 1
+        return [self._waking(state, length) for state, length in zip(states, self._lengths, strict=True)]
+
+    def _plan(self, states: Sequence[_RowState]) -> None:
+        """Choose the lengths; where nobody is to guess that stands until a probe has told something."""
+        self._lengths = best_lengths([s.acceptance.rate for s in states], self._most, self._target, self._draft)
+        self._planned = _PLANNED if any(self._lengths) else _RAREST_PROBE
 
     def _waking(self, state: _RowState, length: int) -> int:
         if length:
@@ -95,9 +106,12 @@ class GoodputGovernor:
         longest = max(tree.depths[-1] for tree in tick.trees)
         if longest:
             self._draft.observe(longest, tick.draft_seconds)
+            if not any(self._lengths):
+                self._planned = 0
         for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
             state = self._states.get(id(row))
             if state is not None and len(tree) > 1:
+                self._planned = min(self._planned, _PLANNED if any(self._lengths) else 0)
                 kept = len(outcome.path) - 1
                 state.acceptance.observe(kept, kept + bool(tree.children(outcome.path[-1])))
 
