@@ -70,7 +70,7 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), "--controls"]
     trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", reference.LAYERSKIP,
-               "--groups", "constant", "--loss-groups", "constant", "--controls", "1.25"]
+               "--loss-groups", "constant,budgets", "--controls", "1.25"]
     equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [
