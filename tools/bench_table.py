@@ -1,11 +1,11 @@
-"""Write the tables of benchmark results into README.md, benchmarks/README.md and docs/drafting.md.
+"""Write the tables of benchmark results into README.md, benchmarks/README.md, docs/drafting.md and docs/serving.md.
 
     python tools/bench_table.py            writes them
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
 The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
-benchmarks/drafts, in the order of their names. The tables go between the lines `<!-- benchmarks:begin -->` and
-`<!-- benchmarks:end -->`.
+benchmarks/drafts, in the order of their names, and what benchmarks/serving.py wrote into benchmarks/serving. The tables
+go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench import table
+from shoal.bench.load import page as load
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
@@ -41,6 +42,8 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     found = {page: "\n".join(make(*report) for report in reports) for page, make in pages.items()}
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
+    loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
+    found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
     return {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
 
 

@@ -94,3 +94,24 @@ def test_nothing_is_written_over_a_page_without_marks(tool: ModuleType) -> None:
     page = "a\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nb\n"
     assert tool.filled(page, "") == "a\n<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\nb\n"
     assert tool.filled(tool.filled(page, "new \\1\n"), "") == tool.filled(page, "")
+
+
+def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path) -> None:
+    times = {"p50": 0.1, "p90": 0.25}
+    one = {"system": "shoal", "label": "full, waves", "load": "8 at once", "tokens_per_second": FIGURE, "errors": 1,
+           "ttft_seconds": times, "tpot_seconds": None, "requests": 16, "cores": {"median": 1.9}}
+    keys = ("command", "commit", "date", "machine", "subject", "setting", "rounds")
+    stage = {**{key: REPORT[key] for key in keys}, "results": [one], "not_measured": [{"system": "x", "reason": "why"}]}
+    gain = {"load": "8 at once", "policy": "waves", "of": "tokens/s", "measured": FIGURE, "predicted": {"median": 1.3},
+            "in_phase": 1.4}
+    plain = {"load": "1 a second", "policy": "join", "of": "mean latency", "measured": {"median": 1.07}}
+    aim = {"what": "speed", "measured": 3.125, "aim": 3.0, "reached": True}
+    (tmp_path / "serving").mkdir()
+    for name, found in (("streams", stage), ("gain", {"aims": [aim], "gains": [gain, plain]})):
+        (tmp_path / "serving" / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "serving.md"]
+    assert "| speed | 3.12 | 3 | yes |" in text
+    assert "| 8 at once | waves | tokens/s | 2.00 (1.00-3.00) | 1.30 | 1.40 |" in text
+    assert "| 1 a second | join | mean latency | 1.07 |  |  |" in text
+    assert "| shoal full, waves | 8 at once | 2.0 (1.0-3.0) | 100, 250 |  | 1 of 16 | 1.90 |" in text
+    assert "Not measured: x: why." in text and "shoal bench --shape 1b\n```" in text

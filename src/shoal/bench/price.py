@@ -59,9 +59,7 @@ def lines(report: Mapping[str, Any], demand: Demand, shares: Sequence[float]) ->
 
 
 def _line(card: Mapping[str, Any], layers: int, demand: Demand, share: float) -> Line:
-    numbers = {name: value for name, value in card.items() if name != "quant"}
-    prefill = tuple((int(length), float(seconds)) for length, seconds in numbers.pop("prefill"))
-    measured = CostCard(**numbers, windows=(None,) * layers, prefill=prefill)
+    measured = CostCard.from_dict(card, (None,) * layers)
     plan = _plan(share, layers, demand.answer)
     made = measured.rows * demand.answer
     rate = made / measured.predict(plan, demand.prompt, demand.answer)

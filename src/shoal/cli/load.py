@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, methods: Mapping[str, Method], quants: list[st
     from shoal.bench.load import plot, table
     from shoal.bench.load.fleet import Fleet
 
-    wish, crew = _wish(args), _crew(args, methods)
+    wish, crew = wish_of(args), _crew(args, methods)
     _check(args, wish, crew, quants)
     with _terminable(), Fleet(crew, wish.prompts.texts) as fleet:
         facts = _fill(fleet, args, wish, quants[0])
@@ -144,7 +144,8 @@ def _crew(args: argparse.Namespace, methods: Mapping[str, Method]) -> Crew:
     )
 
 
-def _wish(args: argparse.Namespace) -> Wish:
+def wish_of(args: argparse.Namespace) -> Wish:
+    """What the words of a command line ask for; ValueError for what cannot be measured."""
     from shoal.bench.load.figures import Objective
     from shoal.bench.load.loops import Load
     from shoal.bench.load.prompts import Prompts, recorded

@@ -10,7 +10,7 @@ to measured steps) and bytes read (`Traffic`); `CostCard.at_roof` turns bytes in
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -162,6 +162,19 @@ class CostCard:
     def _steps_seconds(self, plan: DepthPlan, prompt_length: int, new_tokens: int) -> float:
         steps = ((i, attended(plan, i, prompt_length + i, self.windows)) for i in range(1, new_tokens))
         return sum(self.step_seconds(plan.depth(i), positions) for i, positions in steps)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], windows: Sequence[int | None]) -> CostCard:
+        """What `to_dict` gave; further entries, such as the weight format in a report, are left alone."""
+        return cls(
+            layer_seconds=float(values["layer_seconds"]),
+            head_seconds=float(values["head_seconds"]),
+            overhead_seconds=float(values["overhead_seconds"]),
+            kv_seconds_per_position=float(values["kv_seconds_per_position"]),
+            windows=tuple(windows),
+            prefill=tuple((int(length), float(seconds)) for length, seconds in values["prefill"]),
+            rows=int(values["rows"]),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
