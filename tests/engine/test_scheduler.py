@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drive import prompt
 from families import tiny
+from schedules import Action, Job, actions, follow
 from shoal.engine.admission import Join, Waves, policy
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -26,7 +27,7 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv import KVCache
 
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
-JOBS: list[tuple[list[int], dict[str, Any]]] = [
+JOBS: list[Job] = [
     (prompt(5, 1), {"max_new_tokens": 7}),
     (prompt(21, 2), {"max_new_tokens": 9, "method": D3(alpha=0.8, core=2)}),
     (prompt(3, 3), {"max_new_tokens": 4, "method": D3(alpha=0.7, core=2, order="low_first")}),
@@ -63,52 +64,19 @@ def finish(scheduler: Scheduler) -> None:
         assert turns < 1000, "the scheduler does not come to an end"
 
 
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), st.integers(0, len(JOBS) - 1)),
-        st.tuples(st.just("turn"), st.integers(1, 4)),
-        st.tuples(st.just("cancel"), st.integers(0, 12)),
-    ),
-    min_size=2,
-    max_size=14,
-)
-
-
 @settings(max_examples=SCHEDULES)
 @given(
     family=st.sampled_from(["llama", "hybrid"]),
-    actions=ACTIONS,
+    todo=actions(len(JOBS), 14),
     rows=st.integers(1, 5),
     chunk=st.integers(1, 24),
     how=st.sampled_from(["join", "waves"]),
 )
 def test_every_row_gives_what_it_gives_alone(
-    family: str, actions: list[tuple[str, int]], rows: int, chunk: int, how: str
+    family: str, todo: list[Action], rows: int, chunk: int, how: str
 ) -> None:
     scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=policy(how), start=False)
-    tickets: list[tuple[int, Any]] = []
-    cancelled = set()
-    for what, number in actions:
-        if what == "submit":
-            tickets.append((number, submit(scheduler, number)))
-        elif what == "turn":
-            for _ in range(number):
-                scheduler.turn()
-        elif tickets:
-            cancelled.add(number % len(tickets))
-            tickets[number % len(tickets)][1].cancel()
-    finish(scheduler)
-    for place, (job, ticket) in enumerate(tickets):
-        (result,) = ticket.results
-        if result.finish_reason == "cancelled":
-            assert place in cancelled
-            assert result.tokens == alone(family, job)[: len(result.tokens)]
-        else:
-            assert result.tokens == alone(family, job)
-        assert tuple(step.token for step in ticket) == result.tokens
-    assert scheduler._batch.cache.rows == 0
-    assert scheduler._batch.cache.bytes().allocated == 0
-    assert not scheduler._batch._drafting._drafters
+    follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 
 @given(st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=8), st.integers(1, 4))

@@ -1,0 +1,110 @@
+"""Thousands of random schedules over every method: each row's tokens are those it gives alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import VOCAB, tiny
+from method_matrix import MATRIX
+from schedules import Action, Job, actions, follow
+from shoal.engine.admission import Join, Policy, Waves
+from shoal.engine.card import Card
+from shoal.engine.engine import Engine, Stream
+from shoal.engine.load import engine_for
+from shoal.engine.request import Request
+from shoal.engine.scheduler import Scheduler
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal.methods.full import Full
+from shoal.methods.prompt_lookup import PromptLookup
+from test_matrix import SCORES
+
+SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "3000"))
+MODELS = {"llama": "hf", "hybrid": "hf", "qwen3": "packed"}
+"""Families and backends, all in fp64; the hybrid one mixes sliding and full attention."""
+POLICIES: dict[str, Policy] = {"join": Join(), "waves": Waves(), "waves, no patience": Waves(0.0)}
+PLAIN = (
+    Full(), D3(mean=0.7, core=2, horizon=20), D3(alpha=0.8, core=2, order="low_first"), D3(alpha=0.7, core=2, horizon=4)
+)
+METHODS: tuple[Method, ...] = (*MATRIX, *PLAIN * 6, PromptLookup(min_ngram=1, control="goodput"))
+
+
+def _job(number: int) -> Job:
+    draw = random.Random(number)
+    ids = [draw.randrange(VOCAB) for _ in range(draw.choice((1, 3, 8, 9, 20, 40)))]
+    if number % 3 == 0:
+        ids = (ids[:4] * 8)[: len(ids)]  # something for those that look for repetition
+    options = {"max_new_tokens": draw.choice((1, 2, 5, 9, 14)), "n": draw.choice((1, 1, 1, 3))}
+    drawn = {"temperature": 1.0, "seed": number} if draw.random() < 0.15 else {}
+    penalised = {"repetition_penalty": 1.3, "stop_token_ids": [5, 6, 7]} if draw.random() < 0.15 else {}
+    return ids, {**options, "method": METHODS[number % len(METHODS)], **drawn, **penalised}
+
+
+JOBS = [_job(number) for number in range(2 * len(METHODS))]
+
+
+@functools.cache
+def engine(family: str) -> Engine:
+    return engine_for(tiny(family), card=Card(SCORES), backend=MODELS[family])
+
+
+@functools.cache
+def alone(family: str, job: int) -> list[tuple[int, ...]]:
+    """Each of a job's rows decoded without the others, under its own number, which keys its draws."""
+    ids, options = JOBS[job]
+    count = options["n"]
+    request = Request.from_options({name: value for name, value in options.items() if name != "n"})
+    found = []
+    for number in range(count):
+        row = engine(family).rows([ids] * count, request)[number]
+        row.slot = 0
+        with Stream(engine(family), [row], engine(family).cache_for([row], request.max_new_tokens)) as stream:
+            found.append(tuple(step.token for step in stream))
+    return found
+
+
+@functools.cache
+def memory(family: str, job: int) -> int:
+    """Bytes of KV that one row of a job is counted for."""
+    ids, options = JOBS[job]
+    scheduler = Scheduler(engine(family), start=False)
+    return scheduler._room.bytes([scheduler.submit(ids, **options).entries[0].need])
+
+
+@pytest.mark.slow
+@settings(max_examples=SCHEDULES)
+@given(
+    family=st.sampled_from(sorted(MODELS)),
+    todo=actions(len(JOBS), 24),
+    rows=st.integers(1, 8),
+    chunk=st.one_of(st.integers(1, 12), st.just(64)),
+    how=st.sampled_from(sorted(POLICIES)),
+    tight=st.booleans(),
+)
+def test_every_row_gives_what_it_gives_alone(
+    family: str, todo: list[Action], rows: int, chunk: int, how: str, tight: bool
+) -> None:
+    most = max((memory(family, job) for what, job in todo if what in ("submit", "desert")), default=1)
+    scheduler = Scheduler(
+        engine(family), max_rows=rows, kv_bytes=2 * most if tight else 1 << 30, prefill_chunk=chunk,
+        policy=POLICIES[how], start=False,
+    )
+    follow(scheduler, JOBS, todo, functools.partial(alone, family))
+
+
+def test_the_jobs_hold_every_method_and_all_that_sets_rows_apart() -> None:
+    """A pool that had lost its variety would prove nothing."""
+    assert {options["method"] for _, options in JOBS} == set(METHODS)
+    for name, values in (("n", {1, 3}), ("max_new_tokens", {1, 2, 5, 9, 14}), ("temperature", {None, 1.0})):
+        assert {options.get(name) for _, options in JOBS} == values
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_every_job_can_be_asked_for(family: str) -> None:
+    assert all(memory(family, job) > 0 for job in range(len(JOBS)))

@@ -1,0 +1,130 @@
+"""Follow a schedule of requests that come, go and are cancelled between turns, and check every row against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.ticket import Item, Ticket
+from shoal.types import Step
+
+Job = tuple[list[int], dict[str, Any]]
+"""A prompt and the options of a request."""
+Action = tuple[str, int]
+
+
+def actions(jobs: int, most: int) -> st.SearchStrategy[list[Action]]:
+    """Up to `most` of: submit a job, submit one whose client goes away by itself, cancel a ticket, take turns."""
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(0, jobs - 1)),
+            st.tuples(st.just("desert"), st.integers(0, jobs - 1)),
+            st.tuples(st.just("turn"), st.integers(1, 4)),
+            st.tuples(st.just("cancel"), st.integers(0, most)),
+        ),
+        min_size=2,
+        max_size=most,
+    )
+
+
+@dataclass
+class Client:
+    """Takes what its ticket delivers, and goes away after `patience` steps.
+
+    Attributes:
+        job: number of the job.
+        patience: steps; None for all.
+        tokens: what it was given, by row.
+        ticket: set once submitted.
+        cancelled: whether the row may end early.
+    """
+
+    job: int
+    patience: int | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ended: bool = False
+    cancelled: bool = False
+    ticket: Ticket | None = None
+
+    def take(self, item: Item) -> None:
+        if self.patience is not None and sum(map(len, self.tokens.values())) >= self.patience:
+            self.cancelled = True
+            raise ConnectionError
+        assert not self.ended, "something came after the end"
+        if isinstance(item, Step):
+            assert item.index == len(self.tokens.setdefault(item.row, []))
+            self.tokens[item.row].append(item.token)
+        else:
+            assert item is None, item
+            self.ended = True
+
+
+def follow(
+    scheduler: Scheduler,
+    jobs: Sequence[Job],
+    todo: Sequence[Action],
+    alone: Callable[[int], Sequence[tuple[int, ...]]],
+) -> list[Client]:
+    """Go through a schedule to its end and check all that must hold.
+
+    Args:
+        scheduler: without a thread.
+        jobs: what may be submitted.
+        todo: what happens.
+        alone: the tokens of a job's rows, each decoded by itself.
+    """
+    clients: list[Client] = []
+    for what, number in todo:
+        if what in ("submit", "desert"):
+            clients.append(Client(number, 2 if what == "desert" else None))
+            ids, options = jobs[number]
+            clients[-1].ticket = scheduler.submit(ids, deliver=clients[-1].take, **options)
+        elif what == "turn":
+            for _ in range(number):
+                _turn(scheduler)
+        elif clients:
+            client = clients[number % len(clients)]
+            assert client.ticket is not None
+            client.cancelled = True
+            client.ticket.cancel()
+    _finish(scheduler)
+    for client in clients:
+        _check(client, alone(client.job))
+    joined = [entry.joined for client in clients for entry in client.ticket.entries if entry.joined is not None]
+    assert joined == sorted(joined), "somebody went before those who had come earlier"
+    assert scheduler._batch.cache.rows == 0 and scheduler._batch.cache.bytes().allocated == 0
+    assert not scheduler._batch._drafting._drafters and not scheduler._open
+    return clients
+
+
+def _turn(scheduler: Scheduler) -> None:
+    scheduler.turn()
+    needs = [entry.need for entry in scheduler._running]
+    assert scheduler.running <= scheduler.max_rows
+    assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs) <= scheduler.kv_bytes
+
+
+def _finish(scheduler: Scheduler) -> None:
+    for _ in range(2000):
+        if not (scheduler.running or scheduler.waiting):
+            return
+        _turn(scheduler)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def _check(client: Client, expected: Sequence[tuple[int, ...]]) -> None:
+    assert client.ticket is not None and client.ticket.done
+    for row, (result, whole) in enumerate(zip(client.ticket.results, expected, strict=True)):
+        if result.finish_reason == "cancelled":
+            assert client.cancelled
+            assert result.tokens == whole[: len(result.tokens)]
+        else:
+            assert result.tokens == whole
+        given = tuple(client.tokens.get(row, ()))
+        assert given == result.tokens[: len(given)]
+        assert client.patience is not None or given == result.tokens
+    assert client.ended or client.patience is not None
