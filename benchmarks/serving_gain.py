@@ -11,7 +11,8 @@ from typing import Any
 
 from shoal.bench import report
 from shoal.bench.load.expect import Costs, House, in_phase
-from shoal.bench.load.figures import speed, spread
+from shoal.bench.load.figures import speed
+from shoal.bench.summary import figure
 from shoal.bench.load.loops import Load
 from shoal.bench.load.run import Wish
 from shoal.bench.load.trace import Trace
@@ -100,7 +101,7 @@ def _on_paper(load: Report, one: Report, cards: list[CostCard], policy: str) -> 
     full, d3 = (house(plan=plan) for plan in (lambda _: DepthPlan.full(layers), partial(_d3, layers)))
     at = Load(one["concurrency"], one["rate"])
     rounds = range(load["rounds"]["done"])
-    return spread([_ratio(wish, at, number, full, d3) for number in rounds])
+    return figure([_ratio(wish, at, number, full, d3) for number in rounds])
 
 
 def _ratio(wish: Wish, load: Load, number: int, full: House, d3: House) -> float:

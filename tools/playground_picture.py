@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
@@ -22,7 +24,7 @@ SECONDS = 60
 
 def main(url: str, out: str) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        driver = webdriver.Chrome(options=_options(profile))
+        driver = webdriver.Chrome(_options(profile), Service(shutil.which("chromedriver")))
         try:
             Path(out).write_bytes(_taken(driver, url))
         finally:
@@ -44,9 +46,9 @@ def _taken(driver: webdriver.Chrome, url: str) -> bytes:
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(url)
     wait = WebDriverWait(driver, SECONDS)
-    wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, "[data-knob=mean]"))
+    wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, "[data-knob=alpha]"))
     Select(driver.find_element(By.ID, "method")).select_by_value("d3")
-    driver.find_element(By.CSS_SELECTOR, "[data-knob=mean]").send_keys("0.9")
+    driver.find_element(By.CSS_SELECTOR, "[data-knob=alpha]").send_keys("0.997")
     driver.find_element(By.ID, "run").click()
     wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, ".text span"))
     wait.until(lambda page: page.find_element(By.ID, "run").is_enabled())
