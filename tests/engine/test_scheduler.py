@@ -165,6 +165,26 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     assert late is not None and late.results[0].tokens == alone("llama", 0)
 
 
+def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(engine("llama"), policy=Waves(), start=False)
+    first = submit(scheduler, 0)
+    tickets, forward = [first], engine("llama").stack.forward
+
+    def meanwhile(feeds: Any, cache: KVCache, *tap: Any) -> Tensor:
+        if len(tickets) < 3:
+            tickets.append(submit(scheduler, len(tickets)))
+        return forward(feeds, cache, *tap)
+
+    monkeypatch.setattr(engine("llama").stack, "forward", meanwhile)
+    for _ in range(3):
+        scheduler.turn()
+    assert scheduler.running == 3
+    assert len({row.emitted for row in scheduler._batch.rows}) == 1
+    monkeypatch.undo()
+    finish(scheduler)
+    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", job) for job in range(3)]
+
+
 def test_patience_ends() -> None:
     scheduler = Scheduler(engine("llama"), policy=Waves(patience=0.0), start=False)
     submit(scheduler, 1)

@@ -265,10 +265,15 @@ class Scheduler:
         try:
             if batch.reading:
                 batch.read(self.prefill_chunk)
-            if batch.decoding and not (batch.reading and self._policy.holds(batch.rows)):
+            if batch.decoding and not (self._policy.holds(batch.rows) and (batch.reading or self._more_fit())):
                 batch.tick(batch.decoding)
         except Exception:
             self._one_by_one()
+
+    def _more_fit(self) -> bool:
+        """Whether a row has come, while prompts were read, that may still start with the others."""
+        with self._wake:
+            return bool(self._waiting) and self._fits(self._running, self._waiting[0])
 
     def _one_by_one(self) -> None:
         """A forward failed: find the rows that it fails for, so that the others go on."""
