@@ -80,11 +80,11 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
         ],
         [("known_1.25", [*known, *rest, "1.25"]), ("known_1.1", [*known, *rest, "1.1"])],
         [
-            ("known_1.5", [*known, *plain, "1.5"]),
+            ("known_1.5", [*known, *rest, "1.5"]),
             ("dial", ["eval", "--suite", "known", "--n", "16" if small else "400", *longest, *dial]),
             ("text", [*texts, *plain, "1.1"]),
         ],
-        [("known_2", [*known, *plain, "2"]), ("equations", [*equations, *plain, "1.1"])],
+        [("known_2", [*known, *rest, "2"]), ("equations", [*equations, *plain, "1.1"])],
         [("layerskip/known_1.25", trained)],
     ]
 
