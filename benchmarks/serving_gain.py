@@ -12,10 +12,10 @@ from typing import Any
 from shoal.bench import report
 from shoal.bench.load.expect import Costs, House, in_phase
 from shoal.bench.load.figures import speed
-from shoal.bench.summary import figure
 from shoal.bench.load.loops import Load
 from shoal.bench.load.run import Wish
 from shoal.bench.load.trace import Trace
+from shoal.bench.summary import figure
 from shoal.cli import bench, env
 from shoal.cli.load import wish_of
 from shoal.cli.parser import Parser, parse
