@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,14 @@ from shoal.cli.parser import Parser
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.scheduler import Scheduler
     from shoal.serve.settings import Settings
 
 EXAMPLES = """examples:
   shoal serve
   shoal serve --model path/to/model --method d3 --alpha 0.99 --port 8080
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
+  shoal serve --model path/to/model --replicas 4
 """
 
 
@@ -39,6 +42,8 @@ def _add_address(parser: Parser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", metavar="P", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    group.add_argument("--replicas", metavar="N", type=int, default=1, help="processes with a model each, behind Ray "
+                       "Serve; more than 1 needs the extra ray")
     group.add_argument("--api-key", metavar="K", action="append", default=[], help="key to ask for; repeatable")
     group.add_argument("--served-model-name", metavar="N", help="what clients call the model; by default its folder")
     group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
@@ -59,21 +64,43 @@ def _add_limits(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it."""
+    if args.replicas < 1:
+        raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
     try:
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
     except ImportError as error:
         why = f"{error.name or error} is not installed"
         raise Unsupported("shoal serve", why, "Install the extra: pip install 'shoal[serve]'") from None
+    settings = _settings(args)
+    if args.replicas > 1:
+        return _replicas(args, settings)
     with bind(args.host, args.port) as listener:
-        engine = common.load_engine(args)
-        settings = _settings(args, engine)
-        engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
-        serve(common.make_scheduler(args, engine, max_waiting=args.max_waiting), settings, listener)
+        serve(*_parts(args, settings), listener)
     return 0
 
 
-def _settings(args: argparse.Namespace, engine: Engine) -> Settings:
+def _replicas(args: argparse.Namespace, settings: Settings) -> int:
+    from shoal.serve.replicas import Fleet
+    from shoal.serve.replicas import run as serve
+
+    most = args.max_rows + args.max_waiting
+    serve(partial(_parts, args, settings),
+          Fleet(args.replicas, args.host, args.port, args.device, settings.grace, most))
+    return 0
+
+
+def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
+    """A server's scheduler, with a model just loaded, and its settings, which now know the model's name."""
+    engine = common.load_engine(args)
+    engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
+    name = args.served_model_name or Path(engine.model_name).name or settings.model_name
+    scheduler = common.make_scheduler(args, engine, max_waiting=args.max_waiting)
+    return scheduler, replace(settings, model_name=name)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """The settings but for the model's name."""
     from shoal import methods
     from shoal.serve.settings import Settings
 
@@ -82,7 +109,6 @@ def _settings(args: argparse.Namespace, engine: Engine) -> Settings:
         methods.get(name)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     return Settings(
-        model_name=args.served_model_name or Path(engine.model_name).name or "shoal",
         method=args.method,
         methods=None if named is None else frozenset(named),
         api_keys=(*args.api_key, *environment),

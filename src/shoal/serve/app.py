@@ -27,8 +27,14 @@ from shoal.serve.settings import Settings
 LOG = logging.getLogger("shoal.serve")
 
 
-def create_app(scheduler: Scheduler, settings: Settings) -> FastAPI:
-    """The server's ASGI application; it closes the scheduler when it shuts down."""
+def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> FastAPI:
+    """The server's ASGI application; it closes the scheduler when it shuts down.
+
+    Args:
+        scheduler: who decodes.
+        settings: the operator's.
+        metrics: what counts; None for a server that stands alone.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,7 +46,8 @@ def create_app(scheduler: Scheduler, settings: Settings) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
+    if metrics is None:
+        metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
     _add_generation(app, Desk(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics)
@@ -93,7 +100,7 @@ def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def numbers() -> Response:
         """Counters and histograms for Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await asyncio.to_thread(metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

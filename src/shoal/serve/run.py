@@ -32,6 +32,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(host: str, port: int) -> str:
+    """What clients of a server at that address are given."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/v1"
+
+
+def log_to_stderr() -> None:
+    """Have the lines about requests written, each as it is."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("shoal.serve").setLevel(logging.INFO)
+
+
 def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
     """A server to run on sockets of one's own."""
     config = uvicorn.Config(
@@ -45,12 +57,9 @@ def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
 
 def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("shoal.serve").setLevel(logging.INFO)
+    log_to_stderr()
     listener.listen(128)  # from now on nobody is turned away
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"serving {settings.model_name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+    print(f"serving {settings.model_name} at {url_of(*listener.getsockname()[:2])}", file=sys.stderr, flush=True)
     try:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:

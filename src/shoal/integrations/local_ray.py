@@ -1,0 +1,81 @@
+"""Ray on this machine, while one command runs: no cluster, no dashboard, no reports of use. Needs the extra `ray`.
+
+It knows how to start and stop Ray and what one of several models may take of the machine; not what the models do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from shoal.errors import Unsupported
+
+_STORE = 128 << 20
+"""Bytes of shared memory for what passes between processes: prompts and answers, which are small."""
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
+}
+
+
+@contextmanager
+def running(what: str, part: str, actors: int) -> Iterator[Any]:
+    """Ray's processes within the context; gives the module of the asked part.
+
+    Args:
+        what: the command, for its error.
+        part: "serve" or "data".
+        actors: how many processes will hold a model.
+
+    Raises:
+        Unsupported: Ray, or what that part of it needs, is not installed.
+        ValueError: `actors` is not at least 1.
+    """
+    if actors < 1:
+        raise ValueError(f"{what}: {actors} is no number of processes; it must be at least 1")
+    for name, value in _ENVIRONMENT.items():  # read by Ray while it is imported
+        os.environ.setdefault(name, value)
+    try:
+        ray, module = import_module("ray"), import_module(f"ray.{part}")
+    except ImportError as error:
+        why = f"{error.name or error} is not installed"
+        raise Unsupported(what, why, "Install the extra: pip install 'shoal[ray]'") from None
+    cpus = max(os.cpu_count() or 1, actors + 1)  # a count that Ray only schedules by
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_STORE, logging_level="ERROR")
+    try:
+        yield module
+    finally:
+        ray.shutdown()
+
+
+def actor_options(actors: int, device: str | None) -> dict[str, float]:
+    """What Ray sets aside for each process: a processor to schedule by, and its part of the GPUs.
+
+    Args:
+        actors: how many there are.
+        device: the user's choice; None for CUDA where there is one.
+
+    Raises:
+        Unsupported: `device` names one GPU by its number.
+    """
+    import torch
+
+    if device is not None and device.startswith("cuda:"):
+        raise Unsupported(f"device {device!r} with {actors} processes", "Ray hands out the GPUs", "Give --device cuda")
+    gpus = torch.cuda.device_count() if device in (None, "cuda") else 0
+    return {"num_cpus": 1, "num_gpus": 1 / -(-actors // gpus) if gpus else 0}
+
+
+def threads(actors: int) -> int:
+    """How many threads each process may compute with: its part of what one process alone would take."""
+    import torch
+
+    return max(1, torch.get_num_threads() // actors)
+
+
+def last_line(error: BaseException) -> str:
+    """Why a process could not start: Ray's errors hold whole tracebacks, whose last line says it."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
