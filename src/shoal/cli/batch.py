@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from shoal.batch.job import Report
     from shoal.batch.lines import Line
     from shoal.batch.records import Record
+    from shoal.engine.scheduler import Scheduler
 
 EXAMPLES = """examples:
   shoal batch questions.jsonl answers.jsonl --max-new-tokens 128
   shoal batch questions.jsonl answers.jsonl --model path/to/model --method d3 --alpha 0.99 --admission waves
+  shoal batch questions.jsonl answers.jsonl --model path/to/model --ray 4
 """
 
 
@@ -36,7 +39,9 @@ def add_arguments(parser: Parser) -> None:
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
     common.add_model(parser)
-    common.add_scheduling(parser)
+    scheduling = common.add_scheduling(parser)
+    scheduling.add_argument("--ray", metavar="N", type=int, help="let N processes with a model each share the lines; "
+                            "needs the extra ray")
     common.add_json(parser)
 
 
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from shoal.batch import job
 
     try:
-        report = job.run(args.input, args.output, _settings(args), lambda: _Here(args))
+        report = job.run(args.input, args.output, _settings(args), partial(_Here if args.ray is None else _There, args))
     except KeyboardInterrupt:
         print(f"what is done stands in {args.output}; the same command goes on from there", file=sys.stderr)
         raise
@@ -68,6 +73,27 @@ class _Here:
 
         with common.make_scheduler(self._args, self._engine) as scheduler:
             yield from Desk(scheduler, _defaults(self._args)).answers(lines)
+
+
+class _There:
+    """Answers lines with models of other processes."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from shoal.batch.ray_data import Fleet
+
+        self._args, self._fleet = args, Fleet(args.ray, args.device, args.max_rows)
+
+    def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
+        from shoal.batch.ray_data import answers
+
+        return answers(lines, partial(_scheduler, self._args), _defaults(self._args), self._fleet)
+
+
+def _scheduler(args: argparse.Namespace, max_waiting: int) -> Scheduler:
+    """A scheduler with a model just loaded."""
+    engine = common.load_engine(args)
+    engine.recipe(args.method, args.max_new_tokens)
+    return common.make_scheduler(args, engine, max_waiting=max_waiting)
 
 
 def _defaults(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from shoal.errors import Unsupported
 _STORE = 128 << 20
 """Bytes of shared memory for what passes between processes: prompts and answers, which are small."""
 _ENVIRONMENT = {
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a second replica, where the first has said why neither can start
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
 }
 
@@ -44,7 +46,14 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
         why = f"{error.name or error} is not installed"
         raise Unsupported(what, why, "Install the extra: pip install 'shoal[ray]'") from None
     cpus = max(os.cpu_count() or 1, actors + 1)  # a count that Ray only schedules by
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_STORE, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=_STORE,
+        logging_level="ERROR",
+        log_to_driver=part == "serve",  # lines about requests; what goes wrong with lines of a batch is in its records
+    )
     try:
         yield module
     finally:
@@ -76,6 +85,6 @@ def threads(actors: int) -> int:
     return max(1, torch.get_num_threads() // actors)
 
 
-def last_line(error: BaseException) -> str:
-    """Why a process could not start: Ray's errors hold whole tracebacks, whose last line says it."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+def last_line(text: str) -> str:
+    """What a traceback says in the end."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)

@@ -6,6 +6,7 @@ limit of its own: a full queue is answered 429 by the replica. Needs the extra `
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ Make = Callable[[], tuple[Scheduler, Settings]]
 HEADER = "x-shoal-replica"
 """The header of every answer that says which replica it is from."""
 _APP = "shoal"
-_QUIET = {"log_level": "ERROR", "enable_access_log": False}
+_QUIET = {"log_level": "CRITICAL", "enable_access_log": False}
 """Of Ray Serve; Shoal writes its own line for each request."""
 _SPARE = 64
 """Requests that a replica takes beyond those that it can queue: to be refused, or to ask for its health."""
@@ -75,6 +76,7 @@ def run(make: Make, fleet: Fleet) -> None:
     with bind(fleet.host, fleet.port) as probe:  # a port that is taken is refused now, and not found out by Ray's proxy
         host, port = probe.getsockname()[:2]
     with local_ray.running(f"shoal serve --replicas {fleet.replicas}", "serve", fleet.replicas) as serve:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": host, "port": port}, logging_config=_QUIET)
         try:
             _deploy(serve, make, fleet)
@@ -82,7 +84,6 @@ def run(make: Make, fleet: Fleet) -> None:
             _until_terminated()
         finally:
             _drain(serve, fleet.grace + 2 * _LAST_STEPS)
-            serve.shutdown()
 
 
 class Replica:
@@ -158,7 +159,8 @@ def _deploy(serve: Any, make: Make, fleet: Fleet) -> None:
     try:
         serve.run(replica.bind(make, local_ray.threads(fleet.replicas), board), name=_APP, route_prefix="/")
     except RuntimeError as error:
-        raise ValueError(f"no replica could start: {local_ray.last_line(error)}") from error
+        why = serve.status().applications[_APP].deployments["Replica"].message
+        raise ValueError(f"no replica could start: {local_ray.last_line(why)}") from error
 
 
 def _until_terminated() -> None:
