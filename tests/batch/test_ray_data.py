@@ -1,0 +1,114 @@
+"""`shoal batch --ray` as a process: the same records as without, also when it or one of its processes is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batch_files import records, write_lines
+from ray_processes import below, require_ray, save_tiny
+from shoal.cli import main
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+LINES: list[Any] = [
+    {"id": number, "prompt": "word " * (number % 7 + 1), "max_new_tokens": 20 + number % 60, "seed": 1,
+     **({"method": "d3", "method_args": {"alpha": 0.9, "core": 2}} if number % 3 else {})} for number in range(300)
+]
+LINES[7:9] = ["nonsense\n", {"messages": [{"role": "user", "content": "Hello"}]}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_ray()
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> Path:
+    return write_lines(folder / "in", LINES)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, source: Path) -> dict[int, Any]:
+    """What one process says."""
+    assert main(words(folder, source, folder / "alone")) == 1
+    return by_line(folder / "alone")
+
+
+def words(folder: Path, source: Path, target: Path) -> list[str]:
+    return ["batch", str(source), str(target), "--model", str(folder), "--dtype", "float64", "--backend", "hf",
+            "--max-rows", "3", "--max-new-tokens", "20", "--seed", "1"]
+
+
+def start(folder: Path, source: Path, target: Path) -> subprocess.Popen[str]:
+    given = [sys.executable, "-m", "shoal", *words(folder, source, target), "--ray", "2"]
+    return subprocess.Popen(given, stderr=subprocess.PIPE, text=True)
+
+
+def by_line(path: Path) -> dict[int, Any]:
+    found = records(path)
+    lines = {record["line"]: record for record in found}
+    assert len(lines) == len(found), "a line was repeated"
+    return lines
+
+
+def wait_for_answers(process: subprocess.Popen[str], target: Path, size: int = 0) -> None:
+    until = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < until:
+        if target.exists() and target.stat().st_size > size:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the job brought nothing, or it ended before it could be disturbed")
+
+
+def test_two_processes_say_what_one_says(folder: Path, source: Path, alone: dict[int, Any]) -> None:
+    target = folder / "two"
+    process = start(folder, source, target)
+    wait_for_answers(process, target)
+    assert len(below(process.pid, "ray::MapWorker")) == 2
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1 and f"{len(LINES)} of {len(LINES)} lines, 1 in error" in said
+    assert by_line(target) == alone
+
+
+def test_a_killed_job_neither_loses_nor_repeats_a_line(folder: Path, source: Path, alone: dict[int, Any]) -> None:
+    target, had = folder / "killed", 0
+    for _ in range(2):
+        process = start(folder, source, target)
+        wait_for_answers(process, target, had)
+        processes = below(process.pid)
+        process.kill()
+        process.communicate()
+        assert not psutil.wait_procs(processes, timeout=60)[1], "Ray outlives its command"
+        had = target.stat().st_size
+        assert 0 < len(target.read_bytes().splitlines()) < len(LINES), "the kill came too late"
+    process = start(folder, source, target)
+    process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert by_line(target) == alone
+
+
+def test_a_killed_process_is_replaced(folder: Path, source: Path, alone: dict[int, Any]) -> None:
+    target = folder / "replaced"
+    process = start(folder, source, target)
+    wait_for_answers(process, target)
+    os.kill(below(process.pid, "ray::MapWorker")[0].pid, signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1, said
+    assert by_line(target) == alone
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(folder: Path, source: Path) -> None:
+    done = start(folder / "nowhere", source, folder / "none")
+    _, said = done.communicate(timeout=300)
+    assert done.returncode == 2
+    assert "shoal batch: error: cannot load" in said and "Traceback" not in said
