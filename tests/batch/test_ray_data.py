@@ -17,7 +17,7 @@ from batch_files import records, write_lines
 from ray_processes import below, require_ray, save_tiny
 from shoal.cli import main
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 LINES: list[Any] = [
     {"id": number, "prompt": "word " * (number % 7 + 1), "max_new_tokens": 20 + number % 60, "seed": 1,
@@ -85,10 +85,11 @@ def test_a_killed_job_neither_loses_nor_repeats_a_line(folder: Path, source: Pat
     for _ in range(2):
         process = start(folder, source, target)
         wait_for_answers(process, target, had)
-        processes = below(process.pid)
+        models = below(process.pid, "ray::MapWorker")
         process.kill()
         process.communicate()
-        assert not psutil.wait_procs(processes, timeout=60)[1], "Ray outlives its command"
+        assert len(models) == 2
+        assert not psutil.wait_procs(models, timeout=60)[1], "the models outlive their command"
         had = target.stat().st_size
         assert 0 < len(target.read_bytes().splitlines()) < len(LINES), "the kill came too late"
     process = start(folder, source, target)

@@ -24,7 +24,7 @@ from ray_processes import below, require_ray, save_tiny
 from serving import wait
 from shoal.serve.replicas import HEADER
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 ASK = [{"role": "user", "content": "Hello there"}]
 PLAIN: dict[str, Any] = {"model": "t", "prompt": "Some words", "temperature": 0}
@@ -65,8 +65,9 @@ def command(folder: Path, *words: str) -> Iterator[Command]:
          "--dtype", "float64", "--backend", "hf", "--replicas", "2", "--api-key", KEY, *words],
         stderr=subprocess.PIPE, text=True,
     )
+    assert process.stderr is not None
     said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
     reader.start()
     try:
         wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), 300)
@@ -80,6 +81,8 @@ def command(folder: Path, *words: str) -> Iterator[Command]:
         finally:
             process.kill()
             process.wait()
+            reader.join(60)
+            process.stderr.close()
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer what is left."""
     from shoal.batch import job
 
+    if args.ray is not None and args.ray < 1:
+        raise ValueError(f"--ray is {args.ray}; it must be at least 1")
     try:
         report = job.run(args.input, args.output, _settings(args), partial(_Here if args.ray is None else _There, args))
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ _STORE = 128 << 20
 _ENVIRONMENT = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a second replica, where the first has said why neither can start
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
 }
@@ -34,10 +35,7 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
 
     Raises:
         Unsupported: Ray, or what that part of it needs, is not installed.
-        ValueError: `actors` is not at least 1.
     """
-    if actors < 1:
-        raise ValueError(f"{what}: {actors} is no number of processes; it must be at least 1")
     for name, value in _ENVIRONMENT.items():  # read by Ray while it is imported
         os.environ.setdefault(name, value)
     try:
