@@ -11,6 +11,9 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 
+LONG = 1200.0
+"""Seconds after which something is taken to hang; a busy machine starts Ray in minutes."""
+
 
 def require_ray() -> None:
     """Fail where the extra is missing: whoever selects these tests wants them run."""

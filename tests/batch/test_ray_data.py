@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from batch_files import records, write_lines
-from ray_processes import below, require_ray, save_tiny
+from ray_processes import LONG, below, require_ray, save_tiny
 from shoal.cli import main
 
 pytestmark = pytest.mark.ray
@@ -49,9 +51,15 @@ def words(folder: Path, source: Path, target: Path) -> list[str]:
             "--max-rows", "3", "--max-new-tokens", "20", "--seed", "1"]
 
 
-def start(folder: Path, source: Path, target: Path) -> subprocess.Popen[str]:
+@contextmanager
+def job(folder: Path, source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command under way; afterwards it has ended."""
     given = [sys.executable, "-m", "shoal", *words(folder, source, target), "--ray", "2"]
-    return subprocess.Popen(given, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def by_line(path: Path) -> dict[int, Any]:
@@ -61,21 +69,19 @@ def by_line(path: Path) -> dict[int, Any]:
     return lines
 
 
-def wait_for_answers(process: subprocess.Popen[str], target: Path, size: int = 0) -> None:
-    until = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < until:
-        if target.exists() and target.stat().st_size > size:
-            return
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until it holds; fails when the process ends before."""
+    until = time.monotonic() + LONG
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until, "the job ended before it could be disturbed"
         time.sleep(0.001)
-    raise AssertionError("the job brought nothing, or it ended before it could be disturbed")
 
 
 def test_two_processes_say_what_one_says(folder: Path, source: Path, alone: dict[int, Any]) -> None:
     target = folder / "two"
-    process = start(folder, source, target)
-    wait_for_answers(process, target)
-    assert len(below(process.pid, "ray::MapWorker")) == 2
-    _, said = process.communicate(timeout=300)
+    with job(folder, source, target) as process:
+        wait_for(lambda: len(below(process.pid, "ray::MapWorker")) == 2, process)
+        _, said = process.communicate(timeout=LONG)
     assert process.returncode == 1 and f"{len(LINES)} of {len(LINES)} lines, 1 in error" in said
     assert by_line(target) == alone
 
@@ -83,33 +89,30 @@ def test_two_processes_say_what_one_says(folder: Path, source: Path, alone: dict
 def test_a_killed_job_neither_loses_nor_repeats_a_line(folder: Path, source: Path, alone: dict[int, Any]) -> None:
     target, had = folder / "killed", 0
     for _ in range(2):
-        process = start(folder, source, target)
-        wait_for_answers(process, target, had)
-        models = below(process.pid, "ray::MapWorker")
-        process.kill()
-        process.communicate()
-        assert len(models) == 2
-        assert not psutil.wait_procs(models, timeout=60)[1], "the models outlive their command"
+        with job(folder, source, target) as process:
+            wait_for(lambda had=had: target.exists() and target.stat().st_size > had, process)
+            models = below(process.pid, "ray::MapWorker")
         had = target.stat().st_size
         assert 0 < len(target.read_bytes().splitlines()) < len(LINES), "the kill came too late"
-    process = start(folder, source, target)
-    process.communicate(timeout=300)
+        assert models and not psutil.wait_procs(models, timeout=LONG)[1], "the models outlive their command"
+    with job(folder, source, target) as process:
+        process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert by_line(target) == alone
 
 
 def test_a_killed_process_is_replaced(folder: Path, source: Path, alone: dict[int, Any]) -> None:
     target = folder / "replaced"
-    process = start(folder, source, target)
-    wait_for_answers(process, target)
-    os.kill(below(process.pid, "ray::MapWorker")[0].pid, signal.SIGKILL)
-    _, said = process.communicate(timeout=300)
+    with job(folder, source, target) as process:
+        wait_for(lambda: target.exists() and target.stat().st_size > 0, process)
+        os.kill(below(process.pid, "ray::MapWorker")[0].pid, signal.SIGKILL)
+        _, said = process.communicate(timeout=LONG)
     assert process.returncode == 1, said
     assert by_line(target) == alone
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(folder: Path, source: Path) -> None:
-    done = start(folder / "nowhere", source, folder / "none")
-    _, said = done.communicate(timeout=300)
-    assert done.returncode == 2
+    with job(folder / "nowhere", source, folder / "none") as process:
+        _, said = process.communicate(timeout=LONG)
+    assert process.returncode == 2
     assert "shoal batch: error: cannot load" in said and "Traceback" not in said

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import shoal
-from ray_processes import below, require_ray, save_tiny
+from ray_processes import LONG, below, require_ray, save_tiny
 from serving import wait
 from shoal.serve.replicas import HEADER
 
@@ -39,7 +39,7 @@ class Command:
     url: str
 
     def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=LONG)
 
     def complete(self, **more: Any) -> tuple[str, str]:
         """A completion, and who made it."""
@@ -53,7 +53,7 @@ class Command:
 
     def samples(self, name: str) -> list[tuple[str, float]]:
         """Samples of a metric: labels and value."""
-        text = httpx.get(self.url.replace("/v1", "/metrics"), timeout=60).text
+        text = httpx.get(self.url.replace("/v1", "/metrics"), timeout=LONG).text
         return [(labels, float(value)) for labels, value in re.findall(rf"^{name}\{{([^}}]*)\}} (\S+)$", text, re.M)]
 
 
@@ -70,14 +70,14 @@ def command(folder: Path, *words: str) -> Iterator[Command]:
     reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
     reader.start()
     try:
-        wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), 300)
+        wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), LONG)
         found = re.search(r"at (http\S+)", "".join(said))
         assert found is not None, "".join(said)
         yield Command(process, found[1])
     finally:
         process.terminate()
         try:
-            process.wait(120)
+            process.wait(LONG)
         finally:
             process.kill()
             process.wait()
@@ -111,7 +111,7 @@ def test_both_replicas_answer_as_the_engine_does(server: Command, engine: Any) -
         who.add(replica)
         return len(who) == 2
 
-    wait(both)
+    wait(both, LONG)
 
 
 def test_a_chat_whole_and_as_a_stream(server: Command, engine: Any) -> None:
@@ -137,7 +137,7 @@ def test_errors_are_those_of_one_server(server: Command) -> None:
         server.client().completions.create(**{**PLAIN, "temperature": 1, "n": 4})  # three may wait
     assert full.value.code == "queue_full"
     assert [model.id for model in server.client().models.list()] == ["t"]
-    health = httpx.get(server.url.replace("/v1", "/health"), timeout=60, headers={"x-request-id": "mine-1"})
+    health = httpx.get(server.url.replace("/v1", "/health"), timeout=LONG, headers={"x-request-id": "mine-1"})
     assert (health.status_code, health.json(), health.headers["x-request-id"]) == (200, {"status": "ok"}, "mine-1")
 
 
@@ -146,10 +146,10 @@ def test_metrics_are_of_all_replicas(server: Command) -> None:
         return sum(value for _, value in server.samples("shoal:generation_tokens_total"))
 
     before, who = made(), set()
-    wait(lambda: who.add(server.complete(max_tokens=1)[1]) or len(who) == 2)
+    wait(lambda: who.add(server.complete(max_tokens=1)[1]) or len(who) == 2, LONG)
     rows = server.samples("shoal:num_requests_running")
     assert {labels for labels, _ in rows} == {f'model_name="t",replica="{one}"' for one in who}
-    wait(lambda: made() >= before + 2)
+    wait(lambda: made() >= before + 2, LONG)
 
 
 def test_leaving_a_stream_frees_its_row(server: Command) -> None:
@@ -160,8 +160,8 @@ def test_leaving_a_stream_frees_its_row(server: Command) -> None:
     _, stream = server.stream(max_tokens=8000)
     next(iter(stream))
     stream.close()
-    wait(lambda: left() == before + 1)
-    wait(lambda: all(value == 0 for _, value in server.samples("shoal:num_requests_running")))
+    wait(lambda: left() == before + 1, LONG)
+    wait(lambda: all(value == 0 for _, value in server.samples("shoal:num_requests_running")), LONG)
 
 
 def test_a_killed_replica_is_replaced_while_the_other_goes_on(server: Command, engine: Any) -> None:
@@ -183,14 +183,14 @@ def test_a_killed_replica_is_replaced_while_the_other_goes_on(server: Command, e
         except (openai.APIError, httpx.HTTPError):
             said[replica] = ""
 
-    wait(begin)
+    wait(begin, LONG)
     victim = below(server.process.pid, "ray::ServeReplica")[0]
     os.kill(victim.pid, signal.SIGKILL)
     readers = [threading.Thread(target=read, args=(replica,)) for replica in streams]
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(120)
+        reader.join(LONG)
     (survivor,) = [replica for replica, text in said.items() if text == expected]
     assert len(said) == 2
 
@@ -200,8 +200,8 @@ def test_a_killed_replica_is_replaced_while_the_other_goes_on(server: Command, e
         except openai.APIError:  # a request that was sent to the dead one
             return False
 
-    wait(replaced, 120)
-    wait(lambda: server.complete()[1] == survivor)
+    wait(replaced, LONG)
+    wait(lambda: server.complete()[1] == survivor, LONG)
 
 
 def test_sigterm_lets_streams_end_and_leaves_nothing_behind(folder: Path, engine: Any) -> None:
@@ -215,16 +215,16 @@ def test_sigterm_lets_streams_end_and_leaves_nothing_behind(folder: Path, engine
         texts = [first + "".join(chunk.choices[0].text for chunk in stream)
                  for first, stream in zip(firsts, streams, strict=True)]
         assert texts == [expected] * 4
-        assert server.process.wait(120) == 0
+        assert server.process.wait(LONG) == 0
         with pytest.raises(openai.APIConnectionError):
             server.complete()
-        assert not psutil.wait_procs(processes, timeout=60)[1]
+        assert not psutil.wait_procs(processes, timeout=LONG)[1]
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
     require_ray()
     words = ["serve", "--model", str(tmp_path / "nowhere"), "--replicas", "2", "--port", "0"]
-    done = subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 2
     assert re.search(r"^shoal serve: error: .*nowhere.*$", done.stderr, re.M)
     assert "Traceback" not in done.stderr
