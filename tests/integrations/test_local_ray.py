@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,11 @@ import torch
 from shoal.cli import main
 from shoal.errors import Unsupported
 from shoal.integrations import local_ray
+
+
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "_ENVIRONMENT", {})
 
 
 @pytest.mark.parametrize("words", [["serve", "--port", "0", "--replicas", "2"],
@@ -45,6 +51,35 @@ def test_gpus_are_shared_so_that_all_find_a_place(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert local_ray.actor_options(actors, device) == {"num_cpus": 1, "num_gpus": share}
+
+
+class Moody:
+    """Takes the place of Ray, and fails as it does on a busy machine."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.calls = failures, []
+
+    def init(self, **options: Any) -> None:
+        self.calls.append("init")
+        assert options["address"] == "local"  # never somebody else's cluster
+        if self.calls.count("init") <= self.failures:
+            raise Exception("The current node timed out during startup.")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_slow_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Moody(failures=2)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", "data")
+    with local_ray.running("shoal batch", "data", 2) as module:
+        assert module == "data" and ray.calls == ["init", "shutdown"] * 2 + ["init"]
+    assert ray.calls[-1] == "shutdown"
+    monkeypatch.setitem(sys.modules, "ray", Moody(failures=3))
+    with pytest.raises(TimeoutError, match="3 tries.*timed out during startup"), \
+            local_ray.running("shoal batch", "data", 2):
+        pass
 
 
 def test_a_gpu_by_its_number_is_refused() -> None:

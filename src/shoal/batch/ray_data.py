@@ -58,7 +58,8 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], flee
         Unsupported: Ray is not installed.
         RuntimeError: decoding failed for good.
     """
-    items = [{"number": line.number, "raw": line.raw} for line in lines]
+    held = list(lines)
+    items = [{"number": line.number, "raw": line.raw} for line in held]
     with local_ray.running(f"shoal batch --ray {fleet.actors}", "data", fleet.actors) as data:
         _quiet(data)
         pool = data.ActorPoolStrategy(
@@ -74,7 +75,7 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], flee
             fn_constructor_args=(make, defaults, fleet.blocks * _BLOCK, local_ray.threads(fleet.actors)),
             **local_ray.actor_options(fleet.actors, fleet.device),
         )
-        yield from _records(done, {item["number"] for item in items})
+        yield from _records(done, {line.number for line in held})
 
 
 class Actor:

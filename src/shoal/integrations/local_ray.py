@@ -15,9 +15,11 @@ from shoal.errors import Unsupported
 
 _STORE = 128 << 20
 """Bytes of shared memory for what passes between processes: prompts and answers, which are small."""
+_TRIES = 3
 _ENVIRONMENT = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a second replica, where the first has said why neither can start
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_register_timeout_seconds": "600",  # a minute by default, which a busy machine may exceed
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
@@ -35,6 +37,7 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
 
     Raises:
         Unsupported: Ray, or what that part of it needs, is not installed.
+        TimeoutError: Ray does not start.
     """
     for name, value in _ENVIRONMENT.items():  # read by Ray while it is imported
         os.environ.setdefault(name, value)
@@ -44,18 +47,26 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
         why = f"{error.name or error} is not installed"
         raise Unsupported(what, why, "Install the extra: pip install 'shoal[ray]'") from None
     cpus = max(os.cpu_count() or 1, actors + 1)  # a count that Ray only schedules by
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=_STORE,
-        logging_level="ERROR",
-        log_to_driver=part == "serve",  # lines about requests; what goes wrong with lines of a batch is in its records
-    )
+    # Lines about requests are shown; what goes wrong with the lines of a batch is in its records.
+    _start(ray, num_cpus=cpus, log_to_driver=part == "serve")
     try:
         yield module
     finally:
         ray.shutdown()
+
+
+def _start(ray: Any, **options: Any) -> None:
+    """Ray gives some of its processes 15 seconds, however busy the machine is, and cannot be told to wait longer."""
+    fixed = {"include_dashboard": False, "object_store_memory": _STORE, "logging_level": "ERROR"}
+    for _ in range(_TRIES):
+        try:
+            ray.init(address="local", **fixed, **options)
+            return
+        except Exception as error:  # Ray has no type of its own for this
+            last = error
+            ray.shutdown()
+    why = f"Ray did not start in {_TRIES} tries, as on a machine with too much to do: {last}"
+    raise TimeoutError(f"{why} Try again later; its logs are in /tmp/ray/session_latest/logs") from last
 
 
 def actor_options(actors: int, device: str | None) -> dict[str, float]:
