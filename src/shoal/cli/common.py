@@ -64,8 +64,9 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
     """How many are decoded together, and when they start."""
     group = parser.add_argument_group("scheduling")
-    group.add_argument("--admission", choices=("join", "waves"), default="join",
-                       help="let requests join at once, or start together so that all are equally deep")
+    group.add_argument("--admission", choices=("join", "waves", "auto"), default="join",
+                       help="let requests join at once, or start together so that all are equally deep; auto measures "
+                       "at the start what layers cost and takes what should bring more tokens a second")
     group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
     group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
     group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
@@ -91,11 +92,10 @@ def _bytes(gib: float | None) -> int | None:
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
-    from shoal.engine.admission import policy
+    from shoal.cli.admission import admission
     from shoal.engine.scheduler import Scheduler
 
-    admission = policy(args.admission, float("inf") if args.patience is None else args.patience)
-    return Scheduler(engine, policy=admission, **scheduling(args), **more)
+    return Scheduler(engine, policy=admission(args, engine), **scheduling(args), **more)
 
 
 def add_json(parser: Parser) -> None:
