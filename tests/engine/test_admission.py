@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -107,10 +108,11 @@ def test_by_name() -> None:
         policy("auto", -1.0, pace())
 
 
-class Noted(Join):
-    """Joins, and keeps what it is told."""
+class Noted(Waves):
+    """Keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        super().__init__(patience)
         self.told: list[tuple[list[str], int]] = []
 
     def ended(self, rows: Sequence[Any], together: int) -> None:
@@ -123,7 +125,7 @@ def test_the_scheduler_tells_who_ended_by_itself_and_how_many_there_were() -> No
             raise ZeroDivisionError
         return scores
 
-    noted = Noted()
+    noted = Noted(patience=0.0)
     scheduler = Scheduler(engine(), max_rows=3, policy=noted, start=False)
     for new in (2, 2, 6, 4):
         scheduler.submit(prompt(5), max_new_tokens=new)
@@ -136,6 +138,22 @@ def test_the_scheduler_tells_who_ended_by_itself_and_how_many_there_were() -> No
             gone.cancel()
     # In turns 1, 4 and 5; the row that breaks has gone by then, and before turn 5 the cancelled one as well.
     assert noted.told == [(["length"] * 2, 3), (["length"], 3), (["length"], 1)]
+
+
+def test_rows_that_wait_count_as_far_as_they_fit() -> None:
+    noted = Noted(patience=math.inf)
+    scheduler = Scheduler(engine(), max_rows=3, policy=noted, start=False)
+    for new in (4, 3):
+        scheduler.submit(prompt(5), max_new_tokens=new)
+    scheduler.turn()
+    scheduler.submit(prompt(5), max_new_tokens=3)
+    scheduler.turn()
+    scheduler.submit(prompt(5), max_new_tokens=3, n=4)
+    scheduler.turn()
+    assert [together for _, together in noted.told] == [3, 3]
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+    assert [together for _, together in noted.told] == [3, 3, 3, 2]
 
 
 def play(how: Policy, seed: int, tokens: Sequence[int], method: Any = STEEP) -> tuple[float, list[Any]]:
