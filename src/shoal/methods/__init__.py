@@ -6,6 +6,7 @@ Nothing is imported before it is asked for. Packages from outside add theirs thr
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pkgutil
@@ -64,9 +65,14 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str]) -> Method:
     return get(spec["method"]).from_dict(spec)
 
 
-def _shipped() -> set[str]:
-    found = {module.name for module in pkgutil.iter_modules(__path__)}
-    return {name.removesuffix("_") for name in found if name != "base" and not name.startswith("_")}
+def _shipped() -> frozenset[str]:
+    return _files(tuple(__path__))
+
+
+@functools.cache  # a server asks with every request
+def _files(folders: tuple[str, ...]) -> frozenset[str]:
+    found = {module.name for module in pkgutil.iter_modules(folders)}
+    return frozenset(name.removesuffix("_") for name in found if name != "base" and not name.startswith("_"))
 
 
 def _foreign() -> dict[str, EntryPoint]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,17 @@ def allowed(settings: Settings) -> list[str]:
     """Names of the methods that a request may ask for."""
     if settings.methods is not None:
         return sorted(settings.methods)
-    return [name for name in methods.names() if all(need in _HARMLESS for need in methods.get(name).needs)]
+    return list(_harmless())
+
+
+@functools.cache  # looking through all installed packages takes milliseconds, in which no answer goes on
+def _known() -> frozenset[str]:
+    return frozenset(methods.names())
+
+
+@functools.cache
+def _harmless() -> tuple[str, ...]:
+    return tuple(name for name in sorted(_known()) if all(need in _HARMLESS for need in methods.get(name).needs))
 
 
 def choose(method: str | None, args: Mapping[str, Any], settings: Settings) -> Method:
@@ -42,7 +53,7 @@ def _check(spec: Any, settings: Settings) -> None:
     """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known."""
     spec = {"method": spec} if isinstance(spec, str) else spec
     name = spec.get("method") if isinstance(spec, Mapping) else None
-    if not isinstance(name, str) or name not in methods.names():
+    if not isinstance(name, str) or name not in _known():
         raise ApiError(400, f"method is {name!r}; this server has {', '.join(allowed(settings))}", param="method")
     if name not in allowed(settings):
         message = f"method {name!r} is not allowed here; allowed are {', '.join(allowed(settings)) or 'none'}"
