@@ -28,6 +28,7 @@ class Answer:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         self._deadline = None if timeout is None else self._loop.time() + timeout
+        self._late = False
         self.tickets: list[Ticket] = []
 
     async def start(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
@@ -58,27 +59,37 @@ class Answer:
         """Called by the scheduler's thread."""
         self._loop.call_soon_threadsafe(self._items.put_nowait, (place, item))
 
-    async def steps(self) -> AsyncIterator[tuple[int, Step]]:
-        """Choice and step, as they come.
+    async def steps(self) -> AsyncIterator[list[tuple[int, Step]]]:
+        """Choices and steps as they come, those that have come by then together.
 
         Raises:
             ApiError: 504 when time is up, 500 or 503 when decoding failed.
         """
         open_tickets = len(self.tickets)
+        alarm = None if self._deadline is None else self._loop.call_at(self._deadline, self._ring)
         try:
             while open_tickets:
-                left = None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
-                place, item = await asyncio.wait_for(self._items.get(), left)
-                if isinstance(item, Step):
-                    yield place * self._n + item.row, item
-                elif item is None:
-                    open_tickets -= 1
-                else:
-                    raise _failure(item)
-        except asyncio.TimeoutError:
-            raise ApiError(504, "the request took longer than the server allows", code="timeout") from None
+                came = [await self._items.get()]
+                while not self._items.empty():
+                    came.append(self._items.get_nowait())
+                if self._late:
+                    raise ApiError(504, "the request took longer than the server allows", code="timeout")
+                steps = [(place * self._n + item.row, item) for place, item in came if isinstance(item, Step)]
+                if steps:
+                    yield steps
+                for _, item in came:
+                    if isinstance(item, BaseException):
+                        raise _failure(item)
+                open_tickets -= sum(item is None for _, item in came)
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self.cancel()
+
+    def _ring(self) -> None:
+        """Time is up: wakes whoever waits for the next step. One alarm is cheaper than a limit on every wait."""
+        self._late = True
+        self._items.put_nowait((0, None))
 
     def cancel(self) -> None:
         """Want no more."""

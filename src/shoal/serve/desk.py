@@ -115,9 +115,10 @@ class Desk:
             for index in range(len(answer.entries)):
                 if (choice := wire.opening(index)) is not None:
                     yield _event({**shared, "choices": [choice]})
-            async for index, step in answer.steps():
-                if (choice := wire.chunk(index, step, body.steps)) is not None:
-                    yield _event({**shared, "choices": [choice]})
+            async for steps in answer.steps():
+                chunks = [wire.chunk(index, step, body.steps) for index, step in steps]
+                if events := [_event({**shared, "choices": [choice]}) for choice in chunks if choice is not None]:
+                    yield "".join(events)  # every piece goes through all that stands between here and the socket
             if body.include_usage:
                 extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
                 yield _event({**head, "choices": [], "usage": answer.usage, **extra})
