@@ -302,3 +302,13 @@ def test_logprob_is_log_softmax_with_the_best_first(top: int) -> None:
     best = sorted(range(V), key=lambda token: -float(logs[token]))[:top]
     assert [token for token, _ in got.top] == best
     assert [value for _, value in got.top] == pytest.approx([float(logs[token]) for token in best])
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("temperature", [1.0, 1e-45])
+def test_absurd_penalties_still_give_a_law(penalty: float, temperature: float) -> None:
+    logits = torch.tensor([2.0, -1.0, 0.5, -float("inf")])
+    sampling = Sampling(temperature, repetition_penalty=penalty)
+    law = s.law(logits, [0, 1, 3], 2, sampling)
+    assert torch.isfinite(law).all() and float(law.sum()) == pytest.approx(1)
+    assert law[3] == 0

@@ -128,7 +128,9 @@ def _upcast(tensor: Tensor) -> Tensor:
 def _penalised(result: Tensor, ids: Tensor, prompt_len: int, sampling: Sampling) -> Tensor:
     if (penalty := sampling.repetition_penalty) != 1:
         seen = _counts(ids, result) > 0
-        result = torch.where(seen, torch.where(result < 0, result * penalty, result / penalty), result)
+        most = torch.finfo(result.dtype).max * _COLDEST  # beyond it, a temperature would make NaN of it
+        turned = torch.where(result < 0, result * penalty, result / penalty).clamp(-most, most)
+        result = torch.where(seen & result.isfinite(), turned, result)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = _counts(ids[prompt_len:], result)
         result = result - sampling.frequency_penalty * counts - sampling.presence_penalty * counts.clamp(max=1)
