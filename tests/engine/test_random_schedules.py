@@ -35,11 +35,14 @@ PLAIN = (
 METHODS: tuple[Method, ...] = (*MATRIX, *PLAIN * 6, PromptLookup(min_ngram=1, control="goodput"))
 
 
+STEMS = [[random.Random(stem).randrange(VOCAB) for _ in range(30)] for stem in range(3)] + [[4, 8, 15, 8] * 8]
+"""Beginnings that prompts share, so that some take over what others have read; the last is for those that look back."""
+
+
 def _job(number: int) -> Job:
     draw = random.Random(number)
-    ids = [draw.randrange(VOCAB) for _ in range(draw.choice((1, 3, 8, 9, 20, 40)))]
-    if number % 3 == 0:
-        ids = (ids[:4] * 8)[: len(ids)]  # something for those that look for repetition
+    stem = draw.choice(STEMS)[: draw.choice((0, 1, 7, 8, 20, 30))]
+    ids = stem + [draw.randrange(VOCAB) for _ in range(draw.choice((1, 2, 9)))]
     options = {"max_new_tokens": draw.choice((1, 2, 5, 9, 14)), "n": draw.choice((1, 1, 1, 3))}
     drawn = {"temperature": 1.0, "seed": number} if draw.random() < 0.15 else {}
     penalised = {"repetition_penalty": 1.3, "stop_token_ids": [5, 6, 7]} if draw.random() < 0.15 else {}
@@ -86,14 +89,15 @@ def memory(family: str, job: int) -> int:
     chunk=st.one_of(st.integers(1, 12), st.just(64)),
     how=st.sampled_from(sorted(POLICIES)),
     tight=st.booleans(),
+    kept=st.sampled_from((0, 1 << 14, 1 << 24)),
 )
 def test_every_row_gives_what_it_gives_alone(
-    family: str, todo: list[Action], rows: int, chunk: int, how: str, tight: bool
+    family: str, todo: list[Action], rows: int, chunk: int, how: str, tight: bool, kept: int
 ) -> None:
     most = max((memory(family, job) for what, job in todo if what in ("submit", "desert")), default=1)
     scheduler = Scheduler(
-        engine(family), max_rows=rows, kv_bytes=2 * most if tight else 1 << 30, prefill_chunk=chunk,
-        policy=POLICIES[how], start=False,
+        engine(family), max_rows=rows, kv_bytes=2 * most if tight else 1 << 30, prefix_bytes=kept,
+        prefill_chunk=chunk, policy=POLICIES[how], start=False,
     )
     follow(scheduler, JOBS, todo, functools.partial(alone, family))
 
