@@ -39,7 +39,7 @@ def main() -> int:
     specs = found(args.out)
     engine = shoal.load(args.model, dtype="bfloat16")
     items = suites.get("known").items(None, limit=args.items, seed=1)
-    samples = encode(items, engine.tokenizer, engine.eos_token_ids[0], engine.stack.max_positions)
+    samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.stack.max_positions)
     who: list[Contender] = [contender(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
     print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
     timed = alone(engine, samples, who, args.max_new_tokens)
