@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,12 @@ class Command:
 
     process: subprocess.Popen[str]
     url: str
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=LONG)
+        """A client that is closed with the command."""
+        self.clients.append(openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=LONG))
+        return self.clients[-1]
 
     def complete(self, **more: Any) -> tuple[str, str]:
         """A completion, and who made it."""
@@ -73,7 +76,10 @@ def command(folder: Path, *words: str) -> Iterator[Command]:
         wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), LONG)
         found = re.search(r"at (http\S+)", "".join(said))
         assert found is not None, "".join(said)
-        yield Command(process, found[1])
+        with ExitStack() as opened:
+            made = Command(process, found[1])
+            opened.callback(lambda: [client.close() for client in made.clients])
+            yield made
     finally:
         process.terminate()
         try:
