@@ -20,6 +20,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.methods.d3 import D3
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.kv import KVCache
 from shoal.model.kv_copy import copy_in, copy_out
 
 METHODS: dict[str, Any] = {
@@ -165,6 +166,4 @@ def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None
 
 
 def test_an_empty_store_finds_nothing() -> None:
-    from shoal.model.kv import KVCache
-
     assert Prefixes(100).fill(KVCache([None], 1), 0, [1, 2, 3]) == 0

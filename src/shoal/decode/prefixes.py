@@ -24,15 +24,16 @@ class Prefixes:
 
     Args:
         limit: most bytes; 0 keeps nothing.
-
-    Attributes:
-        bytes: what is kept.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.bytes = 0
         self._entries: list[_Entry] = []
+
+    @property
+    def bytes(self) -> int:
+        """What is kept."""
+        return sum(entry.held.bytes for entry in self._entries)
 
     def fill(self, cache: KVCache, row: int, prompt: Sequence[int]) -> int:
         """Give an empty row the longest beginning of its prompt that is kept.
@@ -62,13 +63,12 @@ class Prefixes:
         new = _Entry(list(tokens[: held.length]), held)
         self._entries = [entry for entry in self._entries if _common(entry.tokens, new.tokens) < len(entry.tokens)]
         self._entries.append(new)
-        while sum(entry.held.bytes for entry in self._entries) > self.limit:
+        while self.bytes > self.limit:
             del self._entries[0]
-        self.bytes = sum(entry.held.bytes for entry in self._entries)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries, self.bytes = [], 0
+        self._entries = []
 
     def _known(self, tokens: Sequence[int]) -> bool:
         return any(_common(entry.tokens, tokens) == len(tokens) for entry in self._entries)

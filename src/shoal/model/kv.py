@@ -27,6 +27,11 @@ def contiguous(rows: Sequence[int]) -> slice | None:
     return slice(first, last + 1) if tuple(rows) == tuple(range(first, last + 1)) else None
 
 
+def oldest_seen(window: int | None, length: int) -> int:
+    """The first position that a query at position `length` sees."""
+    return 0 if window is None else max(0, length - window + 1)
+
+
 class KVLayer:
     """Keys and values of one layer.
 
@@ -176,8 +181,8 @@ class KVLayer:
         """Whether decoding could go on from `length` positions: all that a next query would see is still stored."""
         if length == 0:
             return True
-        oldest = 0 if self.window is None else max(0, length - self.window + 1)
-        return not self.released[row] and self.starts[row] <= oldest and length <= self.lengths[row]
+        enough = self.starts[row] <= oldest_seen(self.window, length) and length <= self.lengths[row]
+        return enough and not self.released[row]
 
     def truncate(self, row: int, length: int) -> None:
         """Forget every position from `length` on."""

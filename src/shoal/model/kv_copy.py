@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache, KVLayer, oldest_seen
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,7 @@ class LayerCopy:
 
     def restorable(self, length: int) -> bool:
         """Whether decoding could go on from `length` positions."""
-        oldest = 0 if self.window is None else max(0, length - self.window + 1)
-        return self.start <= oldest and length <= self.start + self.keys.shape[1]
+        return self.start <= oldest_seen(self.window, length) and length <= self.start + self.keys.shape[1]
 
     @property
     def bytes(self) -> int:
@@ -36,7 +36,7 @@ class RowCopy:
     layers: tuple[LayerCopy, ...]
     length: int
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
