@@ -118,11 +118,15 @@ def shoal(args: argparse.Namespace, words: list[str]) -> None:
 
 def publish(out: Path, pictures: Path) -> None:
     """Pictures of all results, the controls on one suite at all speed-ups together, and the tables of the page."""
-    from shoal.eval.plots import draw_layers, draw_report
+    from shoal.eval.plots import draw_layers, draw_positions, draw_report
 
     pictures.mkdir(parents=True, exist_ok=True)
     for report in merged(out):
-        draw_report(report, pictures)
+        suite = report["suites"][0]
+        if suite["suite"] == "known":
+            draw_report(report, pictures)
+        elif "by_position" in suite:  # measured at one speed-up, which makes no curve
+            draw_positions(suite, pictures / f"{suite['suite']}-positions.png")
     found = tables(out) | {f"layerskip {name}": table for name, table in tables(out / "layerskip").items()}
     if (out / "dial.json").is_file():
         dial = json.loads((out / "dial.json").read_text("utf-8"))
