@@ -102,6 +102,11 @@ class ModelInfo:
     fingerprint: Callable[[], str] | None = None
 
 
+def finite_logprob(value: float) -> float:
+    """A log-probability for JSON, which has no infinity; OpenAI's own servers write the same in its place."""
+    return max(value, -9999.0)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of an emitted token (nats) and of the best alternatives, most likely first."""
@@ -109,11 +114,6 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-    @staticmethod
-    def plain(value: float) -> float:
-        """For JSON, which has no infinity; OpenAI's own servers write the same in its place."""
-        return max(value, -9999.0)
 
 
 @dataclass(frozen=True, slots=True)

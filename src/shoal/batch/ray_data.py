@@ -29,16 +29,16 @@ _REFUSAL = "refusal"
 
 
 @dataclass(frozen=True)
-class Fleet:
+class Actors:
     """Who answers.
 
     Attributes:
-        actors: how many processes.
+        number: how many processes.
         device: where they compute; None for CUDA where there is one.
         max_rows: most rows under way in each.
     """
 
-    actors: int
+    number: int
     device: str | None
     max_rows: int
 
@@ -48,7 +48,7 @@ class Fleet:
         return -(-2 * self.max_rows // _BLOCK)
 
 
-def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], fleet: Fleet) -> Iterator[Record]:
+def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], actors: Actors) -> Iterator[Record]:
     """A record for every line; the lines are held in memory.
 
     A process that dies is replaced, and its blocks are answered again.
@@ -60,20 +60,20 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], flee
     """
     held = list(lines)
     items = [{"number": line.number, "raw": line.raw} for line in held]
-    with local_ray.running(f"shoal batch --ray {fleet.actors}", "data", fleet.actors) as data:
+    with local_ray.running(f"shoal batch --ray {actors.number}", "data", actors.number) as data:
         _quiet(data)
         pool = data.ActorPoolStrategy(
-            size=fleet.actors,
-            max_tasks_in_flight_per_actor=fleet.blocks,
-            max_concurrent_calls_per_actor=fleet.blocks,
+            size=actors.number,
+            max_tasks_in_flight_per_actor=actors.blocks,
+            max_concurrent_calls_per_actor=actors.blocks,
             enable_true_multi_threading=True,
         )
         done = data.from_items(items, override_num_blocks=-(-len(items) // _BLOCK)).map_batches(
             Actor,
             batch_size=None,
             compute=pool,
-            fn_constructor_args=(make, defaults, fleet.blocks * _BLOCK, local_ray.threads(fleet.actors)),
-            **local_ray.actor_options(fleet.actors, fleet.device),
+            fn_constructor_args=(make, defaults, actors.blocks * _BLOCK, local_ray.threads(actors.number)),
+            **local_ray.actor_options(actors.number, actors.device),
         )
         yield from _records(done, {line.number for line in held})
 

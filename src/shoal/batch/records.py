@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.types import Result, TokenLogprob
+from shoal.types import Result, TokenLogprob, finite_logprob
 
 Record = dict[str, Any]
 """A JSON object whose `line` is the number of the input's line; it has a `text`, or an `error` in its place."""
@@ -42,5 +42,5 @@ def failed(line: int, name: str | int | None, error: BaseException) -> Record:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [[token, TokenLogprob.plain(value)] for token, value in entry.top]
-    return {"token": entry.token, "logprob": TokenLogprob.plain(entry.logprob), "top": top}
+    top = [[token, finite_logprob(value)] for token, value in entry.top]
+    return {"token": entry.token, "logprob": finite_logprob(entry.logprob), "top": top}

@@ -81,14 +81,14 @@ class _There:
     """Answers lines with models of other processes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from shoal.batch.ray_data import Fleet
+        from shoal.batch.ray_data import Actors
 
-        self._args, self._fleet = args, Fleet(args.ray, args.device, args.max_rows)
+        self._args, self._actors = args, Actors(args.ray, args.device, args.max_rows)
 
     def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
         from shoal.batch.ray_data import answers
 
-        return answers(lines, partial(_scheduler, self._args), _defaults(self._args), self._fleet)
+        return answers(lines, partial(_scheduler, self._args), _defaults(self._args), self._actors)
 
 
 def _scheduler(args: argparse.Namespace, max_waiting: int) -> Scheduler:

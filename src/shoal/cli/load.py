@@ -16,7 +16,7 @@ from shoal.cli import common, env
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.bench.load.fleet import Crew, Fleet
+    from shoal.bench.load.lineup import Lineup, Servers
     from shoal.bench.load.run import Wish
     from shoal.methods.base import Method
 
@@ -52,13 +52,13 @@ def run(args: argparse.Namespace, methods: Mapping[str, Method], quants: list[st
     """Measure, print the table, end with one JSON line."""
     from shoal.bench import report
     from shoal.bench.load import plot, table
-    from shoal.bench.load.fleet import Fleet
+    from shoal.bench.load.lineup import Servers
 
-    wish, crew = wish_of(args), _crew(args, methods)
-    _check(args, wish, crew, quants)
-    with _terminable(), Fleet(crew, wish.prompts.texts) as fleet:
-        facts = _fill(fleet, args, wish, quants[0])
-        found = _soak(args, wish, fleet) if args.soak else _measure(wish, fleet)
+    wish, lineup = wish_of(args), _lineup(args, methods)
+    _check(args, wish, lineup, quants)
+    with _terminable(), Servers(lineup, wish.prompts.texts) as servers:
+        facts = _fill(servers, args, wish, quants[0])
+        found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)
     found = {**report.heading(env.collect(), args.words), **facts, **found}
     if args.json:
         report.write(found, Path(args.json))
@@ -80,61 +80,61 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(args: argparse.Namespace, wish: Wish, crew: Crew, quants: list[str | None]) -> None:
+def _check(args: argparse.Namespace, wish: Wish, lineup: Lineup, quants: list[str | None]) -> None:
     """Before anything is loaded."""
     if len(quants) != 1:
         raise ValueError(f"--quant names {len(quants)} weight formats; a server has one")
-    if args.url is not None and (args.model or args.shape or crew.peers):
+    if args.url is not None and (args.model or args.shape or lineup.peers):
         raise ValueError("--url names a server that runs already; it goes with no --model, --shape or --peer")
-    single = len(wish.loads) == len(crew.methods) == len(crew.admissions) == 1 and not crew.peers
+    single = len(wish.loads) == len(lineup.methods) == len(lineup.admissions) == 1 and not lineup.peers
     if args.soak and (args.minutes is None or not single):
         raise ValueError("a soak takes --minutes, one load, one method and no peer, such as "
                          "--soak --concurrency 16 --minutes 10")
 
 
-def _fill(fleet: Fleet, args: argparse.Namespace, wish: Wish, quant: str | None) -> dict[str, Any]:
+def _fill(servers: Servers, args: argparse.Namespace, wish: Wish, quant: str | None) -> dict[str, Any]:
     """Start or find the servers; what a report says about them."""
     from shoal.bench.load.http import Address
 
     if args.url is not None:
         key = args.api_key or os.environ.get("OPENAI_API_KEY")
-        fleet.attach(Address(args.url, key), args.served_model)
-        return {"subject": {"name": args.url}, "setting": None, "not_measured": fleet.absent, "notes": fleet.notes}
+        servers.attach(Address(args.url, key), args.served_model)
+        return {"subject": {"name": args.url}, "setting": None, "not_measured": servers.absent, "notes": servers.notes}
     from shoal.cli.suite import setting_of, subject_of
 
     subject, setting = subject_of(args), setting_of(args, quant)
-    fleet.start(subject, setting, wish.prompts)
+    servers.start(subject, setting, wish.prompts)
     return {
         "subject": dict(subject.facts()),
         "setting": dataclasses.asdict(setting),
-        "not_measured": fleet.absent,
-        "notes": fleet.notes,
+        "not_measured": servers.absent,
+        "notes": servers.notes,
     }
 
 
-def _soak(args: argparse.Namespace, wish: Wish, fleet: Fleet) -> dict[str, Any]:
+def _soak(args: argparse.Namespace, wish: Wish, servers: Servers) -> dict[str, Any]:
     from shoal.bench.load.soak import soak
 
     rounds = {"asked": 1, "done": 1, "stopped_early": False}
-    return {"rounds": rounds, **soak(fleet.targets[0], wish, args.minutes)}
+    return {"rounds": rounds, **soak(servers.targets[0], wish, args.minutes)}
 
 
-def _measure(wish: Wish, fleet: Fleet) -> dict[str, Any]:
+def _measure(wish: Wish, servers: Servers) -> dict[str, Any]:
     from shoal.bench.load.run import measure, results
 
-    cells, cut = measure(fleet.targets, wish)
+    cells, cut = measure(servers.targets, wish)
     rounds = {"asked": wish.rounds, "done": len(cells[0].turns), "stopped_early": cut}
     return {"rounds": rounds, "results": results(cells, wish.objective)}
 
 
-def _crew(args: argparse.Namespace, methods: Mapping[str, Method]) -> Crew:
-    from shoal.bench.load.fleet import Crew
+def _lineup(args: argparse.Namespace, methods: Mapping[str, Method]) -> Lineup:
+    from shoal.bench.load.lineup import Lineup
     from shoal.cli.bench import label_of
 
     chosen = dict(methods)
     if args.method.name != "full" or not chosen:
         chosen[label_of(args.method)] = args.method
-    return Crew(
+    return Lineup(
         {label: method.to_dict() for label, method in chosen.items()},
         [word for word in args.admission.split(",") if word],
         [peer for peer in dict.fromkeys(args.peer or ()) if peer != "none"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.depth.speedup import ideal_speedup
 from shoal.errors import Unsupported
 from shoal.eval.paired import accuracy_difference, holm, wilson
+from shoal.methods import make
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ def compare(
     Raises:
         Unsupported: lm-evaluation-harness is not installed.
     """
-    make = _model_class()
+    subject = _model_class()(model, **options)
     found: dict[str, dict[str, Any]] = {}
     for label, method in {"full": "full", **methods}.items():
-        found[label] = _run(make(model, method, **options), tasks, data, limit, task_options or {})
+        subject.method = make(method)
+        found[label] = _run(subject, tasks, data, limit, task_options or {})
     rows = [row for label, run in found.items() for row in _rows(label, found["full"], run)]
     compared = [row for row in rows if row["label"] != "full"]
     for row, p in zip(compared, holm([row["difference"]["p"] for row in compared]), strict=True):

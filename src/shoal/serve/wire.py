@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.types import Result, Step, TokenLogprob
+from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
 
@@ -135,9 +135,9 @@ class CompletionWire:
             self._offsets[index] += len(word)
         return {
             "tokens": words,
-            "token_logprobs": [TokenLogprob.plain(entry.logprob) for entry in entries],
+            "token_logprobs": [finite_logprob(entry.logprob) for entry in entries],
             "top_logprobs": [
-                {_word(token, self._tokenizer): TokenLogprob.plain(value) for token, value in entry.top}
+                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top}
                 for entry in entries
             ],
             "text_offset": offsets,
@@ -180,4 +180,4 @@ def _word(token: int, tokenizer: Any) -> str:
 def _scored(word: str, logprob: float) -> Json:
     """A token with its log-probability; bytes only where the token is whole characters."""
     raw = None if "\ufffd" in word else list(word.encode("utf-8"))
-    return {"token": word, "logprob": TokenLogprob.plain(logprob), "bytes": raw}
+    return {"token": word, "logprob": finite_logprob(logprob), "bytes": raw}

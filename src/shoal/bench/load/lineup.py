@@ -30,7 +30,7 @@ _NO_PREFIXES = ("--prefix-gib", "0")
 
 
 @dataclass(frozen=True)
-class Crew:
+class Lineup:
     """Who is to be measured.
 
     Attributes:
@@ -63,11 +63,11 @@ class Crew:
             raise ValueError("llama.cpp takes no chats here; leave out --chat")
 
 
-class Fleet(ExitStack):
+class Servers(ExitStack):
     """Servers that run while the context lasts.
 
     Args:
-        crew: who.
+        lineup: who.
         texts: recorded prompts, from which a shape's tokenizer learns.
 
     Attributes:
@@ -76,9 +76,9 @@ class Fleet(ExitStack):
         notes: what a reader should know.
     """
 
-    def __init__(self, crew: Crew, texts: Sequence[str] = ()) -> None:
+    def __init__(self, lineup: Lineup, texts: Sequence[str] = ()) -> None:
         super().__init__()
-        self.crew, self._texts = crew, texts
+        self.lineup, self._texts = lineup, texts
         self.targets: list[Target] = []
         self.absent: list[dict[str, str]] = []
         self.notes: list[str] = []
@@ -86,10 +86,10 @@ class Fleet(ExitStack):
     def attach(self, address: Address, model: str | None) -> None:
         """A server that runs already, with every method as a target; ValueError where there is none."""
         face = look(address)
-        for label, method in self.crew.methods.items():
+        for label, method in self.lineup.methods.items():
             plain = not face.shoal
             fields = {"stream_options": {"include_usage": True}} if plain else own_fields(method, self._equal)
-            form = Form(model or face.model, self.crew.chat, fields, self.crew.limit)
+            form = Form(model or face.model, self.lineup.chat, fields, self.lineup.limit)
             self.targets.append(Http(OURS if face.shoal else address.url, "" if plain else label, address, form))
             if plain:
                 break
@@ -103,17 +103,17 @@ class Fleet(ExitStack):
             ValueError: Shoal's own server cannot run or answer.
         """
         model = self._folder(subject, setting)
-        for admission in self.crew.admissions:
+        for admission in self.lineup.admissions:
             self._or_absent(OURS, partial(self._shoal, model, setting, admission))
-        if "transformers" in self.crew.peers:
+        if "transformers" in self.lineup.peers:
             self._or_absent("transformers", partial(self._transformers, model, setting))
-        if "llama.cpp" in self.crew.peers:
+        if "llama.cpp" in self.lineup.peers:
             self._or_absent("llama.cpp", partial(self._llama, model, setting))
         self._warm_up(prompts)
 
     @property
     def _equal(self) -> bool:
-        return self.crew.equal_lengths
+        return self.lineup.equal_lengths
 
     def _folder(self, subject: Subject, setting: Setting) -> Path:
         """Where the weights lie; a shape's are written down first."""
@@ -122,7 +122,7 @@ class Fleet(ExitStack):
         if subject.shape is not None:
             folder.write_shape(subject, setting.dtype, made, self._texts)
             return made
-        if self._equal and self.crew.peers and model.is_dir():
+        if self._equal and self.lineup.peers and model.is_dir():
             folder.endless(model, made)
             return made
         return model
@@ -136,14 +136,14 @@ class Fleet(ExitStack):
             self.absent.append({"system": name, "reason": str(reason)})
 
     def _shoal(self, model: Path, setting: Setting, admission: str) -> None:
-        crew, port = self.crew, free_port()
-        allowed = ",".join(dict.fromkeys(str(method["method"]) for method in crew.methods.values()))
-        more = ["--admission", admission, "--max-rows", str(crew.max_rows), "--methods", allowed]
-        more += [*_NO_PREFIXES, *crew.more]
+        lineup, port = self.lineup, free_port()
+        allowed = ",".join(dict.fromkeys(str(method["method"]) for method in lineup.methods.values()))
+        more = ["--admission", admission, "--max-rows", str(lineup.max_rows), "--methods", allowed]
+        more += [*_NO_PREFIXES, *lineup.more]
         server = self._server(shoal_words(model, port, setting, more), port, setting)
-        for label, method in crew.methods.items():
-            form = Form(str(model), crew.chat, own_fields(method, crew.equal_lengths), crew.limit)
-            shown = f"{label}, {admission}" if len(crew.admissions) > 1 or admission != "join" else label
+        for label, method in lineup.methods.items():
+            form = Form(str(model), lineup.chat, own_fields(method, lineup.equal_lengths), lineup.limit)
+            shown = f"{label}, {admission}" if len(lineup.admissions) > 1 or admission != "join" else label
             self.targets.append(Http(OURS, shown, Address(server.url), form, server))
 
     def _transformers(self, model: Path, setting: Setting) -> None:
@@ -151,14 +151,14 @@ class Fleet(ExitStack):
             raise NotMeasured(f"transformers serves these weights in {setting.dtype}, not in {setting.quant}")
         port = free_port()
         server = self._server(transformers_words(model, port, setting), port, setting)
-        form = Form(str(model), self.crew.chat, limit=self.crew.limit)
+        form = Form(str(model), self.lineup.chat, limit=self.lineup.limit)
         self.targets.append(Http("transformers", "serve, continuous batching", Address(server.url), form, server))
 
     def _llama(self, model: Path, setting: Setting) -> None:
         from transformers import AutoTokenizer
 
         words = AutoTokenizer.from_pretrained(model)
-        target = Multi(Subject(model=str(model)), setting, self.crew.max_rows, words)
+        target = Multi(Subject(model=str(model)), setting, self.lineup.max_rows, words)
         self.callback(target.stop)
         self.targets.append(target)
         self.notes.append("llama.cpp's batches are driven in a process of their own, without HTTP and without text, "
@@ -171,7 +171,7 @@ class Fleet(ExitStack):
 
     def _warm_up(self, prompts: Prompts) -> None:
         short = Prompts(prompts.texts, prompts.lengths, (_WARM,), prompts.seed)
-        failed = warm_up(self.targets, self.crew.max_rows, short)
+        failed = warm_up(self.targets, self.lineup.max_rows, short)
         for place, why in failed.items():
             if self.targets[place].name == OURS:
                 raise ValueError(f"Shoal itself could not be measured: {why}")
