@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
-RAY_STAMP := $(VENV)/.installed-ray
+ALL_STAMP := $(VENV)/.installed-all
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser and not ray
 QUESTION := Tom has 15 cups. He buys 4 boxes with 6 cups each. Then he gives away 9 cups. How many cups does he have now?
@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
 	@touch $@
 
-$(RAY_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot,ray]'
+$(ALL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,eval,plot,ray]'
 	@touch $@
 
 demo: $(STAMP) ## Generate with D3 on the small model that ships with the package
@@ -44,7 +44,7 @@ lint: $(STAMP) ## Style, types, direction of imports
 test: lint ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-oldest browser $(RAY_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
+test-all: lint test-oldest browser $(ALL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-oldest: $(OLDEST_STAMP)

@@ -55,6 +55,21 @@ def test_bf16_is_left_as_it_is_where_onednn_has_no_bf16(monkeypatch: pytest.Monk
     assert torch.allclose(plain(x), fast, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("at_once", [1, 100, 2**19])
+def test_many_inputs_are_multiplied_in_float32_where_nothing_faster_is(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, at_once: int
+) -> None:
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: False)
+    monkeypatch.setattr(linear_module, "_WIDENED", at_once)
+    matrix, x = weight(97, 64, DTYPES[dtype]), torch.randn(9, 64).to(DTYPES[dtype])
+    found = Dense(matrix)(x)
+    assert found.dtype == x.dtype
+    exact = x.double() @ matrix.double().t()
+    assert torch.allclose(found.double(), exact, rtol=torch.finfo(x.dtype).eps, atol=1e-4)  # rounded once
+
+
 @quants
 @sizes
 @dtypes

@@ -18,6 +18,10 @@ from shoal.model.packed.linear_cuda import Quant as Quant
 from shoal.model.packed.linear_cuda import cuda_kernel
 
 _AT_ONCE = 2**20
+_WIDENED = 2**19
+"""Weights that are widened to float32 at a time, few enough for the cache."""
+_MANY = 8
+"""Inputs from which on widening pays."""
 _INT4_ROWS, _INT4_BLOCK = 16, 64
 """torch's int4 kernel takes multiples of the first and orders rows in blocks of the second."""
 
@@ -51,6 +55,7 @@ class Dense:
         self.nbytes = weight.numel() * weight.element_size()
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
+        self._widens = _lacks_products(weight)
         if _reorders(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
             self._plain = weight if indexed else None
@@ -59,7 +64,7 @@ class Dense:
         """See `Linear`."""
         if self._packed is None:
             assert self._plain is not None
-            return linear(x, self._plain)
+            return _widened(x, self._plain) if self._widens and len(x) >= _MANY else linear(x, self._plain)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
 
@@ -71,10 +76,26 @@ class Dense:
 
 def _reorders(weight: Tensor) -> bool:
     """Whether oneDNN takes the matrix in its own order here."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _multiplies(weight.dtype)
+
+
+def _lacks_products(weight: Tensor) -> bool:
+    """Whether the processor has no products of this type, so that torch multiplies one number after the other."""
+    halves = (torch.bfloat16, torch.float16)
+    return weight.device.type == "cpu" and weight.dtype in halves and not _multiplies(weight.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of this 16-bit type on this processor."""
+    ops = torch.ops.mkldnn
+    supported: bool = ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    return torch.backends.mkldnn.is_available() and supported
+
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    """Inputs [T, columns] times `weight` in float32, rounded once, as hardware with such products does it."""
+    wide, rows = x.float(), max(1, _WIDENED // weight.shape[1])
+    return torch.cat([linear(wide, part.float()).to(x.dtype) for part in weight.split(rows)], 1)
 
 
 class Quantised:
