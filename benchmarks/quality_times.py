@@ -2,7 +2,8 @@
 
     python benchmarks/quality_times.py
 
-Reads benchmarks/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables.
+Reads benchmarks/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables. The
+model computes in the type that Shoal picks for the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     specs = found(args.out)
-    engine = shoal.load(args.model, dtype="bfloat16")
+    engine = shoal.load(args.model)
     items = suites.get("known").items(None, limit=args.items, seed=1)
     samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.stack.max_positions)
     who: list[Contender] = [contender(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
@@ -48,6 +49,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "machine": env.collect(),
         "threads": args.threads,
+        "dtype": str(engine.stack.dtype).removeprefix("torch."),
         "times": [{"method": spec, **figures} for spec, figures in zip(specs, timed, strict=True) if figures],
     }
     (args.out / "times.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
