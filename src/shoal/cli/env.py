@@ -46,8 +46,12 @@ def collect() -> dict[str, Any]:
 def _cpu() -> dict[str, Any]:
     import torch
 
+    from shoal.model.packed import native
+
+    kernels = native.vector_set() if native.available() else f"none: {native.why_not()}"
     return {"cpu": cpu_name(), "cpu_count": os.cpu_count(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "torch_threads": torch.get_num_threads(), "mkldnn": torch.backends.mkldnn.is_available()}
+            "native_kernels": kernels, "torch_threads": torch.get_num_threads(),
+            "mkldnn": torch.backends.mkldnn.is_available()}
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,38 @@ def test_a_failed_build_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", "")
     loaded, reason = library._open.__wrapped__()
     assert loaded is None and "compiler" in reason
+
+
+FULL = "fpu avx2 fma bmi2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
+
+
+@pytest.mark.parametrize(("flags", "chosen", "expected"), [
+    (FULL, "", "avx512"), (FULL, "avx2", "avx2"), (FULL.replace(" avx512_bf16", ""), "", "avx2"),
+    ("fpu avx2", "", "avx2"), ("fpu avx2", "avx512", "avx512"), (None, "", "avx2"),
+])
+def test_the_vectors_follow_the_processor_or_the_wish(
+    monkeypatch: pytest.MonkeyPatch, flags: str | None, chosen: str, expected: str
+) -> None:
+    lines = [] if flags is None else ["model name\t: any", f"flags\t\t: {flags}"]
+    monkeypatch.setattr(build, "_cpuinfo", lambda: lines)
+    monkeypatch.setenv("SHOAL_NATIVE", chosen)
+    assert build.vector_set() == expected
+
+
+def test_a_wish_for_other_vectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_NATIVE", "sse2")
+    loaded, reason = library._open.__wrapped__()
+    assert loaded is None and reason == "SHOAL_NATIVE is 'sse2'; it must be avx512 or avx2, or not be set"
+
+
+@pytest.mark.skipif(build.vector_set() == "avx2", reason="all tests run on the narrower vectors here")
+def test_narrower_vectors_on_a_processor_with_wide_ones() -> None:
+    some = "test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache"
+    files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_forward.py")]
+    words = ["-q", "-p", "no:cacheprovider", "-k", some, *files]
+    environment = {**os.environ, "SHOAL_NATIVE": "avx2", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoding kernels in C for Llama-shaped models on x86-64 with AVX-512 (BF16 and VNNI).
+"""Decoding kernels in C for Llama-shaped models on x86-64 with AVX-512 (BF16 and VNNI) or AVX2.
 
 Compiled on first use by the system's compiler and called through ctypes; never required: where they cannot run,
 `available()` is false and `why_not()` says why. A token's result does not depend, bit for bit, on how many other
@@ -7,6 +7,7 @@ tokens a forward holds, so a verified block gives what decoding one by one gives
 
 from shoal.model.packed.native.arena import Arena
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
+from shoal.model.packed.native.build import vector_set
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import MAX_NODES
@@ -27,5 +28,6 @@ __all__ = [
     "available",
     "matmul",
     "pack",
+    "vector_set",
     "why_not",
 ]

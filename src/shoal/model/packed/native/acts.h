@@ -40,27 +40,27 @@ INLINE Acts acts_at(char *memory, int tokens, int depth) {
 }
 
 INLINE float inverse_rms(const float *x, int count, float eps) {
-    __m512 sum = _mm512_setzero_ps();
+    Vf sum = vf_zero();
     for (int k = 0; k < count; k += LANES) {
-        __m512 v = _mm512_maskz_loadu_ps(head_mask(count - k), x + k);
-        sum = _mm512_fmadd_ps(v, v, sum);
+        Vf v = vf_load_some(head_mask(count - k), x + k);
+        sum = vf_fma(v, v, sum);
     }
-    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / count + eps);
+    return 1.0f / sqrtf(vf_sum(sum) / count + eps);
 }
 
 INLINE void quantise_group(const float *x, const int size, int zero, int8_t *to, float *scale, int32_t *sum) {
-    __m512 peak = _mm512_setzero_ps();
-    UNROLL for (int k = 0; k < size; k += LANES) peak = _mm512_max_ps(peak, _mm512_abs_ps(_mm512_load_ps(x + k)));
-    float largest = _mm512_reduce_max_ps(peak);
-    __m512 inverse = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
-    __m512i total = _mm512_setzero_si512();
+    Vf peak = vf_zero();
+    UNROLL for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
+    float largest = vf_top(peak);
+    Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
+    Vi total = vi_zero();
     UNROLL for (int k = 0; k < size; k += LANES) {
-        __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + k), inverse));
-        total = _mm512_add_epi32(total, q);
-        _mm_store_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(q));
+        Vi q = vi_round(vf_mul(vf_load(x + k), inverse));
+        total = vi_add(total, q);
+        vi_store_s8(to + k, q);
     }
     *scale = largest / 127.0f;
-    *sum = -zero * _mm512_reduce_add_epi32(total);
+    *sum = -zero * vi_sum(total);
 }
 
 INLINE void quantise_line(const Acts *a, int kind, int depth, int token, int8_t *to) {
@@ -78,28 +78,28 @@ INLINE void quantise_line(const Acts *a, int kind, int depth, int token, int8_t 
 INLINE void convert_line(const Acts *a, int kind, int depth, int token, int32_t *to) {
     if (kind >= KIND_INT8) quantise_line(a, kind, depth, token, (int8_t *)to);
     else if (kind == KIND_FP32) memcpy(to, a->line, sizeof(float) * depth);
-    else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, _mm512_load_ps(a->line + k), 0xffff);
+    else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, vf_load(a->line + k), 0xffff);
 }
 
 INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, int32_t *to) {
     for (int k = 0; k < words; k += LANES) {
-        __m512i v[8];
+        Vi v[8];
         UNROLL for (int t = 0; t < width; t++)
-            v[t] = t < tokens ? _mm512_load_si512(a->plain + t * a->depth + k) : _mm512_setzero_si512();
+            v[t] = t < tokens ? vi_load(a->plain + t * a->depth + k) : vi_zero();
         weave(v, width);
-        UNROLL for (int t = 0; t < width; t++) _mm512_store_si512(to + k * width + t * LANES, v[t]);
+        UNROLL for (int t = 0; t < width; t++) vi_store(to + k * width + t * LANES, v[t]);
     }
 }
 
 /* RMS-normalise x [cols] by `norm`, or take it as it is if that is NULL, and put it down as token `token` of `tokens`.
    Tokens come in order; the last one of a tile weaves it. */
 static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token, int tokens) {
-    __m512 scale = _mm512_set1_ps(norm ? inverse_rms(x, w->cols, eps) : 1.0f);
+    Vf scale = vf_all(norm ? inverse_rms(x, w->cols, eps) : 1.0f);
     for (int k = 0; k < w->depth; k += LANES) {
-        __mmask16 mask = k < w->cols ? head_mask(w->cols - k) : 0;
-        __m512 v = _mm512_maskz_loadu_ps(mask, x + k);
-        if (norm) v = _mm512_mul_ps(_mm512_mul_ps(v, scale), _mm512_maskz_loadu_ps(mask, norm + k));
-        _mm512_store_ps(a->line + k, v);
+        Mask mask = k < w->cols ? head_mask(w->cols - k) : 0;
+        Vf v = vf_load_some(mask, x + k);
+        if (norm) v = vf_mul(vf_mul(v, scale), vf_load_some(mask, norm + k));
+        vf_store(a->line + k, v);
     }
     const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS);
     const int words = w->depth / values_per_word(w->kind), width = width_of(count);

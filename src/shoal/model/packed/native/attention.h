@@ -33,37 +33,37 @@ typedef struct {
     float scale;
 } Columns;
 
-INLINE __m512i load_part(const char *line, int part, int parts, const int bf16, int dim, const int whole) {
+INLINE Vi load_part(const char *line, int part, int parts, const int bf16, int dim, const int whole) {
     const char *at = line + 64 * part;
-    if (whole || part < parts - 1) return _mm512_loadu_si512(at);
+    if (whole || part < parts - 1) return vi_loadu(at);
     int width = bf16 ? 32 : 16, rest = dim - part * width;
-    __mmask32 mask = rest >= 32 ? 0xffffffffu : (1u << rest) - 1;
-    return bf16 ? _mm512_maskz_loadu_epi16(mask, at) : _mm512_maskz_loadu_epi32((__mmask16)mask, at);
+    uint32_t mask = rest >= 32 ? 0xffffffffu : (1u << rest) - 1;
+    return bf16 ? vi_load_halves(mask, at) : vi_load_words((Mask)mask, at);
 }
 
-INLINE __m512 multiply_add(__m512 sum, __m512i a, __m512i b, const int bf16) {
-    return bf16 ? _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b)
-                : _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {
+    return bf16 ? dot_bf16(sum, a, b)
+                : vf_fma(vf_bits(a), vf_bits(b), sum);
 }
 
 /* scores[h][c] of `heads` (1, 2 or 4) queries and all columns, 16 products at a time. */
 INLINE void score(const char *const *q, const Columns *c, float scores[][CHUNK], const int heads, const int bf16,
                   const int whole) {
     const int wide = 16 / heads, size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
-    const __m512 scale = _mm512_set1_ps(c->scale);
+    const Vf scale = vf_all(c->scale);
     for (int first = 0; first < c->columns; first += wide) {
-        __m512 sum[16];
-        UNROLL for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+        Vf sum[16];
+        UNROLL for (int i = 0; i < 16; i++) sum[i] = vf_zero();
         for (int p = 0; p < parts; p++) {
             UNROLL for (int j = 0; j < wide; j++) {
                 const char *line = c->keys + (int64_t)min_int(first + j, c->columns - 1) * c->dim * size;
-                __m512i key = load_part(line, p, parts, bf16, c->dim, whole);
+                Vi key = load_part(line, p, parts, bf16, c->dim, whole);
                 UNROLL for (int h = 0; h < heads; h++)
-                    sum[h * wide + j] = multiply_add(sum[h * wide + j], key, _mm512_load_si512(q[h] + 64 * p), bf16);
+                    sum[h * wide + j] = multiply_add(sum[h * wide + j], key, vi_load(q[h] + 64 * p), bf16);
             }
         }
         float product[16] ALIGNED;
-        _mm512_store_ps(product, _mm512_mul_ps(sum_lanes(sum), scale));
+        vf_store(product, vf_mul(sum_lanes(sum), scale));
         UNROLL for (int h = 0; h < heads; h++) memcpy(scores[h] + first, product + h * wide, sizeof(float) * wide);
     }
 }
@@ -79,61 +79,59 @@ INLINE void hide(const Columns *c, float *scores) {
 
 /* Turn scores into weights relative to the new peak. Returns by how much older sums shrink. */
 INLINE float soften(State *s, float *scores, int columns) {
-    __m512 peak = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    for (int i = 0; i < columns; i += LANES) peak = _mm512_max_ps(peak, _mm512_load_ps(scores + i));
-    float top = fmaxf(s->peak, _mm512_reduce_max_ps(peak));
+    Vf peak = vf_all(-INFINITY), total = vf_zero();
+    for (int i = 0; i < columns; i += LANES) peak = vf_max(peak, vf_load(scores + i));
+    float top = fmaxf(s->peak, vf_top(peak));
     const int blind = top == -INFINITY; /* nothing visible yet: all weights come out as zero */
     if (blind) top = 0;
     for (int i = 0; i < columns; i += LANES) {
-        __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(scores + i), _mm512_set1_ps(top)));
-        total = _mm512_add_ps(total, weight);
-        _mm512_store_ps(scores + i, weight);
+        Vf weight = exp_ps(vf_sub(vf_load(scores + i), vf_all(top)));
+        total = vf_add(total, weight);
+        vf_store(scores + i, weight);
     }
     if (blind) return 1.0f;
     float shrink = s->peak == top ? 1.0f : expf(s->peak - top);
-    s->total = s->total * shrink + _mm512_reduce_add_ps(total);
+    s->total = s->total * shrink + vf_sum(total);
     s->peak = top;
     return shrink;
 }
 
-INLINE void add_sum(State *s, int at, float shrink, __m512 sum) {
-    _mm512_store_ps(s->sum + at, _mm512_fmadd_ps(_mm512_load_ps(s->sum + at), _mm512_set1_ps(shrink), sum));
+INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
+    vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
 
 /* bf16: columns go in pairs, interleaved so that one dot product of pairs serves 16 of the head's dimensions. */
 INLINE void mix_bf16(State *const *s, const Columns *c, const uint16_t weights[][CHUNK], const float *shrink, int part,
                      int parts, const int heads, const int whole) {
     const int64_t line = 2 * c->dim;
-    __m512 low[QUERIES], high[QUERIES];
-    UNROLL for (int h = 0; h < heads; h++) low[h] = high[h] = _mm512_setzero_ps();
+    Vf low[QUERIES], high[QUERIES];
+    UNROLL for (int h = 0; h < heads; h++) low[h] = high[h] = vf_zero();
     for (int i = 0; i < c->columns; i += 2) {
         const char *at = c->values + i * line;
-        __m512i a = load_part(at, part, parts, 1, c->dim, whole), b = _mm512_setzero_si512();
+        Vi a = load_part(at, part, parts, 1, c->dim, whole), b = vi_zero();
         if (i + 1 < c->columns) b = load_part(at + line, part, parts, 1, c->dim, whole);
-        __m512bh even = (__m512bh)_mm512_unpacklo_epi16(a, b), odd = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        Vi even = pair_low(a, b), odd = pair_high(a, b);
         UNROLL for (int h = 0; h < heads; h++) {
             int32_t pair;
             memcpy(&pair, weights[h] + i, 4);
-            low[h] = _mm512_dpbf16_ps(low[h], even, (__m512bh)_mm512_set1_epi32(pair));
-            high[h] = _mm512_dpbf16_ps(high[h], odd, (__m512bh)_mm512_set1_epi32(pair));
+            low[h] = dot_bf16(low[h], even, vi_all(pair));
+            high[h] = dot_bf16(high[h], odd, vi_all(pair));
         }
     }
-    const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
     UNROLL for (int h = 0; h < heads; h++) {
-        __m512d l = _mm512_castps_pd(low[h]), u = _mm512_castps_pd(high[h]);
-        add_sum(s[h], 32 * part, shrink[h], _mm512_castpd_ps(_mm512_permutex2var_pd(l, first, u)));
-        add_sum(s[h], 32 * part + 16, shrink[h], _mm512_castpd_ps(_mm512_permutex2var_pd(l, second, u)));
+        add_sum(s[h], 32 * part, shrink[h], unpair_first(low[h], high[h]));
+        add_sum(s[h], 32 * part + 16, shrink[h], unpair_second(low[h], high[h]));
     }
 }
 
 INLINE void mix_fp32(State *const *s, const Columns *c, float scores[][CHUNK], const float *shrink, int part, int parts,
                      const int heads, const int whole) {
-    __m512 sum[QUERIES];
-    UNROLL for (int h = 0; h < heads; h++) sum[h] = _mm512_setzero_ps();
+    Vf sum[QUERIES];
+    UNROLL for (int h = 0; h < heads; h++) sum[h] = vf_zero();
     for (int i = 0; i < c->columns; i++) {
         const char *line = c->values + (int64_t)i * c->dim * 4;
-        __m512 value = _mm512_castsi512_ps(load_part(line, part, parts, 0, c->dim, whole));
-        UNROLL for (int h = 0; h < heads; h++) sum[h] = _mm512_fmadd_ps(value, _mm512_set1_ps(scores[h][i]), sum[h]);
+        Vf value = vf_bits(load_part(line, part, parts, 0, c->dim, whole));
+        UNROLL for (int h = 0; h < heads; h++) sum[h] = vf_fma(value, vf_all(scores[h][i]), sum[h]);
     }
     UNROLL for (int h = 0; h < heads; h++) add_sum(s[h], 16 * part, shrink[h], sum[h]);
 }
@@ -149,7 +147,7 @@ INLINE void attend_heads(const char *const *q, State *const *s, const Columns *c
     UNROLL for (int h = 0; h < heads; h++) {
         hide(c, scores[h]);
         shrink[h] = soften(s[h], scores[h], c->columns);
-        for (int i = 0; bf16 && i < c->columns; i += LANES) store_bf16(weights[h] + i, _mm512_load_ps(scores[h] + i), 0xffff);
+        for (int i = 0; bf16 && i < c->columns; i += LANES) store_bf16(weights[h] + i, vf_load(scores[h] + i), 0xffff);
     }
     for (int p = 0; p < parts; p++) {
         if (bf16) mix_bf16(s, c, (const uint16_t(*)[CHUNK])weights, shrink, p, parts, heads, whole);

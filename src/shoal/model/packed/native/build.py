@@ -16,8 +16,13 @@ import torch
 
 _HERE = Path(__file__).parent
 _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
-_VECTOR = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native")
-_UNITS = {"cpu.c": (), "check.c": (), "pack.c": _VECTOR, "forward.c": _VECTOR}
+_VECTORS = {
+    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native"),
+    "avx2": ("-march=x86-64-v3", "-mtune=native"),
+}
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+_UNITS = {"cpu.c": False, "check.c": False, "pack.c": True, "forward.c": True}
+"""Sources, and whether they are compiled for vectors; the others run on any x86-64."""
 _TIMEOUT = 300
 _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$")
 
@@ -30,18 +35,44 @@ def build() -> Path:
     """The compiled library; it is made if the cache does not hold it.
 
     Raises:
-        BuildError: no compiler, another processor family, or the compiler failed.
+        BuildError: no compiler, another processor family, an unknown SHOAL_NATIVE, or the compiler failed.
     """
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"the kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise BuildError("no C compiler (gcc, cc or clang) is on the PATH")
-    runtime = openmp_runtime()
-    target = cache_folder() / _fingerprint(compiler, runtime) / "libshoal.so"
+    runtime, vectors = openmp_runtime(), vector_set()
+    target = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
     if not target.exists():
-        _compile(compiler, runtime, target)
+        _compile(compiler, runtime, vectors, target)
     return target
+
+
+def vector_set() -> str:
+    """The widest vectors that the kernels are written for and this processor has: "avx512" or "avx2".
+
+    The environment variable SHOAL_NATIVE chooses otherwise.
+
+    Raises:
+        BuildError: it names something else.
+    """
+    chosen = os.environ.get("SHOAL_NATIVE") or ("avx512" if _features() >= _AVX512 else "avx2")
+    if chosen not in _VECTORS:
+        raise BuildError(f"SHOAL_NATIVE is {chosen!r}; it must be avx512 or avx2, or not be set")
+    return chosen
+
+
+def _features() -> set[str]:
+    """What the processor has, by the kernel's names; nothing where it does not say."""
+    return next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set())
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
 
 
 def cache_folder() -> Path:
@@ -69,30 +100,27 @@ def _sources() -> list[Path]:
     return sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
 
 
-def _fingerprint(compiler: str, runtime: str | None) -> str:
+def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, str(runtime), repr((_BASE, _UNITS)), _processor()]
+    parts = [version, str(runtime), vectors, repr((_BASE, _UNITS, _VECTORS[vectors])), _processor()]
     parts += [path.name + path.read_text() for path in _sources()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _processor() -> str:
     """The processor's name: the code is tuned for it, and a cache folder may be shared between machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "model\t", "cpu family"))))
+    telling = ("model name", "model\t", "cpu family")
+    return "".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(telling))) or platform.processor()
 
 
-def _compile(compiler: str, runtime: str | None, target: Path) -> None:
+def _compile(compiler: str, runtime: str | None, vectors: str, target: Path) -> None:
     """Into a folder of its own, then renamed: a reader sees all of the library or none of it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
             folder = Path(name)
             with ThreadPoolExecutor() as pool:
-                objects = list(pool.map(lambda unit: _object(compiler, unit, folder), _UNITS))
+                objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, folder), _UNITS))
             library = folder / target.name
             openmp = [runtime] if runtime else ["-fopenmp"]
             _run([compiler, "-shared", "-Wl,--no-undefined", "-o", str(library), *objects, *openmp, "-lm"])
@@ -101,9 +129,10 @@ def _compile(compiler: str, runtime: str | None, target: Path) -> None:
         raise BuildError(f"the library cannot be written below {cache_folder()}: {error}") from error
 
 
-def _object(compiler: str, unit: str, folder: Path) -> str:
+def _object(compiler: str, unit: str, vectors: str, folder: Path) -> str:
     output = str(folder / f"{unit}.o")
-    _run([compiler, *_BASE, *_UNITS[unit], "-c", str(_HERE / unit), "-o", output])
+    options = [f"-DSHOAL_{vectors.upper()}", *(_VECTORS[vectors] if _UNITS[unit] else ())]
+    _run([compiler, *_BASE, *options, "-c", str(_HERE / unit), "-o", output])
     return output
 
 

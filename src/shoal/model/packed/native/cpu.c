@@ -7,12 +7,18 @@
 /* The first instruction set that the kernels need and this processor lacks, or NULL. */
 const char *shoal_missing_feature(void) {
     __builtin_cpu_init();
+#ifdef SHOAL_AVX512
     if (!__builtin_cpu_supports("avx512f")) return "avx512f";
     if (!__builtin_cpu_supports("avx512bw")) return "avx512bw";
     if (!__builtin_cpu_supports("avx512vl")) return "avx512vl";
     if (!__builtin_cpu_supports("avx512dq")) return "avx512dq";
     if (!__builtin_cpu_supports("avx512vnni")) return "avx512vnni";
     if (!__builtin_cpu_supports("avx512bf16")) return "avx512bf16";
+#else
+    if (!__builtin_cpu_supports("avx2")) return "avx2";
+    if (!__builtin_cpu_supports("fma")) return "fma";
+    if (!__builtin_cpu_supports("bmi2")) return "bmi2";
+#endif
     return 0;
 }
 

@@ -20,10 +20,10 @@ static void multiply_share(const Worker *w, const ShoalWeight *weight, const Cho
 }
 
 /* Row block b of the `count` at hand, for chosen token i, with its bias. */
-INLINE __m512 result(const Worker *w, const Chosen *c, const float *bias, int first_row, int rows, int b, int i) {
-    __m512 sum = sum_at(w->sums, c->count, b, i);
+INLINE Vf result(const Worker *w, const Chosen *c, const float *bias, int first_row, int rows, int b, int i) {
+    Vf sum = sum_at(w->sums, c->count, b, i);
     if (!bias || first_row >= rows) return sum;
-    return _mm512_add_ps(sum, _mm512_maskz_loadu_ps(head_mask(rows - first_row), bias + first_row));
+    return vf_add(sum, vf_load_some(head_mask(rows - first_row), bias + first_row));
 }
 
 static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
@@ -33,19 +33,19 @@ static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int 
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
-            _mm512_store_ps(r->qkv + i * r->qkv_line + row, result(w, c, bias, row, rows, b, i));
+            vf_store(r->qkv + i * r->qkv_line + row, result(w, c, bias, row, rows, b, i));
         }
 }
 
 static void finish_residual(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const __m512 scale = _mm512_set1_ps(r->m->residual_scale);
+    const Vf scale = vf_all(r->m->residual_scale);
     (void)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             float *x = r->x + c->token[i] * r->x_line + row;
-            _mm512_store_ps(x, _mm512_fmadd_ps(result(w, c, bias, row, r->m->hidden, b, i), scale, _mm512_load_ps(x)));
+            vf_store(x, vf_fma(result(w, c, bias, row, r->m->hidden, b, i), scale, vf_load(x)));
         }
 }
 
@@ -56,21 +56,21 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b += 2) {
             const int row = (block + b) / 2 * LANES;
-            __m512 gate = result(w, c, bias, row, ffn, b, i);
-            __m512 up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
+            Vf gate = result(w, c, bias, row, ffn, b, i);
+            Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
             gate = r->m->activation == ACTIVATION_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
-            _mm512_store_ps(r->hidden + i * r->hidden_line + row, _mm512_mul_ps(gate, up));
+            vf_store(r->hidden + i * r->hidden_line + row, vf_mul(gate, up));
         }
 }
 
 static void finish_logits(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const ShoalModel *m = w->run->m;
-    const __m512 scale = _mm512_set1_ps(m->logit_scale);
+    const Vf scale = vf_all(m->logit_scale);
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count && (block + b) * LANES < m->vocab; b++) {
             const int row = (block + b) * LANES;
             float *at = (float *)to + (int64_t)i * m->vocab + row;
-            _mm512_mask_storeu_ps(at, head_mask(m->vocab - row), _mm512_mul_ps(result(w, c, bias, row, m->vocab, b, i), scale));
+            vf_store_some(at, head_mask(m->vocab - row), vf_mul(result(w, c, bias, row, m->vocab, b, i), scale));
         }
 }
 

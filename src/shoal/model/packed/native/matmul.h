@@ -49,9 +49,9 @@ static void multiply(const ShoalWeight *w, const Acts *a, int tokens, int block,
         }
 }
 
-INLINE __m512 sum_at(const float *sums, int tokens, int b, int t) {
+INLINE Vf sum_at(const float *sums, int tokens, int b, int t) {
     const float *at = sums + (int64_t)(b * tokens + t) * 2 * LANES;
-    return _mm512_add_ps(_mm512_load_ps(at), _mm512_load_ps(at + LANES));
+    return vf_add(vf_load(at), vf_load(at + LANES));
 }
 
 /* The share of `count` equal pieces of work that falls to thread `id` of `threads`. */

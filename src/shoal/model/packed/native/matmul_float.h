@@ -5,30 +5,30 @@
 
 #include "acts.h"
 
-INLINE __m512 add_word(__m512 sum, __m512i row, int32_t word, const int bf16) {
-    __m512i x = _mm512_set1_epi32(word);
-    return bf16 ? _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)x)
-                : _mm512_fmadd_ps(_mm512_castsi512_ps(row), _mm512_castsi512_ps(x), sum);
+INLINE Vf add_word(Vf sum, Vi row, int32_t word, const int bf16) {
+    Vi x = vi_all(word);
+    return bf16 ? dot_bf16(sum, row, x)
+                : vf_fma(vf_bits(row), vf_bits(x), sum);
 }
 
 /* Add the products of one tile to sums [T][2][16] and fetch half as much from `ahead`, unless that is NULL; T and `bf16`
    are known to the compiler. */
 INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int T, const int bf16) {
     const int W = width_of(T);
-    __m512 even[8], odd[8];
+    Vf even[8], odd[8];
     UNROLL for (int t = 0; t < T; t++) {
-        even[t] = _mm512_load_ps(sums + 2 * t * LANES);
-        odd[t] = _mm512_load_ps(sums + (2 * t + 1) * LANES);
+        even[t] = vf_load(sums + 2 * t * LANES);
+        odd[t] = vf_load(sums + (2 * t + 1) * LANES);
     }
     for (int64_t k = 0; k < words; k += 2) {
-        __m512i row = _mm512_load_si512(lines + k * 64), next = _mm512_load_si512(lines + k * 64 + 64);
+        Vi row = vi_load(lines + k * 64), next = vi_load(lines + k * 64 + 64);
         if (ahead) _mm_prefetch(ahead + k * 32, _MM_HINT_T0);
         UNROLL for (int t = 0; t < T; t++) even[t] = add_word(even[t], row, x[k * W + t], bf16);
         UNROLL for (int t = 0; t < T; t++) odd[t] = add_word(odd[t], next, x[(k + 1) * W + t], bf16);
     }
     UNROLL for (int t = 0; t < T; t++) {
-        _mm512_store_ps(sums + 2 * t * LANES, even[t]);
-        _mm512_store_ps(sums + (2 * t + 1) * LANES, odd[t]);
+        vf_store(sums + 2 * t * LANES, even[t]);
+        vf_store(sums + (2 * t + 1) * LANES, odd[t]);
     }
 }
 

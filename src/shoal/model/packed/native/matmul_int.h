@@ -1,6 +1,7 @@
 /* Products of int8 and int4 row blocks with a few tokens, in integers within a group: weights are unsigned with a
-   zero point, activations signed, as vpdpbusd wants; the zero point's share starts the sum. Groups are added in order,
-   so that a token's result does not depend on which others are in the batch. */
+   zero point, activations signed, as vpdpbusd wants; the zero point's share starts the sum, unless the instruction set
+   has the product take it off. Groups are added in order, so that a token's result does not depend on which others are
+   in the batch. */
 #ifndef SHOAL_MATMUL_INT_H
 #define SHOAL_MATMUL_INT_H
 
@@ -18,11 +19,11 @@ INLINE Groups groups_at(const Acts *a, int first, int group) {
     return (Groups){.scales = a->scales + at, .starts = a->sums + at, .step = a->groups};
 }
 
-INLINE void add_group(const Groups *groups, const uint16_t *scales, int64_t g, const __m512i *part, __m512 *sum, const int T) {
-    const __m512 scale = load_half(scales + g * LANES);
+INLINE void add_group(const Groups *groups, const uint16_t *scales, int64_t g, const Vi *part, Vf *sum, const int T) {
+    const Vf scale = load_half(scales + g * LANES);
     UNROLL for (int t = 0; t < T; t++) {
-        __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(groups->scales[t * groups->step + g]));
-        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[t]), both, sum[t]);
+        Vf both = vf_mul(scale, vf_all(groups->scales[t * groups->step + g]));
+        sum[t] = vf_fma(vf_from(part[t]), both, sum[t]);
     }
 }
 
@@ -35,20 +36,20 @@ INLINE void tile_int8(const ShoalWeight *w, const Part *p, const Acts *a, int fi
     const Groups groups = groups_at(a, first, p->first / WORDS);
     const char *lines = lines_at(w, p);
     const uint16_t *scales = scales_at(w, p);
-    __m512 sum[8];
-    UNROLL for (int t = 0; t < T; t++) sum[t] = _mm512_load_ps(sums + 2 * t * LANES);
+    Vf sum[8];
+    UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
     for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += WORDS * 64) {
-        __m512i part[8];
-        UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
+        Vi part[8];
+        UNROLL for (int t = 0; t < T; t++) part[t] = start_bytes(groups.starts[t * groups.step + g]);
         UNROLL for (int j = 0; j < WORDS; j++) {
-            __m512i row = _mm512_load_si512(lines + j * 64);
+            Vi row = vi_load(lines + j * 64);
             if (ahead && j % 2) _mm_prefetch(ahead + (g * WORDS + j) * 32, _MM_HINT_T0);
             UNROLL for (int t = 0; t < T; t++)
-                part[t] = _mm512_dpbusd_epi32(part[t], row, _mm512_set1_epi32(x[j * W + t]));
+                part[t] = dot_bytes(part[t], row, vi_all(x[j * W + t]));
         }
         add_group(&groups, scales, g, part, sum, T);
     }
-    UNROLL for (int t = 0; t < T; t++) _mm512_store_ps(sums + 2 * t * LANES, sum[t]);
+    UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
 INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
@@ -56,26 +57,25 @@ INLINE void tile_int4(const ShoalWeight *w, const Part *p, const Acts *a, int fi
     enum { WORDS = GROUP_INT4 / 4, HALF = WORDS / 2 };
     const int W = width_of(T), count = p->words / WORDS;
     const Groups groups = groups_at(a, first, p->first / WORDS);
-    const __m512i nibble = _mm512_set1_epi8(15);
     const char *lines = lines_at(w, p);
     const uint16_t *scales = scales_at(w, p);
-    __m512 sum[8];
-    UNROLL for (int t = 0; t < T; t++) sum[t] = _mm512_load_ps(sums + 2 * t * LANES);
+    Vf sum[8];
+    UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
     for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += HALF * 64) {
-        __m512i part[8];
-        UNROLL for (int t = 0; t < T; t++) part[t] = _mm512_set1_epi32(groups.starts[t * groups.step + g]);
+        Vi part[8];
+        UNROLL for (int t = 0; t < T; t++) part[t] = vi_all(groups.starts[t * groups.step + g]);
         UNROLL for (int j = 0; j < HALF; j++) {
-            __m512i both = _mm512_load_si512(lines + j * 64);
+            Vi both = vi_load(lines + j * 64);
             if (ahead && j % 2) _mm_prefetch(ahead + (g * HALF + j) * 32, _MM_HINT_T0);
-            __m512i low = _mm512_and_si512(both, nibble), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+            Vi low = vi_low_nibbles(both), high = vi_high_nibbles(both);
             UNROLL for (int t = 0; t < T; t++) {
-                part[t] = _mm512_dpbusd_epi32(part[t], low, _mm512_set1_epi32(x[j * W + t]));
-                part[t] = _mm512_dpbusd_epi32(part[t], high, _mm512_set1_epi32(x[(j + HALF) * W + t]));
+                part[t] = dot_nibbles(part[t], low, vi_all(x[j * W + t]));
+                part[t] = dot_nibbles(part[t], high, vi_all(x[(j + HALF) * W + t]));
             }
         }
         add_group(&groups, scales, g, part, sum, T);
     }
-    UNROLL for (int t = 0; t < T; t++) _mm512_store_ps(sums + 2 * t * LANES, sum[t]);
+    UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
 #endif

@@ -25,51 +25,50 @@ static void load_row(const ShoalWeight *w, const void *from, int dtype, int64_t 
     const int cols = row < 0 ? 0 : w->cols;
     const int64_t at = row * w->cols;
     for (int k = 0; k < w->depth; k += LANES) {
-        __mmask16 mask = k < cols ? head_mask(cols - k) : 0;
-        const __m512 v = dtype == DTYPE_BF16 ? load_bf16((const uint16_t *)from + at + k, mask)
-                                             : _mm512_maskz_loadu_ps(mask, (const float *)from + at + k);
-        _mm512_store_ps(line + k, v);
+        Mask mask = k < cols ? head_mask(cols - k) : 0;
+        const Vf v = dtype == DTYPE_BF16 ? load_bf16((const uint16_t *)from + at + k, mask)
+                                             : vf_load_some(mask, (const float *)from + at + k);
+        vf_store(line + k, v);
     }
 }
 
 static uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 static float peak_of(const float *x, int size) {
-    __m512 peak = _mm512_setzero_ps();
-    for (int k = 0; k < size; k += LANES) peak = _mm512_max_ps(peak, _mm512_abs_ps(_mm512_load_ps(x + k)));
-    return _mm512_reduce_max_ps(peak);
+    Vf peak = vf_zero();
+    for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
+    return vf_top(peak);
 }
 
 /* x / scale, rounded into low..high, shifted to be unsigned. The scale was rounded to fp16 before, so that this makes no
    error of its own; where fp16 makes it zero, so are the weights. */
 static void round_group(const float *x, int size, uint16_t scale, int low, int high, uint8_t *out) {
     const float rounded = half_to_float(scale);
-    const __m512 inverse = _mm512_set1_ps(rounded != 0 ? 1.0f / rounded : 0.0f);
+    const Vf inverse = vf_all(rounded != 0 ? 1.0f / rounded : 0.0f);
     for (int k = 0; k < size; k += LANES) {
-        __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + k), inverse));
-        q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(low)), _mm512_set1_epi32(high));
-        _mm_storeu_si128((__m128i *)(out + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(q, _mm512_set1_epi32(high + 1))));
+        Vi q = vi_round(vf_mul(vf_load(x + k), inverse));
+        q = vi_min(vi_max(q, vi_all(low)), vi_all(high));
+        vi_store_u8(out + k, vi_add(q, vi_all(high + 1)));
     }
 }
 
 /* The scale whose nearest grid -8..7 explains most of x: after least squares, <x,q>/<q,q>, what is left of |x|^2 is
    less by <x,q>^2 / <q,q>. The grid is lopsided, so both signs are tried for where -8 falls. */
 static float best_scale_int4(const float *x) {
-    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + LANES);
-    const __m512 low = _mm512_set1_ps(-8), high = _mm512_set1_ps(7);
+    const Vf a = vf_load(x), b = vf_load(x + LANES);
+    const Vf low = vf_all(-8), high = vf_all(7);
     const float peak = peak_of(x, GROUP_INT4);
     if (peak == 0) return 0;
-    __m512 dots[16], squares[16];
+    Vf dots[16], squares[16];
     for (int i = 0; i < 16; i++) {
-        __m512 by = _mm512_set1_ps((i & 1 ? -1.0f : 1.0f) * (6.0f + 0.4f * (i / 2)) / peak);
-        __m512 p = _mm512_roundscale_ps(_mm512_mul_ps(a, by), 0), q = _mm512_roundscale_ps(_mm512_mul_ps(b, by), 0);
-        p = _mm512_min_ps(_mm512_max_ps(p, low), high), q = _mm512_min_ps(_mm512_max_ps(q, low), high);
-        dots[i] = _mm512_fmadd_ps(a, p, _mm512_mul_ps(b, q));
-        squares[i] = _mm512_fmadd_ps(p, p, _mm512_mul_ps(q, q));
+        Vf by = vf_all((i & 1 ? -1.0f : 1.0f) * (6.0f + 0.4f * (i / 2)) / peak);
+        Vf p = vf_round(vf_mul(a, by)), q = vf_round(vf_mul(b, by));
+        p = vf_min(vf_max(p, low), high), q = vf_min(vf_max(q, low), high);
+        dots[i] = vf_fma(a, p, vf_mul(b, q));
+        squares[i] = vf_fma(p, p, vf_mul(q, q));
     }
-    const __m512 dot = sum_lanes(dots), scale = _mm512_div_ps(dot, sum_lanes(squares)), gain = _mm512_mul_ps(dot, scale);
-    const __mmask16 best = _mm512_cmp_ps_mask(gain, _mm512_set1_ps(_mm512_reduce_max_ps(gain)), _CMP_EQ_OQ);
-    return best ? _mm512_cvtss_f32(_mm512_maskz_compress_ps(best, scale)) : 0.0f;
+    const Vf dot = sum_lanes(dots), scale = vf_div(dot, sum_lanes(squares)), gain = vf_mul(dot, scale);
+    return value_at(gain, vf_top(gain), scale);
 }
 
 static void pack_group(int kind, const float *x, uint16_t *scale, uint8_t *out) {
@@ -88,7 +87,7 @@ static void pack_group(int kind, const float *x, uint16_t *scale, uint8_t *out) 
 static void convert_row(const ShoalWeight *w, const float *line, char *words, uint16_t *scales) {
     if (w->kind == KIND_FP32) memcpy(words, line, sizeof(float) * w->depth);
     else if (w->kind == KIND_BF16)
-        for (int k = 0; k < w->depth; k += LANES) store_bf16((uint16_t *)words + k, _mm512_load_ps(line + k), 0xffff);
+        for (int k = 0; k < w->depth; k += LANES) store_bf16((uint16_t *)words + k, vf_load(line + k), 0xffff);
     else
         for (int size = group_size(w->kind), g = 0; g * size < w->depth; g++)
             pack_group(w->kind, line + g * size, scales + g, (uint8_t *)words + g * (size == GROUP_INT8 ? size : size / 2));
@@ -98,13 +97,13 @@ static void convert_row(const ShoalWeight *w, const float *line, char *words, ui
 static void transpose(const int32_t *from, int64_t from_step, int32_t *to, int64_t to_step, int rows, int columns) {
     for (int first = 0; first < rows; first += LANES)
         for (int k = 0; k < columns; k += LANES) {
-            __m512i v[16];
-            const __mmask16 width = head_mask(columns - k);
+            Vi v[16];
+            const Mask width = head_mask(columns - k);
             for (int i = 0; i < LANES; i++)
-                v[i] = _mm512_maskz_loadu_epi32(first + i < rows ? width : 0, from + (first + i) * from_step + k);
+                v[i] = vi_load_words(first + i < rows ? width : 0, from + (first + i) * from_step + k);
             weave(v, 16);
             for (int i = 0; i < LANES && k + i < columns; i++)
-                _mm512_mask_storeu_epi32(to + (k + i) * to_step + first, head_mask(rows - first), v[i]);
+                vi_store_words(to + (k + i) * to_step + first, head_mask(rows - first), v[i]);
         }
 }
 
@@ -144,16 +143,15 @@ void shoal_pack(const ShoalWeight *w, const void *from, int dtype, char *scratch
 /* `count` inputs of one lane, from the words that convert_row made. */
 static void restore_row(const ShoalWeight *w, const char *words, const uint16_t *scales, float *line) {
     for (int k = 0; k < w->depth; k += LANES) {
-        if (w->kind == KIND_FP32) _mm512_store_ps(line + k, _mm512_loadu_ps(words + 4 * k));
-        else if (w->kind == KIND_BF16) _mm512_store_ps(line + k, load_bf16((const uint16_t *)words + k, 0xffff));
+        if (w->kind == KIND_FP32) vf_store(line + k, vf_loadu(words + 4 * k));
+        else if (w->kind == KIND_BF16) vf_store(line + k, load_bf16((const uint16_t *)words + k, 0xffff));
         else {
             const int four = w->kind == KIND_INT4, high = four && k % GROUP_INT4 >= LANES;
-            __m128i bytes = _mm_loadu_si128((const __m128i *)(words + (four ? k / GROUP_INT4 * LANES : k)));
-            __m512i q = _mm512_srl_epi32(_mm512_cvtepu8_epi32(bytes), _mm_cvtsi32_si128(4 * high));
-            if (four) q = _mm512_and_si512(q, _mm512_set1_epi32(15));
-            q = _mm512_sub_epi32(q, _mm512_set1_epi32(four ? 8 : 128));
-            __m512 scale = _mm512_set1_ps(half_to_float(scales[k / group_size(w->kind)]));
-            _mm512_store_ps(line + k, _mm512_mul_ps(_mm512_cvtepi32_ps(q), scale));
+            Vi q = vi_shift_down(vi_load_bytes(words + (four ? k / GROUP_INT4 * LANES : k)), 4 * high);
+            if (four) q = vi_and(q, vi_all(15));
+            q = vi_sub(q, vi_all(four ? 8 : 128));
+            Vf scale = vf_all(half_to_float(scales[k / group_size(w->kind)]));
+            vf_store(line + k, vf_mul(vf_from(q), scale));
         }
     }
 }
@@ -174,9 +172,9 @@ static void unweave_block(const ShoalWeight *w, int64_t block, char *words, int6
 
 static void store_row(const float *line, int cols, void *to, int dtype, int64_t at) {
     for (int k = 0; k < cols; k += LANES) {
-        const __mmask16 mask = head_mask(cols - k);
-        if (dtype == DTYPE_BF16) store_bf16((uint16_t *)to + at + k, _mm512_load_ps(line + k), mask);
-        else _mm512_mask_storeu_ps((float *)to + at + k, mask, _mm512_load_ps(line + k));
+        const Mask mask = head_mask(cols - k);
+        if (dtype == DTYPE_BF16) store_bf16((uint16_t *)to + at + k, vf_load(line + k), mask);
+        else vf_store_some((float *)to + at + k, mask, vf_load(line + k));
     }
 }
 

@@ -1,0 +1,120 @@
+/* Vectors of 16 lanes on AVX-512 with BF16 and VNNI: every operation is an instruction or two. */
+#ifndef SHOAL_VECTOR_AVX512_H
+#define SHOAL_VECTOR_AVX512_H
+
+typedef __m512 Vf;      /* 16 floats */
+typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
+typedef __mmask16 Mask; /* bit i: lane i takes part */
+
+INLINE Vf vf_zero(void) { return _mm512_setzero_ps(); }
+INLINE Vf vf_all(float x) { return _mm512_set1_ps(x); }
+INLINE Vf vf_load(const float *from) { return _mm512_load_ps(from); }
+INLINE Vf vf_loadu(const void *from) { return _mm512_loadu_ps(from); }
+INLINE Vf vf_load_some(Mask mask, const float *from) { return _mm512_maskz_loadu_ps(mask, from); }
+INLINE void vf_store(float *to, Vf v) { _mm512_store_ps(to, v); }
+INLINE void vf_store_some(float *to, Mask mask, Vf v) { _mm512_mask_storeu_ps(to, mask, v); }
+INLINE Vf vf_add(Vf x, Vf y) { return _mm512_add_ps(x, y); }
+INLINE Vf vf_sub(Vf x, Vf y) { return _mm512_sub_ps(x, y); }
+INLINE Vf vf_mul(Vf x, Vf y) { return _mm512_mul_ps(x, y); }
+INLINE Vf vf_div(Vf x, Vf y) { return _mm512_div_ps(x, y); }
+INLINE Vf vf_min(Vf x, Vf y) { return _mm512_min_ps(x, y); }
+INLINE Vf vf_max(Vf x, Vf y) { return _mm512_max_ps(x, y); }
+INLINE Vf vf_abs(Vf x) { return _mm512_abs_ps(x); }
+INLINE Vf vf_fma(Vf x, Vf y, Vf z) { return _mm512_fmadd_ps(x, y, z); }
+INLINE Vf vf_fms(Vf x, Vf y, Vf z) { return _mm512_fmsub_ps(x, y, z); }
+INLINE Vf vf_fnma(Vf x, Vf y, Vf z) { return _mm512_fnmadd_ps(x, y, z); }
+INLINE Vf vf_round(Vf x) { return _mm512_roundscale_ps(x, 0); }
+INLINE Vf vf_scale(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
+INLINE float vf_sum(Vf x) { return _mm512_reduce_add_ps(x); }
+INLINE float vf_top(Vf x) { return _mm512_reduce_max_ps(x); }
+INLINE Vf vf_bits(Vi x) { return _mm512_castsi512_ps(x); }
+INLINE Vf vf_from(Vi x) { return _mm512_cvtepi32_ps(x); }
+
+INLINE Vi vi_zero(void) { return _mm512_setzero_si512(); }
+INLINE Vi vi_all(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Vi vi_load(const void *from) { return _mm512_load_si512(from); }
+INLINE Vi vi_loadu(const void *from) { return _mm512_loadu_si512(from); }
+INLINE Vi vi_load_words(Mask mask, const void *from) { return _mm512_maskz_loadu_epi32(mask, from); }
+INLINE Vi vi_load_halves(uint32_t mask, const void *from) { return _mm512_maskz_loadu_epi16(mask, from); }
+INLINE Vi vi_load_bytes(const void *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE void vi_store(void *to, Vi v) { _mm512_store_si512(to, v); }
+INLINE void vi_store_words(void *to, Mask mask, Vi v) { _mm512_mask_storeu_epi32(to, mask, v); }
+INLINE void vi_store_s8(void *to, Vi v) { _mm_store_si128((__m128i *)to, _mm512_cvtsepi32_epi8(v)); }
+INLINE void vi_store_u8(void *to, Vi v) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(v)); }
+INLINE Vi vi_round(Vf x) { return _mm512_cvtps_epi32(x); }
+INLINE Vi vi_add(Vi x, Vi y) { return _mm512_add_epi32(x, y); }
+INLINE Vi vi_sub(Vi x, Vi y) { return _mm512_sub_epi32(x, y); }
+INLINE Vi vi_min(Vi x, Vi y) { return _mm512_min_epi32(x, y); }
+INLINE Vi vi_max(Vi x, Vi y) { return _mm512_max_epi32(x, y); }
+INLINE Vi vi_and(Vi x, Vi y) { return _mm512_and_si512(x, y); }
+INLINE Vi vi_shift_down(Vi x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
+INLINE int32_t vi_sum(Vi x) { return _mm512_reduce_add_epi32(x); }
+
+/* The low and the high four bits of every byte. */
+INLINE Vi vi_low_nibbles(Vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE Vi vi_high_nibbles(Vi x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+
+/* Per lane: the sum plus two products of bf16. */
+INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)x); }
+
+/* Per lane: the sum plus four products of an unsigned byte of `row` with a signed one of `x`. */
+INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
+INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
+INLINE Vi dot_nibbles(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
+
+INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+}
+
+/* Round to nearest even, as torch does; vcvtneps2bf16 flushes denormals to zero, which is harmless here. */
+INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+INLINE Vf load_half(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
+
+/* Words of x and y in turn: of their first eight, of their last eight. */
+INLINE Vi zip_low(Vi x, Vi y) {
+    return _mm512_permutex2var_epi32(x, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), y);
+}
+INLINE Vi zip_high(Vi x, Vi y) {
+    return _mm512_permutex2var_epi32(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
+}
+
+/* Halves of x and y in turn, of the first and of the last four halves of every 16 bytes; and what was summed over the
+   pairs that this makes, back in the order of the halves: 0 to 15, 16 to 31. */
+INLINE Vi pair_low(Vi x, Vi y) { return _mm512_unpacklo_epi16(x, y); }
+INLINE Vi pair_high(Vi x, Vi y) { return _mm512_unpackhi_epi16(x, y); }
+INLINE Vf unpair_first(Vf low, Vf high) {
+    const __m512i places = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+    return _mm512_castpd_ps(_mm512_permutex2var_pd(_mm512_castps_pd(low), places, _mm512_castps_pd(high)));
+}
+INLINE Vf unpair_second(Vf low, Vf high) {
+    const __m512i places = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    return _mm512_castpd_ps(_mm512_permutex2var_pd(_mm512_castps_pd(low), places, _mm512_castps_pd(high)));
+}
+
+/* The first lane of `values` where `keys` has its `top`; 0 if there is none. */
+INLINE float value_at(Vf keys, float top, Vf values) {
+    const Mask found = _mm512_cmp_ps_mask(keys, _mm512_set1_ps(top), _CMP_EQ_OQ);
+    return found ? _mm512_cvtss_f32(_mm512_maskz_compress_ps(found, values)) : 0.0f;
+}
+
+/* Sums of 16 vectors: lane i of the result is the sum of v[i]. */
+INLINE Vf sum_lanes(Vf v[16]) {
+    __m512d two[8];
+    __m512 four[4];
+    UNROLL for (int i = 0; i < 8; i++) {
+        __m512 low = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), high = _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+        two[i] = _mm512_castps_pd(_mm512_add_ps(low, high));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d low = _mm512_unpacklo_pd(two[2 * i], two[2 * i + 1]), high = _mm512_unpackhi_pd(two[2 * i], two[2 * i + 1]);
+        four[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    }
+    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x88), _mm512_shuffle_f32x4(four[0], four[1], 0xdd));
+    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x88), _mm512_shuffle_f32x4(four[2], four[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+#endif
