@@ -141,7 +141,7 @@ def _settle(
     what would swing to and fro.
     """
     best = who
-    for items, tries, tolerance in ((pilot, 4, TOLERANCE / 2), (samples, 3, TOLERANCE)):
+    for items, tries, tolerance in ((pilot, 4, TOLERANCE / 2), (samples, 6, TOLERANCE)):
         seen: list[int] = []
         nearest = float("inf")
         for _ in range(tries):
