@@ -30,12 +30,15 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
     right = [bool(row["right"]) for row in rows]
     tokens = sum(len(row["tokens"]) for row in rows)
     layers = sum(row["layers"] for row in rows) / tokens
+    ended = [row for row in rows if not row["cut"]]
     return {
         "n": len(items),
         "accuracy": sum(right) / len(items),
         "accuracy_interval": list(wilson(sum(right), len(items))),
         "difference": _difference(accuracy_difference([bool(full[i]["right"]) for i in items], right)),
         "mean_layers": layers,
+        # A falling schedule is cheapest where an answer goes on and on: those that never end make its mean look low.
+        "mean_layers_ended": sum(r["layers"] for r in ended) / sum(len(r["tokens"]) for r in ended) if ended else None,
         "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 where guesses do not pay
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),

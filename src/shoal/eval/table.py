@@ -30,10 +30,17 @@ def _timed(row: dict[str, Any], key: str, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
+def _ended(row: dict[str, Any]) -> str:
+    """Mean layers of the answers that ended, where there are such."""
+    layers = row["mean_layers_ended"]
+    return "" if layers is None else f"{layers:.2f}"
+
+
 _ANSWERS: dict[str, _Cell] = {
     "method": lambda row: row["label"],
     "n": lambda row: str(row["n"]),
     "layers": lambda row: f"{row['mean_layers']:.2f}",
+    "of ended": _ended,
     "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
     "real": lambda row: _timed(row, "realised_speedup", "{:.2f}x"),
     "right %": lambda row: f"{100 * row['accuracy']:.1f}",
