@@ -90,8 +90,9 @@ def drafts(report: dict[str, Any]) -> str:
     lines = [[system, *(_draft(cells.get((system, text)), best[text]) for text in texts)] for system in systems]
     machine, setting = report["machine"], report["setting"]
     said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
-    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
-            f"threads, {_rounds(report['rounds'])}, systems in turn token by token, {report['date'][:10]}:")
+    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {table.processor(machine)}, "
+            f"{setting['threads']} threads, {_rounds(report['rounds'])}, systems in turn token by token, "
+            f"{report['date'][:10]}:")
     return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n{_FENCE}{report['command']}\n```\n"
 
 
@@ -110,7 +111,7 @@ def _draft(row: dict[str, Any] | None, best: float) -> str:
 def intro(report: dict[str, Any]) -> str:
     """What was measured on what."""
     machine, setting, roof = report["machine"], report["setting"], report["roof"]
-    where = f"{machine.get('cpu')}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
+    where = f"{table.processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
             f"roof {roof['median'] / 1e9:.1f} GB/s ({roof['min'] / 1e9:.1f}-{roof['max'] / 1e9:.1f}), "
             f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "

@@ -9,12 +9,18 @@ Row = list[str]
 Result = Mapping[str, Any]
 
 
+def processor(machine: Mapping[str, Any]) -> str:
+    """The processor's name and the widest vectors that torch uses on it, which the name often does not tell."""
+    facts = (machine.get("cpu", "unknown processor"), machine.get("cpu_capability"))
+    return " with ".join(fact for fact in facts if fact)
+
+
 def text(report: Mapping[str, Any]) -> str:
     """The whole report for a terminal."""
     machine, subject = report["machine"], report["subject"]
     setting = report["setting"]
     lines = [
-        f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {machine.get('cpu', 'unknown processor')}, "
+        f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {processor(machine)}, "
         f"{setting['threads']} threads, {report['rounds']['done']} rounds, roof {_roof(report)}"
     ]
     lines += [f"{system}: {what}" for system, what in systems(report).items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.bench.table import markdown, spread
+from shoal.bench.table import markdown, processor, spread
 
 _STAGES = {
     "streams": "Full depth, clients that ask again once answered",
@@ -51,8 +51,8 @@ def _gain(gain: Mapping[str, Any]) -> list[str]:
 
 def _stage(title: str, report: Mapping[str, Any]) -> str:
     machine, rounds, setting = report["machine"], report["rounds"]["done"], report["setting"]
-    head = (f"{title}: **{report['subject']['name']}**, {setting['dtype']}, {machine.get('cpu')}, {setting['threads']} "
-            f"threads, {rounds} round{'s' if rounds > 1 else ''}, {report['date'][:10]}, "
+    head = (f"{title}: **{report['subject']['name']}**, {setting['dtype']}, {processor(machine)}, "
+            f"{setting['threads']} threads, {rounds} round{'s' if rounds > 1 else ''}, {report['date'][:10]}, "
             f"commit {(report['commit'] or 'unknown')[:7]}:")
     header = ["system", "load", "tokens/s", "TTFT p50, p90 ms", "TPOT p50, p90 ms", "failed", "cores"]
     table = markdown(header, [_row(one) for one in report["results"]])
