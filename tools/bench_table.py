@@ -37,7 +37,8 @@ def main(words: list[str]) -> int:
 
 def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str]:
     """Every document that is written here, with its text."""
-    reports = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))]
+    paths = sorted(results.glob("*.json"), key=lambda path: path.stem)
+    reports = [(path, json.loads(path.read_text("utf-8"))) for path in paths]
     pages = {ROOT / "README.md": short, ROOT / "benchmarks" / "README.md": long}
     found = {page: "\n".join(make(*report) for report in reports) for page, make in pages.items()}
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
