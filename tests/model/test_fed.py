@@ -109,9 +109,10 @@ def _after(plan: DepthPlan) -> DepthPlan:
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chains", "trees"])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
 @on_backends("llama", "hybrid", "mistral", "gpt2", "gemma3")
-def test_pieces_are_the_whole(backend: Backend, name: str, plan: str, chain: bool) -> None:
-    for seed in range(3):
+def test_pieces_are_the_whole(backend: Backend, name: str, plan: str, chain: bool, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
         check(backend, name, PLANS[plan], chain, seed)
 
 
