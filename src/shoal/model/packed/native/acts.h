@@ -10,23 +10,31 @@
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: their accumulators fill half of the registers */
 
 typedef struct {
-    int32_t *words; /* [tiles][depth in words][width of the tile] */
-    float *scales;  /* [tokens][groups] */
-    int32_t *sums;  /* [tokens][groups]: minus zero point times the sum of the group's s8 values */
-    float *line;    /* one token in fp32, zero up to the padded depth */
-    int32_t *plain; /* [TILE_TOKENS] lines of words: a tile before it is woven */
-    int64_t depth;  /* values that a line has room for */
-    int groups;     /* that a token has room for */
+    int32_t *words;  /* [tiles][depth in words][width of the tile] */
+    float *scales;   /* [tokens][groups] */
+    int32_t *starts; /* [tokens][groups]: minus 128 times the sum of the group's s8 values */
+    float *totals;   /* [tokens][groups]: scale times that sum */
+    float *halves;   /* [tokens][groups][2]: the same of the first and the last 16 values of a group of 32 */
+    float *line;     /* one token in fp32, zero up to the padded depth */
+    int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is woven */
+    int64_t depth;   /* values that a line has room for */
+    int groups;      /* that a token has room for */
 } Acts;
+
+/* The form in which a kind takes activations: kinds of one form can share them. */
+enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8 };
+INLINE int form_of(int kind) {
+    return kind == KIND_BF16 ? FORM_BF16 : !is_integer(kind) ? FORM_FP32 : kind == KIND_INT8 ? FORM_S8_LONG : FORM_S8;
+}
 
 /* Tokens that a tile has room for: kernels know this number, and weaving goes by powers of two. */
 INLINE int width_of(int tokens) { return tokens == 1 ? 1 : tokens == 2 ? 2 : tokens <= 4 ? 4 : 8; }
 
-INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP_INT4, LANES); }
+INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP, LANES); }
 
 /* Bytes of the activations of `tokens` tokens of `depth` values at most, whatever the kind. */
 INLINE int64_t acts_bytes(int tokens, int depth) {
-    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 8 * tokens * acts_groups(depth);
+    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 20 * tokens * acts_groups(depth);
 }
 
 INLINE Acts acts_at(char *memory, int tokens, int depth) {
@@ -35,7 +43,9 @@ INLINE Acts acts_at(char *memory, int tokens, int depth) {
     a.plain = a.words + round_up(tokens, TILE_TOKENS) * a.depth;
     a.line = (float *)(a.plain + TILE_TOKENS * a.depth);
     a.scales = a.line + a.depth;
-    a.sums = (int32_t *)(a.scales + (int64_t)tokens * a.groups);
+    a.starts = (int32_t *)(a.scales + (int64_t)tokens * a.groups);
+    a.totals = (float *)(a.starts + (int64_t)tokens * a.groups);
+    a.halves = a.totals + (int64_t)tokens * a.groups;
     return a;
 }
 
@@ -48,36 +58,37 @@ INLINE float inverse_rms(const float *x, int count, float eps) {
     return 1.0f / sqrtf(vf_sum(sum) / count + eps);
 }
 
-INLINE void quantise_group(const float *x, const int size, int zero, int8_t *to, float *scale, int32_t *sum) {
+/* `at` counts groups of all tokens. */
+INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
     Vf peak = vf_zero();
     UNROLL for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
-    float largest = vf_top(peak);
-    Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
-    Vi total = vi_zero();
+    const float largest = vf_top(peak), scale = largest / 127.0f;
+    const Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
+    int32_t sum[GROUP_INT8 / LANES], total = 0;
     UNROLL for (int k = 0; k < size; k += LANES) {
-        Vi q = vi_round(vf_mul(vf_load(x + k), inverse));
-        total = vi_add(total, q);
+        const Vi q = vi_round(vf_mul(vf_load(x + k), inverse));
+        total += sum[k / LANES] = vi_sum(q);
         vi_store_s8(to + k, q);
     }
-    *scale = largest / 127.0f;
-    *sum = -zero * vi_sum(total);
+    a->scales[at] = scale;
+    a->starts[at] = -128 * total;
+    a->totals[at] = scale * total;
+    if (size == GROUP) a->halves[2 * at] = scale * sum[0], a->halves[2 * at + 1] = scale * sum[1];
 }
 
-INLINE void quantise_line(const Acts *a, int kind, int depth, int token, int8_t *to) {
-    float *scales = a->scales + (int64_t)token * a->groups;
-    int32_t *sums = a->sums + (int64_t)token * a->groups;
-    if (kind == KIND_INT8)
+INLINE void quantise_line(const Acts *a, int form, int depth, int token, int8_t *to) {
+    const int64_t first = (int64_t)token * a->groups;
+    if (form == FORM_S8_LONG)
         for (int g = 0; g * GROUP_INT8 < depth; g++)
-            quantise_group(a->line + g * GROUP_INT8, GROUP_INT8, 128, to + g * GROUP_INT8, scales + g, sums + g);
+            quantise_group(a, a->line + g * GROUP_INT8, GROUP_INT8, first + g, to + g * GROUP_INT8);
     else
-        for (int g = 0; g * GROUP_INT4 < depth; g++)
-            quantise_group(a->line + g * GROUP_INT4, GROUP_INT4, 8, to + g * GROUP_INT4, scales + g, sums + g);
+        for (int g = 0; g * GROUP < depth; g++) quantise_group(a, a->line + g * GROUP, GROUP, first + g, to + g * GROUP);
 }
 
 /* Round a->line to the words of one token. */
-INLINE void convert_line(const Acts *a, int kind, int depth, int token, int32_t *to) {
-    if (kind >= KIND_INT8) quantise_line(a, kind, depth, token, (int8_t *)to);
-    else if (kind == KIND_FP32) memcpy(to, a->line, sizeof(float) * depth);
+INLINE void convert_line(const Acts *a, int form, int depth, int token, int32_t *to) {
+    if (form >= FORM_S8_LONG) quantise_line(a, form, depth, token, (int8_t *)to);
+    else if (form == FORM_FP32) memcpy(to, a->line, sizeof(float) * depth);
     else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, vf_load(a->line + k), 0xffff);
 }
 
@@ -104,7 +115,7 @@ static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const f
     const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS);
     const int words = w->depth / values_per_word(w->kind), width = width_of(count);
     int32_t *to = a->words + (int64_t)first * words;
-    convert_line(a, w->kind, w->depth, token, width == 1 ? to : a->plain + (token - first) * a->depth);
+    convert_line(a, form_of(w->kind), w->depth, token, width == 1 ? to : a->plain + (token - first) * a->depth);
     if (token - first < count - 1 || width == 1) return;
     if (width == 2) weave_tile(a, words, count, 2, to);
     else if (width == 4) weave_tile(a, words, count, 4, to);

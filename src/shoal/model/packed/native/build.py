@@ -21,7 +21,8 @@ _VECTORS = {
     "avx2": ("-march=x86-64-v3", "-mtune=native"),
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
-_UNITS = {"cpu.c": False, "check.c": False, "pack.c": True, "forward.c": True}
+_UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
+          "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
 """Sources, and whether they are compiled for vectors; the others run on any x86-64."""
 _TIMEOUT = 300
 _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$")
@@ -119,7 +120,7 @@ def _compile(compiler: str, runtime: str | None, vectors: str, target: Path) -> 
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
             folder = Path(name)
-            with ThreadPoolExecutor() as pool:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, folder), _UNITS))
             library = folder / target.name
             openmp = [runtime] if runtime else ["-fopenmp"]

@@ -11,7 +11,7 @@ static void embed(const Worker *w) {
     for (int t = 0; t < r->b->tokens; t++) {
         float *x = r->x + t * r->x_line;
         const int64_t row = (int64_t)r->b->ids[t] * m->hidden;
-        if (!m->embedding) lookup(&m->head, r->b->ids[t], first, last, x);
+        if (!m->embedding) lookup(&m->table, r->b->ids[t], first, last, x);
         else if (m->embedding_dtype == DTYPE_FP32) memcpy(x + first, (const float *)m->embedding + row + first, 4ll * (last - first));
         else for (int k = first; k < last; k++) x[k] = bf16_to_float(((const uint16_t *)m->embedding)[row + k]);
         for (int k = first; k < last; k++) x[k] *= m->embedding_scale;
@@ -40,7 +40,7 @@ static void run_head(const Worker *w) {
 }
 
 static int deepest(const ShoalModel *m) {
-    return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_INT8;
+    return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_K;
 }
 
 static Worker worker_of(Run *r, int id, int threads) {

@@ -4,18 +4,33 @@
 
 #include "attend.h"
 
-/* What becomes of the sums of a few row blocks of a panel, see multiply(). */
+/* What becomes of the sums of a few row blocks of a panel, see multiply(). Row blocks count from the first of what the
+   matrix is a part of. */
 typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to);
 
-/* This thread's row blocks of one matrix; paired blocks stay together. */
-static void multiply_share(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, Finish *finish,
-                           void *to) {
+/* This thread's row blocks of one matrix, which stands `offset` row blocks below the first; paired blocks stay together. */
+static void multiply_part(const Worker *w, const ShoalWeight *weight, int offset, const Chosen *c, const float *bias,
+                          Finish *finish, void *to) {
     const int unit = weight->paired ? 2 : 1, pieces = weight->blocks / unit;
     const int last = share(pieces, w->id + 1, w->threads) * unit;
     for (int block = share(pieces, w->id, w->threads) * unit, count; block < last; block += count) {
         count = min_int(last - block, PANEL - block % PANEL);
         multiply(weight, &w->acts, c->count, block, count, w->sums);
-        finish(w, c, bias, block, count, to);
+        finish(w, c, bias, offset + block, count, to);
+    }
+}
+
+static void multiply_share(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, Finish *finish,
+                           void *to) {
+    multiply_part(w, weight, 0, c, bias, finish, to);
+}
+
+/* Two matrices of equal size whose row blocks alternate, as in a paired one. */
+static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish) {
+    const int step = c->count * 2 * LANES, last = share(pair->blocks, w->id + 1, w->threads);
+    for (int block = share(pair->blocks, w->id, w->threads); block < last; block++) {
+        for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
+        finish(w, c, bias, 2 * block, 2, NULL);
     }
 }
 
@@ -81,9 +96,13 @@ static void run_attention(const Worker *w, int entry) {
     if (!c.count) return;
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
-    for (int i = 0; i < c.count; i++)
-        prepare(&w->acts, &layer->qkv, r->x + c.token[i] * r->x_line, layer->input_norm, r->m->eps, i, c.count);
-    multiply_share(w, &layer->qkv, &c, layer->qkv_bias, finish_qkv, NULL);
+    int offset = 0;
+    for (const ShoalWeight *part = layer->qkv; part < layer->qkv + 3 && part->rows; offset += part->blocks, part++) {
+        const int shared = part > layer->qkv && form_of(part->kind) == form_of(part[-1].kind);
+        for (int i = 0; i < c.count && !shared; i++)
+            prepare(&w->acts, part, r->x + c.token[i] * r->x_line, layer->input_norm, r->m->eps, i, c.count);
+        multiply_part(w, part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
+    }
     meet(&r->team);
     attend_layer(w, entry, &c, segments, count);
     meet(&r->team);
@@ -102,8 +121,9 @@ static void run_mlp(const Worker *w, int entry) {
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
     for (int i = 0; i < c.count; i++)
-        prepare(&w->acts, &layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
-    multiply_share(w, &layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
+        prepare(&w->acts, layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
+    if (layer->gate_up->paired) multiply_share(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
+    else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated);
     meet(&r->team);
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);
     multiply_share(w, &layer->down, &c, layer->down_bias, finish_residual, NULL);

@@ -1,13 +1,19 @@
 /* Where the parts of a packed matrix lie.
 
    16 rows make a row block, interleaved so that one register holds 16 rows; a word is what one lane takes at a time:
-   one fp32, two bf16, four int8 (zero point 128) or four int4 (zero point 8; two words share a line, see below). A line
-   is one word of each of the 16 rows. Lines are in the order in which they are read: panels of PANEL row blocks; in a
-   panel, tiles of `tile` words of the inputs; in a tile, one row block after the other. So the memory is one stream,
-   while the activations of a tile stay in the first-level cache for all blocks of a panel.
+   one fp32 or fp16, two bf16, four integers. A line is one word of each of the 16 rows. Lines are in the order in which
+   they are read: panels of PANEL row blocks; in a panel, tiles of `tile` words of the inputs; in a tile, one row block
+   after the other. So the memory is one stream, while the activations of a tile stay in the first-level cache for all
+   blocks of a panel.
 
-   int4: a group of 32 inputs is 8 words in 4 lines; low nibbles of line j are word j, high ones word j + 4.
-   Scales of int8 and int4 are fp16, one per row and group, in the same order: [group][16] for each tile and block. */
+   Integers are unsigned. 8 bits (zero point 128): a line is a word. 4 bits: a group of 32 inputs is 8 words in 4 lines;
+   low nibbles of line j are word j, high ones word j + 4. 5 and 6 bits: one or two more lines follow those four, with the
+   upper bits: bit j of byte k is of input k of word j; bits 2i and 2i + 1 of byte k of the first line are of word i, of
+   the second of word i + 4.
+
+   Scales are in the same order, in records for 16 rows: [record][16] fp16 for a group; then [16] fp16 minima where the
+   kind has them. A record of a super-block is [16] fp16 scales, [16] fp16 minima, then for each group [16] bytes of scale
+   and [16] bytes of minimum; of Q6_K [16] fp16 scales and [16] signed bytes for each half of a group. */
 #ifndef SHOAL_LAYOUT_H
 #define SHOAL_LAYOUT_H
 
@@ -16,10 +22,22 @@
 #define PANEL 4        /* row blocks that share a tile of activations */
 #define TILE_WORDS 64 /* at most: 4 KiB of weights, and 2 KiB of activations for each 8 tokens, stay in the first-level cache */
 
-INLINE int values_per_word(int kind) { return kind == KIND_FP32 ? 1 : kind == KIND_BF16 ? 2 : 4; }
-INLINE int line_bytes(int kind) { return kind == KIND_INT4 ? 32 : 64; }
-INLINE int group_size(int kind) { return kind == KIND_INT8 ? GROUP_INT8 : GROUP_INT4; }
+INLINE int is_integer(int kind) { return kind >= KIND_INT8; }
+INLINE int is_super(int kind) { return kind >= KIND_Q4_K; }
+INLINE int bits_of(int kind) {
+    return kind == KIND_INT8 || kind == KIND_Q8_0 ? 8 : kind == KIND_Q6_K ? 6
+           : kind == KIND_Q5_0 || kind == KIND_Q5_1 || kind == KIND_Q5_K ? 5 : 4;
+}
+INLINE int has_minima(int kind) { return kind == KIND_Q4_1 || kind == KIND_Q5_1 || kind == KIND_Q4_K || kind == KIND_Q5_K; }
+INLINE int zero_point(int kind) { return has_minima(kind) ? 0 : 1 << (bits_of(kind) - 1); }
+
+INLINE int values_per_word(int kind) { return kind == KIND_BF16 ? 2 : is_integer(kind) ? 4 : 1; }
+INLINE int line_bytes(int kind) { return kind == KIND_FP16 ? 32 : is_integer(kind) ? 8 * bits_of(kind) : 64; }
 INLINE int words_of(const ShoalWeight *w) { return w->depth / values_per_word(w->kind); }
+
+/* Inputs that a record of scales is for, and its bytes. */
+INLINE int record_inputs(int kind) { return kind == KIND_INT8 ? GROUP_INT8 : is_super(kind) ? GROUP_K : GROUP; }
+INLINE int record_bytes(int kind) { return kind == KIND_Q6_K ? 288 : is_super(kind) ? 320 : has_minima(kind) ? 64 : 32; }
 
 /* A tile of a row block: `words` of them from word `first` on; `at` counts words of the whole matrix. */
 typedef struct {
@@ -44,8 +62,8 @@ INLINE const char *lines_at(const ShoalWeight *w, const Part *p) {
     return (const char *)w->data + p->at * line_bytes(w->kind);
 }
 
-INLINE const uint16_t *scales_at(const ShoalWeight *w, const Part *p) {
-    return w->scales + p->at / (group_size(w->kind) / 4) * LANES;
+INLINE const char *scales_at(const ShoalWeight *w, const Part *p) {
+    return (const char *)w->scales + p->at / (record_inputs(w->kind) / 4) * record_bytes(w->kind);
 }
 
 #endif

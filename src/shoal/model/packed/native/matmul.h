@@ -2,30 +2,16 @@
 #ifndef SHOAL_MATMUL_H
 #define SHOAL_MATMUL_H
 
-#include "matmul_float.h"
-#include "matmul_int.h"
+#include "tiles.h"
 
 #define SUMS (PANEL * MAX_TOKENS * 2 * LANES) /* floats of the sums of a panel */
 
-typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums, const char *ahead);
+/* By kind. Q4_0 is int4: they differ only in who chose the numbers. */
+static Tile *const *const TILE_TABLE[] = {tiles_fp32, tiles_bf16, tiles_fp16, tiles_int8, tiles_int4, tiles_q8_0, tiles_int4,
+                                          tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_q4_k, tiles_q5_k, tiles_q6_k};
 
-#define TILE(kind, tokens)                                                                                             \
-    static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x,       \
-                                float *sums, const char *ahead) {                                                      \
-        if (ahead) tile_##kind(w, p, a, first, x, sums, ahead, tokens);                                                \
-        else tile_##kind(w, p, a, first, x, sums, NULL, tokens);                                                       \
-    }
-#define TILES(kind)                                         \
-    TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4) \
-    TILE(kind, 5) TILE(kind, 6) TILE(kind, 7) TILE(kind, 8)
-#define ROW(kind) {kind##_1, kind##_2, kind##_3, kind##_4, kind##_5, kind##_6, kind##_7, kind##_8}
-
-TILES(fp32) TILES(bf16) TILES(int8) TILES(int4)
-
-static Tile *const TILE_TABLE[4][TILE_TOKENS] = {ROW(fp32), ROW(bf16), ROW(int8), ROW(int4)};
-
-/* All tokens with one tile of one row block. The first two of several passes over it fetch one half each of the tile
-   behind it: while they compute, the memory would rest. */
+/* All tokens with one tile of one row block. The first two of several passes over it, if they are full, fetch one half
+   each of the tile behind it: while they compute, the memory would rest. */
 INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
     const int bytes = p->words * line_bytes(w->kind);
     const char *ahead = tokens > TILE_TOKENS ? lines_at(w, p) + bytes : NULL;

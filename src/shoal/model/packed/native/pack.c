@@ -1,16 +1,18 @@
-/* Between plain matrices [rows, cols] and packed ones. Offline work, but whole models pass through it. */
+/* Between plain matrices [rows, cols], or rows of blocks as files hold them, and packed ones. Offline work, but whole
+   models pass through it. */
 #include <omp.h>
 
-#include "lookup.h"
+#include "blocks.h"
 
 /* Fill in what follows from kind, rows, cols and paired. */
 void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
-    const int step = w->kind >= KIND_INT8 ? group_size(w->kind) : LANES * values_per_word(w->kind), half = w->rows / 2;
+    const int whole = is_integer(w->kind), half = w->rows / 2;
+    const int step = whole ? record_inputs(w->kind) : LANES * values_per_word(w->kind);
     w->depth = (int)round_up(w->cols, step);
     w->blocks = w->paired ? 2 * ((half + LANES - 1) / LANES) : (w->rows + LANES - 1) / LANES;
     w->tile = tile_words(words_of(w));
     *data_bytes = (int64_t)w->blocks * words_of(w) * line_bytes(w->kind);
-    *scale_bytes = w->kind >= KIND_INT8 ? (int64_t)w->blocks * (w->depth / step) * LANES * 2 : 0;
+    *scale_bytes = whole ? (int64_t)w->blocks * (w->depth / step) * record_bytes(w->kind) : 0;
 }
 
 /* The row of the plain matrix that a lane of a block holds, or -1 for padding. */
@@ -20,16 +22,20 @@ static int64_t row_of(const ShoalWeight *w, int64_t block, int lane) {
     return within < half ? within + (block & 1) * half : -1;
 }
 
+INLINE Vf load_some(const void *from, int dtype, int64_t at, int count) {
+    const Mask mask = head_mask(count);
+    if (count <= 0) return vf_zero();
+    if (dtype == DTYPE_FP32) return vf_load_some(mask, (const float *)from + at);
+    if (dtype == DTYPE_BF16) return load_bf16((const uint16_t *)from + at, mask);
+    uint16_t halves[LANES] ALIGNED = {0};
+    memcpy(halves, (const uint16_t *)from + at, 2 * min_int(count, LANES));
+    return load_half(halves);
+}
+
 /* One row in fp32, zero up to the padded depth. */
 static void load_row(const ShoalWeight *w, const void *from, int dtype, int64_t row, float *line) {
     const int cols = row < 0 ? 0 : w->cols;
-    const int64_t at = row * w->cols;
-    for (int k = 0; k < w->depth; k += LANES) {
-        Mask mask = k < cols ? head_mask(cols - k) : 0;
-        const Vf v = dtype == DTYPE_BF16 ? load_bf16((const uint16_t *)from + at + k, mask)
-                                             : vf_load_some(mask, (const float *)from + at + k);
-        vf_store(line + k, v);
-    }
+    for (int k = 0; k < w->depth; k += LANES) vf_store(line + k, load_some(from, dtype, row * w->cols + k, cols - k));
 }
 
 static uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
@@ -57,7 +63,7 @@ static void round_group(const float *x, int size, uint16_t scale, int low, int h
 static float best_scale_int4(const float *x) {
     const Vf a = vf_load(x), b = vf_load(x + LANES);
     const Vf low = vf_all(-8), high = vf_all(7);
-    const float peak = peak_of(x, GROUP_INT4);
+    const float peak = peak_of(x, GROUP);
     if (peak == 0) return 0;
     Vf dots[16], squares[16];
     for (int i = 0; i < 16; i++) {
@@ -71,26 +77,29 @@ static float best_scale_int4(const float *x) {
     return value_at(gain, vf_top(gain), scale);
 }
 
-static void pack_group(int kind, const float *x, uint16_t *scale, uint8_t *out) {
-    uint8_t q[GROUP_INT8];
-    if (kind == KIND_INT8) {
-        *scale = to_half(peak_of(x, GROUP_INT8) / 127.0f);
-        round_group(x, GROUP_INT8, *scale, -127, 127, out);
-        return;
-    }
-    *scale = to_half(best_scale_int4(x));
-    round_group(x, GROUP_INT4, *scale, -8, 7, q);
-    for (int k = 0; k < 16; k++) out[k] = (uint8_t)(q[k] | q[k + 16] << 4);
+static void pack_int8(const float *x, Record *record, uint8_t *out) {
+    record->scale = to_half(peak_of(x, GROUP_INT8) / 127.0f);
+    round_group(x, GROUP_INT8, record->scale, -127, 127, out);
+}
+
+static void pack_int4(const float *x, Record *record, uint8_t *out) {
+    uint8_t q[GROUP];
+    record->scale = to_half(best_scale_int4(x));
+    round_group(x, GROUP, record->scale, -8, 7, q);
+    words_from(KIND_INT4, q, out);
 }
 
 /* One lane's words of a row, before they are woven: the bytes that lie 16 lanes apart in the packed matrix. */
-static void convert_row(const ShoalWeight *w, const float *line, char *words, uint16_t *scales) {
+static void convert_row(const ShoalWeight *w, const float *line, uint8_t *words, Record *records) {
     if (w->kind == KIND_FP32) memcpy(words, line, sizeof(float) * w->depth);
     else if (w->kind == KIND_BF16)
         for (int k = 0; k < w->depth; k += LANES) store_bf16((uint16_t *)words + k, vf_load(line + k), 0xffff);
+    else if (w->kind == KIND_FP16)
+        for (int k = 0; k < w->depth; k++) ((uint16_t *)words)[k] = to_half(line[k]);
+    else if (w->kind == KIND_INT8)
+        for (int k = 0; k < w->depth; k += GROUP_INT8) pack_int8(line + k, records + k / GROUP_INT8, words + k);
     else
-        for (int size = group_size(w->kind), g = 0; g * size < w->depth; g++)
-            pack_group(w->kind, line + g * size, scales + g, (uint8_t *)words + g * (size == GROUP_INT8 ? size : size / 2));
+        for (int k = 0; k < w->depth; k += GROUP) pack_int4(line + k, records + k / GROUP, words + k / 2);
 }
 
 /* 16 rows of words, `from_step` words apart, become columns `to_step` apart: lanes' words to lines or back. */
@@ -107,66 +116,109 @@ static void transpose(const int32_t *from, int64_t from_step, int32_t *to, int64
         }
 }
 
-static void weave_block(const ShoalWeight *w, int64_t block, const char *words, int64_t step, const uint16_t *scales) {
-    const int groups = w->depth / GROUP_INT4, packed = line_bytes(w->kind) / 16;
+/* fp16 lines are of 16 halves. */
+static void transpose_halves(const uint16_t *from, int64_t from_step, uint16_t *to, int64_t to_step, int rows, int columns) {
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < columns; k++) to[k * to_step + i] = from[i * from_step + k];
+}
+
+/* The private memory of one thread: a row in fp32, and the words and records of the 16 lanes of a block. */
+typedef struct {
+    float *line;
+    uint8_t *words;
+    Record *records;
+    int64_t step; /* bytes from one lane's words to the next one's */
+    int count;    /* records of a lane */
+} Bench;
+
+static int records_of(const ShoalWeight *w) { return is_integer(w->kind) ? w->depth / record_inputs(w->kind) : 0; }
+
+static int64_t bench_bytes(const ShoalWeight *w) {
+    return round_up(w->depth * (4 + LANES * 4ll) + (int64_t)LANES * records_of(w) * sizeof(Record), 128);
+}
+
+static Bench bench_of(const ShoalWeight *w, char *scratch) {
+    Bench b = {.line = (float *)(scratch + omp_get_thread_num() * bench_bytes(w)), .step = 4ll * w->depth, .count = records_of(w)};
+    b.words = (uint8_t *)(b.line + w->depth);
+    b.records = (Record *)(b.words + LANES * b.step);
+    return b;
+}
+
+/* Words and records between a bench and a block of the matrix, part by part. */
+static void weave_block(const ShoalWeight *w, int64_t block, const Bench *b) {
     for (int first = 0; first < words_of(w); first += w->tile) {
         const Part p = part_of(w, block, first);
-        const int32_t *from = (const int32_t *)(words + first * packed);
-        transpose(from, step / 4, (int32_t *)lines_at(w, &p), LANES, LANES, p.words * packed / 4);
-        if (w->kind < KIND_INT8) continue;
-        const int per_group = group_size(w->kind) / 4;
-        uint16_t *to = (uint16_t *)scales_at(w, &p);
-        for (int g = 0; g < p.words / per_group; g++)
-            for (int lane = 0; lane < LANES; lane++) to[g * LANES + lane] = scales[lane * groups + first / per_group + g];
+        const uint8_t *from = b->words + (int64_t)first * line_bytes(w->kind) / LANES;
+        if (w->kind == KIND_FP16)
+            transpose_halves((const uint16_t *)from, b->step / 2, (uint16_t *)lines_at(w, &p), LANES, LANES, p.words);
+        else
+            transpose((const int32_t *)from, b->step / 4, (int32_t *)lines_at(w, &p), LANES, LANES, p.words * line_bytes(w->kind) / 64);
+        const int per_record = record_inputs(w->kind) / 4;
+        for (int i = 0; b->count && i < p.words / per_record; i++)
+            for (int lane = 0; lane < LANES; lane++)
+                put_record(w->kind, (char *)scales_at(w, &p) + i * record_bytes(w->kind), lane, b->records + lane * b->count + first / per_record + i);
     }
 }
 
-/* Bytes of scratch memory of one thread, for shoal_pack. */
-int64_t shoal_pack_scratch(const ShoalWeight *w) { return round_up(w->depth * (4 + LANES * 4 + LANES), 128); }
+static void unweave_block(const ShoalWeight *w, int64_t block, const Bench *b) {
+    for (int first = 0; first < words_of(w); first += w->tile) {
+        const Part p = part_of(w, block, first);
+        uint8_t *to = b->words + (int64_t)first * line_bytes(w->kind) / LANES;
+        if (w->kind == KIND_FP16)
+            transpose_halves((const uint16_t *)lines_at(w, &p), LANES, (uint16_t *)to, b->step / 2, p.words, LANES);
+        else
+            transpose((const int32_t *)lines_at(w, &p), LANES, (int32_t *)to, b->step / 4, p.words * line_bytes(w->kind) / 64, LANES);
+        const int per_record = record_inputs(w->kind) / 4;
+        for (int i = 0; b->count && i < p.words / per_record; i++)
+            for (int lane = 0; lane < LANES; lane++)
+                b->records[lane * b->count + first / per_record + i] = take_record(w->kind, scales_at(w, &p) + i * record_bytes(w->kind), lane);
+    }
+}
 
+/* Bytes of scratch memory of one thread, for everything below. */
+int64_t shoal_pack_scratch(const ShoalWeight *w) { return bench_bytes(w); }
+
+/* From a plain matrix. */
 void shoal_pack(const ShoalWeight *w, const void *from, int dtype, char *scratch, int threads) {
-    const int groups = w->depth / GROUP_INT4;
-    const int64_t own = shoal_pack_scratch(w), step = 4ll * w->depth;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < w->blocks; block++) {
-        float *line = (float *)(scratch + omp_get_thread_num() * own);
-        char *words = (char *)(line + w->depth);
-        uint16_t *scales = (uint16_t *)(words + LANES * step);
+        const Bench b = bench_of(w, scratch);
         for (int lane = 0; lane < LANES; lane++) {
-            load_row(w, from, dtype, row_of(w, block, lane), line);
-            convert_row(w, line, words + lane * step, scales + lane * groups);
+            load_row(w, from, dtype, row_of(w, block, lane), b.line);
+            convert_row(w, b.line, b.words + lane * b.step, b.records + lane * b.count);
         }
-        weave_block(w, block, words, step, scales);
+        weave_block(w, block, &b);
     }
 }
 
-/* `count` inputs of one lane, from the words that convert_row made. */
-static void restore_row(const ShoalWeight *w, const char *words, const uint16_t *scales, float *line) {
-    for (int k = 0; k < w->depth; k += LANES) {
-        if (w->kind == KIND_FP32) vf_store(line + k, vf_loadu(words + 4 * k));
-        else if (w->kind == KIND_BF16) vf_store(line + k, load_bf16((const uint16_t *)words + k, 0xffff));
-        else {
-            const int four = w->kind == KIND_INT4, high = four && k % GROUP_INT4 >= LANES;
-            Vi q = vi_shift_down(vi_load_bytes(words + (four ? k / GROUP_INT4 * LANES : k)), 4 * high);
-            if (four) q = vi_and(q, vi_all(15));
-            q = vi_sub(q, vi_all(four ? 8 : 128));
-            Vf scale = vf_all(half_to_float(scales[k / group_size(w->kind)]));
-            vf_store(line + k, vf_mul(vf_from(q), scale));
+/* From rows of blocks of the same type, as a file holds them. */
+void shoal_pack_blocks(const ShoalWeight *w, const uint8_t *from, char *scratch, int threads) {
+    const int64_t row_bytes = (int64_t)w->depth / record_inputs(w->kind) * block_bytes(w->kind);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < w->blocks; block++) {
+        const Bench b = bench_of(w, scratch);
+        for (int lane = 0; lane < LANES; lane++) {
+            const int64_t row = row_of(w, block, lane);
+            uint8_t *words = b.words + lane * b.step;
+            Record *records = b.records + lane * b.count;
+            if (row >= 0) convert_blocks(w->kind, w->depth, from + row * row_bytes, words, records);
+            else memset(words, 0, b.step), memset(records, 0, sizeof(Record) * b.count);
         }
+        weave_block(w, block, &b);
     }
 }
 
-static void unweave_block(const ShoalWeight *w, int64_t block, char *words, int64_t step, uint16_t *scales) {
-    const int groups = w->depth / GROUP_INT4, packed = line_bytes(w->kind) / 16;
-    for (int first = 0; first < words_of(w); first += w->tile) {
-        const Part p = part_of(w, block, first);
-        int32_t *to = (int32_t *)(words + first * packed);
-        transpose((const int32_t *)lines_at(w, &p), LANES, to, step / 4, p.words * packed / 4, LANES);
-        if (w->kind < KIND_INT8) continue;
-        const int per_group = group_size(w->kind) / 4;
-        const uint16_t *from = scales_at(w, &p);
-        for (int g = 0; g < p.words / per_group; g++)
-            for (int lane = 0; lane < LANES; lane++) scales[lane * groups + first / per_group + g] = from[g * LANES + lane];
+/* The inputs of one lane, from its words and records. */
+static void restore_row(const ShoalWeight *w, const uint8_t *words, const Record *records, float *line) {
+    const int inputs = record_inputs(w->kind);
+    uint8_t q[GROUP];
+    if (w->kind == KIND_FP32) memcpy(line, words, sizeof(float) * w->depth);
+    for (int k = 0; w->kind == KIND_BF16 && k < w->depth; k += LANES)
+        vf_store(line + k, load_bf16((const uint16_t *)words + k, 0xffff));
+    for (int k = 0; w->kind == KIND_FP16 && k < w->depth; k++) line[k] = half_to_float(((const uint16_t *)words)[k]);
+    for (int k = 0; is_integer(w->kind) && k < w->depth; k += GROUP) {
+        levels_of(w->kind, words + k / GROUP * 4 * group_words(w->kind), q);
+        values_of(w->kind, q, records + k / inputs, k % inputs / GROUP, line + k);
     }
 }
 
@@ -178,21 +230,17 @@ static void store_row(const float *line, int cols, void *to, int dtype, int64_t 
     }
 }
 
-/* to [rows, cols], dequantised. Scratch memory as for shoal_pack. */
+/* to [rows, cols], dequantised. */
 void shoal_unpack(const ShoalWeight *w, void *to, int dtype, char *scratch, int threads) {
-    const int groups = w->depth / GROUP_INT4;
-    const int64_t own = shoal_pack_scratch(w), step = 4ll * w->depth;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < w->blocks; block++) {
-        float *line = (float *)(scratch + omp_get_thread_num() * own);
-        char *words = (char *)(line + w->depth);
-        uint16_t *scales = (uint16_t *)(words + LANES * step);
-        unweave_block(w, block, words, step, scales);
+        const Bench b = bench_of(w, scratch);
+        unweave_block(w, block, &b);
         for (int lane = 0; lane < LANES; lane++) {
             const int64_t row = row_of(w, block, lane);
             if (row < 0) continue;
-            restore_row(w, words + lane * step, scales + lane * groups, line);
-            store_row(line, w->cols, to, dtype, row * w->cols);
+            restore_row(w, b.words + lane * b.step, b.records + lane * b.count, b.line);
+            store_row(b.line, w->cols, to, dtype, row * w->cols);
         }
     }
 }

@@ -4,28 +4,32 @@
 
 #include <stdint.h>
 
-enum { KIND_FP32, KIND_BF16, KIND_INT8, KIND_INT4 };
-enum { DTYPE_FP32, DTYPE_BF16 };
+/* Floats, our own int8 and int4, and the types of GGML, whose numbers are kept as they are. */
+enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
+enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
 #define MAX_TOKENS 64 /* tokens of one forward, and nodes of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
-#define GROUP_INT8 64 /* consecutive inputs that share a scale */
-#define GROUP_INT4 32
+#define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
+#define GROUP_INT8 64
+#define GROUP_K 256   /* inputs of a super-block of the K kinds: it has a scale (and minimum) for 8 (Q6_K: 16) pairs of small ones */
 
 /* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
    A paired matrix holds two halves (gate and up): even row blocks are of the first, odd ones of the second. */
 typedef struct {
     const void *data;
-    const uint16_t *scales;
+    const void *scales;
     int32_t kind, rows, cols, paired;
     int32_t depth, blocks, tile; /* filled in by shoal_lay_out */
 } ShoalWeight;
 
 typedef struct {
-    ShoalWeight qkv, o, gate_up, down;
+    ShoalWeight qkv[3];     /* one above the other; of equal kinds they are one matrix. Those that are not there have no rows */
+    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up apart */
+    ShoalWeight o, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
     const float *cos, *sin; /* [positions][rotary_dim / 2], NULL in a layer without rotary embedding */
@@ -41,7 +45,8 @@ typedef struct {
     const float *norm;
     ShoalWeight head;
     const float *head_bias;
-    const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of the head */
+    const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of `table` */
+    ShoalWeight table;     /* [vocab, hidden]; may be the head */
 } ShoalModel;
 
 /* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns

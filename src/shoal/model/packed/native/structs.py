@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_void_p
 
-KINDS = ("fp32", "bf16", "int8", "int4")
+KINDS = (
+    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
+)
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_TOKENS = MAX_NODES = 64
 MAX_THREADS = 64
@@ -32,9 +34,9 @@ class Layer(ctypes.Structure):
     """A decoder layer; a null pointer is an absent part."""
 
     _fields_ = [
-        ("qkv", Weight),
+        ("qkv", Weight * 3),
+        ("gate_up", Weight * 2),
         ("o", Weight),
-        ("gate_up", Weight),
         ("down", Weight),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
@@ -76,6 +78,7 @@ class Model(ctypes.Structure):
         ("head", Weight),
         ("head_bias", c_void_p),
         ("embedding", c_void_p),
+        ("table", Weight),
     ]
 
 

@@ -65,6 +65,8 @@ INLINE Vi vi_sub(Vi x, Vi y) { return EACH3(Vi, _mm256_sub_epi32, x, y); }
 INLINE Vi vi_min(Vi x, Vi y) { return EACH3(Vi, _mm256_min_epi32, x, y); }
 INLINE Vi vi_max(Vi x, Vi y) { return EACH3(Vi, _mm256_max_epi32, x, y); }
 INLINE Vi vi_and(Vi x, Vi y) { return EACH3(Vi, _mm256_and_si256, x, y); }
+INLINE Vi vi_or(Vi x, Vi y) { return EACH3(Vi, _mm256_or_si256, x, y); }
+INLINE Vi vi_bits(Vf x) { return EACH2(Vi, _mm256_castps_si256, x); }
 INLINE Vi vi_round(Vf x) { return EACH2(Vi, _mm256_cvtps_epi32, x); }
 INLINE Vi vi_shift_down(Vi x, int bits) {
     const __m128i by = _mm_cvtsi32_si128(bits);
@@ -72,6 +74,9 @@ INLINE Vi vi_shift_down(Vi x, int bits) {
 }
 INLINE Vi vi_shift_up(Vi x, const int bits) {
     return PAIR(Vi, _mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits));
+}
+INLINE Vi vi_shift_right(Vi x, const int bits) {
+    return PAIR(Vi, _mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits));
 }
 
 INLINE Vf vf_abs(Vf x) { return vf_bits(vi_and((Vi)EACH2(Vi, _mm256_castps_si256, x), vi_all(0x7fffffff))); }
@@ -120,6 +125,10 @@ INLINE Vi vi_load_bytes(const void *from) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
     return PAIR(Vi, _mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)));
 }
+INLINE Vi vi_load_signed(const void *from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return PAIR(Vi, _mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)));
+}
 INLINE void vi_store_words(void *to, Mask mask, Vi v) {
     int *at = (int *)to;
     _mm256_maskstore_epi32(at, lanes_of(mask, 0), v.a), _mm256_maskstore_epi32(at + 8, lanes_of(mask, 1), v.b);
@@ -159,11 +168,16 @@ INLINE __m256i dot_bytes_of(__m256i sum, __m256i row, __m256i x) {
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_bytes_of, sum, row, x); }
 INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); }
 
-/* Per lane: the sum plus four products of an unsigned byte of `row`, below 16, with a signed one of `x`. */
-INLINE __m256i dot_nibbles_of(__m256i sum, __m256i row, __m256i x) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(row, x), _mm256_set1_epi16(1)));
+/* Products of unsigned bytes of `row` with signed ones of `x`, summed in halves of 16 bits, and what becomes of a few of
+   them: per lane the sum of all. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
+INLINE __m256i dot_narrow_of(__m256i sum, __m256i row, __m256i x) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x));
 }
-INLINE Vi dot_nibbles(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_nibbles_of, sum, row, x); }
+INLINE Vi dot_narrow(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_narrow_of, sum, row, x); }
+INLINE __m256i widen_of(__m256i sum, __m256i narrow) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+}
+INLINE Vi widen(Vi sum, Vi narrow) { return EACH3(Vi, widen_of, sum, narrow); }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};
@@ -188,7 +202,7 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
     memcpy(to, copy, mask == 0xffff ? 32 : 2 * __builtin_popcount(mask));
 }
 
-INLINE Vf load_half(const uint16_t *from) {
+INLINE Vf load_half(const void *from) {
     const __m128i *at = (const __m128i *)from;
     return PAIR(Vf, _mm256_cvtph_ps(_mm_load_si128(at)), _mm256_cvtph_ps(_mm_load_si128(at + 1)));
 }

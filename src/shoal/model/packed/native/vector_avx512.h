@@ -37,6 +37,7 @@ INLINE Vi vi_loadu(const void *from) { return _mm512_loadu_si512(from); }
 INLINE Vi vi_load_words(Mask mask, const void *from) { return _mm512_maskz_loadu_epi32(mask, from); }
 INLINE Vi vi_load_halves(uint32_t mask, const void *from) { return _mm512_maskz_loadu_epi16(mask, from); }
 INLINE Vi vi_load_bytes(const void *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE Vi vi_load_signed(const void *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE void vi_store(void *to, Vi v) { _mm512_store_si512(to, v); }
 INLINE void vi_store_words(void *to, Mask mask, Vi v) { _mm512_mask_storeu_epi32(to, mask, v); }
 INLINE void vi_store_s8(void *to, Vi v) { _mm_store_si128((__m128i *)to, _mm512_cvtsepi32_epi8(v)); }
@@ -47,6 +48,10 @@ INLINE Vi vi_sub(Vi x, Vi y) { return _mm512_sub_epi32(x, y); }
 INLINE Vi vi_min(Vi x, Vi y) { return _mm512_min_epi32(x, y); }
 INLINE Vi vi_max(Vi x, Vi y) { return _mm512_max_epi32(x, y); }
 INLINE Vi vi_and(Vi x, Vi y) { return _mm512_and_si512(x, y); }
+INLINE Vi vi_or(Vi x, Vi y) { return _mm512_or_si512(x, y); }
+INLINE Vi vi_bits(Vf x) { return _mm512_castps_si512(x); }
+INLINE Vi vi_shift_up(Vi x, const int bits) { return _mm512_slli_epi32(x, bits); }
+INLINE Vi vi_shift_right(Vi x, const int bits) { return _mm512_srli_epi32(x, bits); }
 INLINE Vi vi_shift_down(Vi x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
 INLINE int32_t vi_sum(Vi x) { return _mm512_reduce_add_epi32(x); }
 
@@ -60,7 +65,10 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512b
 /* Per lane: the sum plus four products of an unsigned byte of `row` with a signed one of `x`. */
 INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
-INLINE Vi dot_nibbles(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
+
+/* The same in two steps, for vectors that need them. */
+INLINE Vi dot_narrow(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
+INLINE Vi widen(Vi sum, Vi narrow) { return _mm512_add_epi32(sum, narrow); }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
@@ -71,7 +79,7 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
-INLINE Vf load_half(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
+INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
 
 /* Words of x and y in turn: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) {
