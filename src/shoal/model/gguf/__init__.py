@@ -1,0 +1,1 @@
+"""GGUF files: header, quantised blocks, config, tokenizer, and weights by transformers' names."""

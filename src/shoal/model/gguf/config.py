@@ -1,0 +1,226 @@
+"""A transformers config from the metadata of a GGUF file.
+
+What each architecture's metadata means follows llama.cpp (src/models and conversion), https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig
+
+from shoal.errors import Unsupported
+from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.metadata import Metadata
+from shoal.model.gguf.rope import rope_parameters
+from shoal.model.gguf.vocabulary import Vocabulary, vocabulary_of
+
+Fields = dict[str, Any]
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_REMEDY = 'Use backend="hf", which reads it as transformers does, or the model\'s safetensors'
+
+
+def _none(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {}
+
+
+def _biases(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {"attention_bias": file.has("blk.0.attn_q.bias"), "mlp_bias": file.has("blk.0.ffn_down.bias")}
+
+
+def _attention_bias(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {"attention_bias": file.has("blk.0.attn_q.bias")}
+
+
+def _granite(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    if not metadata.flag("rope.scaling.finetuned", True):
+        raise Unsupported("a Granite GGUF file without rotary embeddings", "only Granite with them is known", _REMEDY)
+    return _biases(file, metadata, common) | {
+        "attention_multiplier": metadata.number("attention.scale", common["head_dim"] ** -0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale"),
+    }
+
+
+def _smollm3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    layers = common["num_hidden_layers"]
+    return _biases(file, metadata, common) | {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
+        "use_sliding_window": False,
+    }
+
+
+def _phi3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    rope, length = common["rope_parameters"], common["max_position_embeddings"]
+    window = metadata.whole("attention.sliding_window", 0, least=0)
+    return {
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings", length),
+        "sliding_window": window if 0 < window < length else None,
+    }
+
+
+def _olmo2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    if metadata.whole("attention.sliding_window", 0, least=0):
+        raise Unsupported("an OLMo GGUF file with sliding windows", "only OLMo 2 without them is known", _REMEDY)
+    return _attention_bias(file, metadata, common)
+
+
+def _gemma(metadata: Metadata, common: Fields, large: int) -> Fields:
+    """What Gemma 2 and 3 share; models of `large` layers scale queries by hidden size over heads."""
+    heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
+    cap = "final_logit_softcapping"
+    return {
+        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == large else common["head_dim"],
+        "final_logit_softcapping": metadata.number(cap) if metadata.has(cap) else None,
+        "attention_bias": False,
+    }
+
+
+def _layer_types(metadata: Metadata, period: int, layers: int) -> list[str]:
+    sliding = metadata.pattern("attention.sliding_window_pattern", period, layers)
+    return ["sliding_attention" if one else "full_attention" for one in sliding]
+
+
+def _gemma2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    cap = "attn_logit_softcapping"
+    return _gemma(metadata, common, 46) | {
+        "attn_logit_softcapping": metadata.number(cap) if metadata.has(cap) else None,
+        "sliding_window": metadata.whole("attention.sliding_window", 4096),
+        "layer_types": _layer_types(metadata, 2, common["num_hidden_layers"]),
+    }
+
+
+def _gemma3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    window, layers = metadata.whole("attention.sliding_window", 0, least=0), common["num_hidden_layers"]
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)}
+    return _gemma(metadata, common, 62) | {
+        "sliding_window": window or common["max_position_embeddings"],
+        "layer_types": _layer_types(metadata, 6, layers) if window else ["full_attention"] * layers,
+        "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": local},
+    }
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of GGUF files.
+
+    Attributes:
+        model_type: of transformers.
+        own: fields of its config beyond the common ones.
+        interleaved: whether the rows of q and k are ordered for rotating neighbouring dimensions.
+        norm_shift: what the file's norm weights are larger by.
+        sandwich: whether there are norms behind the sublayers.
+        pre_norm: whether there are norms before them.
+    """
+
+    model_type: str
+    own: Callable[[GgufFile, Metadata, Fields], Fields] = field(default=_none)
+    interleaved: bool = False
+    norm_shift: float = 0.0
+    sandwich: bool = False
+    pre_norm: bool = True
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", _biases, interleaved=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3", _attention_bias),
+    "gemma2": Family("gemma2", _gemma2, norm_shift=1.0, sandwich=True),
+    "gemma3": Family("gemma3_text", _gemma3, norm_shift=1.0, sandwich=True),
+    "phi3": Family("phi3", _phi3),
+    "granite": Family("granite", _granite, interleaved=True),
+    "smollm3": Family("smollm3", _smollm3, interleaved=True),
+    "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
+}
+"""Architectures by their names in GGUF files."""
+
+_HEAD_DIM = ("llama", "qwen3", "gemma2", "gemma3")
+_PARTIAL = ("phi3",)
+
+
+def family_of(metadata: Metadata) -> Family:
+    """The family of a file.
+
+    Raises:
+        Unsupported: it is not known here.
+    """
+    name = metadata.architecture
+    if name not in FAMILIES:
+        raise Unsupported(f"a GGUF file of architecture {name!r}", f"Shoal reads {', '.join(FAMILIES)}", _REMEDY)
+    if metadata.whole("expert_count", 0, least=0):
+        raise Unsupported(f"a GGUF file of architecture {name!r} with experts", "Shoal reads dense models", _REMEDY)
+    return FAMILIES[name]
+
+
+def config_of(file: GgufFile) -> Any:
+    """The transformers config of a GGUF file.
+
+    Raises:
+        Unsupported: the architecture, or something in it, is not known here.
+        ValueError: metadata are absent, out of range, or contradict each other or the tensors.
+    """
+    metadata = Metadata(file.header)
+    family = family_of(metadata)
+    common = _common(file, metadata)
+    fields = common | family.own(file, metadata, common)
+    words = vocabulary_of(file.header)
+    _check_vocabulary(file, words, fields["vocab_size"])
+    return AutoConfig.for_model(family.model_type, **fields, **_special(words))
+
+
+def _common(file: GgufFile, metadata: Metadata) -> Fields:
+    hidden, heads = metadata.whole("embedding_length"), metadata.whole("attention.head_count")
+    head_dim = _head_dim(metadata, hidden, heads)
+    rope = rope_parameters(file, metadata, head_dim)
+    if "partial_rotary_factor" in rope and metadata.architecture not in _PARTIAL:
+        what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
+        raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": metadata.whole("feed_forward_length"),
+        "num_hidden_layers": metadata.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope,
+        "vocab_size": _rows(file),
+        "tie_word_embeddings": not file.has(HEAD),
+    }
+
+
+def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
+    if hidden % heads and not metadata.has("attention.key_length"):
+        raise ValueError(f"the GGUF file has {heads} heads for an embedding of {hidden}; heads must divide it. "
+                         "Convert the model again")
+    size = metadata.whole("attention.key_length", hidden // heads)
+    values = metadata.whole("attention.value_length", size)
+    if size != values or (size * heads != hidden and metadata.architecture not in _HEAD_DIM) or size % 2:
+        what = f"a GGUF file of architecture {metadata.architecture!r} with heads of {size} (keys) and {values} (values)"
+        raise Unsupported(what, f"{heads} of them must share an embedding of {hidden}", _REMEDY)
+    return size
+
+
+def _rows(file: GgufFile) -> int:
+    if not file.has(EMBEDDING):
+        raise ValueError(f"the GGUF file {file.path.name!r} has no tensor {EMBEDDING!r}; it holds no language model")
+    return file.header.tensors[EMBEDDING].shape[0]
+
+
+def _check_vocabulary(file: GgufFile, words: Vocabulary | None, rows: int) -> None:
+    if words is not None and len(words) != rows:
+        raise ValueError(
+            f"the GGUF file {file.path.name!r} has {len(words)} tokens and an embedding of {rows} rows; "
+            "both must be the same. Convert the model again"
+        )
+
+
+def _special(words: Vocabulary | None) -> Fields:
+    if words is None:
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return {"bos_token_id": words.bos, "eos_token_id": words.ends, "pad_token_id": words.pad}

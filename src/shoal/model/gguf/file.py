@@ -1,0 +1,74 @@
+"""An open GGUF file: its header, and its tensors as views of one read-only mapping."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.dequantise import plain
+from shoal.model.gguf.header import Header, TensorInfo, mapped, parse
+
+
+class GgufFile:
+    """A GGUF file, mapped once; processes that map it share its pages.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        path, header: where it lies and what it says.
+
+    Raises:
+        ValueError, Unsupported: see `shoal.model.gguf.header.read_header`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with mapped(path) as buffer:
+            self.header: Header = parse(buffer, self.path.name)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                self._bytes: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name in the file."""
+        return name in self.header.tensors
+
+    def blocks(self, name: str) -> Blocks:
+        """A tensor's blocks as a view of the mapping, a vector as one row.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: the file is closed.
+        """
+        info = self.header.tensors[name]
+        columns = info.shape[-1]
+        return Blocks(info.type, self._raw(info).view(-1, info.type.row_bytes(columns)), columns)
+
+    def values(self, name: str) -> Tensor:
+        """A tensor in its shape: floating-point types in their dtype, as a view that must not be written to; others
+        dequantised to float32."""
+        info, blocks = self.header.tensors[name], self.blocks(name)
+        if info.type.is_float:
+            return plain(blocks.data, info.type).view(info.shape)
+        return blocks.dequantise().view(info.shape)
+
+    def close(self) -> None:
+        """Give the mapping up. Views that are out keep it until they are gone, so none ever points nowhere."""
+        self._bytes = None
+
+    def __enter__(self) -> GgufFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _raw(self, info: TensorInfo) -> Tensor:
+        if self._bytes is None:
+            raise ValueError(f"{self.path.name!r} is closed; open it again with GgufFile(path)")
+        return self._bytes[info.offset : info.offset + info.nbytes]

@@ -1,0 +1,323 @@
+"""The header of a GGUF file: metadata and where each tensor lies, read with bounds checked before use.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing is believed:
+every count and length is compared with the bytes that are left before it is used, so a damaged file costs no more
+memory than its own size. Long arrays stay compact (`Strings`, `array`) until someone asks for their items.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import overload
+
+from shoal.errors import Unsupported
+from shoal.model.gguf.types import OTHERS, GgmlType
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_KEY_BYTES, _NAME_BYTES, _DIMENSIONS = 65535, 255, 4
+_ALIGNMENTS = tuple(1 << power for power in range(3, 17))
+_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+_AGAIN = "Fetch the file again"
+
+
+class Strings(Sequence[str]):
+    """Strings that lie in the file one after the other, each behind its length; decoded when they are asked for.
+
+    Args:
+        buffer: the mapped file; stays open as long as this object.
+        places: where each length begins, and the end of the last string.
+        name: of the metadata entry, for errors.
+    """
+
+    def __init__(self, buffer: mmap.mmap, places: array[int], name: str) -> None:
+        self._buffer, self._places, self._name = buffer, places, name
+
+    def __len__(self) -> int:
+        return len(self._places) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self._text(self._places[place], self._places[place + 1])
+
+    def __iter__(self) -> Iterator[str]:
+        first, last = self._places[0], self._places[-1]
+        region = self._buffer[first:last]
+        try:
+            for start, end in pairwise(self._places):
+                yield region[start + 8 - first : end - first].decode()
+        except UnicodeDecodeError as error:
+            raise _not_text(self._name, error) from None
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            return self._buffer[start + 8 : end].decode()
+        except UnicodeDecodeError as error:
+            raise _not_text(self._name, error) from None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+        name: in the file.
+        type: of its values.
+        shape: in torch's order, the last dimension contiguous.
+        offset: of its first byte in the file.
+        nbytes: its size.
+    """
+
+    name: str
+    type: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says about itself.
+
+    Attributes:
+        version: of the format.
+        metadata: by key; strings, numbers, `Strings` or `array`.
+        tensors: by name, in the file's order.
+        data_offset: where the tensors begin.
+    """
+
+    version: int
+    metadata: dict[str, object]
+    tensors: dict[str, TensorInfo]
+    data_offset: int
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read the header of a GGUF file.
+
+    Raises:
+        ValueError: the file is absent, a folder, not readable, no GGUF file, or damaged.
+        Unsupported: another version of the format, or a tensor of a type that Shoal does not read.
+    """
+    with mapped(path) as buffer:
+        return parse(buffer, Path(path).name)
+
+
+@contextmanager
+def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
+    """The file, mapped read-only; the mapping lives as long as something that was made of it.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        raise ValueError(f"{name!r} is a folder; give the .gguf file in it")
+    try:
+        with open(name, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise ValueError(f"{name!r} is empty; it must be a GGUF file. {_AGAIN}")
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {name!r}") from None
+    except OSError as error:
+        raise ValueError(f"{name!r} cannot be read: {error.strerror}; see its permissions and its disk") from None
+    yield buffer
+
+
+def parse(buffer: mmap.mmap, name: str) -> Header:
+    """The header of a mapped file; `name` is for errors. See `read_header`."""
+    try:
+        return _Reader(buffer, name).header()
+    except struct.error:
+        raise ValueError(f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off. {_AGAIN}") from None
+
+
+def _not_text(name: str, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"a string of {name!r} is no UTF-8 ({error.reason}); the file is damaged. {_AGAIN}")
+
+
+class _Reader:
+    """A place in the header that moves on."""
+
+    def __init__(self, buffer: mmap.mmap, name: str) -> None:
+        self._buffer, self._name, self._end, self._at = buffer, name, len(buffer), 0
+
+    def header(self) -> Header:
+        version = self._start()
+        tensor_count, entry_count = self._scalar("Q"), self._scalar("Q")
+        self._fits("tensors", tensor_count, _SMALLEST_TENSOR)
+        self._fits("metadata entries", entry_count, _SMALLEST_ENTRY)
+        metadata = self._metadata(entry_count)
+        alignment = metadata.get("general.alignment", 32)
+        if alignment not in _ALIGNMENTS or isinstance(alignment, bool | float):
+            raise self._wrong(f"general.alignment is {_short(alignment)}", "it must be a power of two from 8 to 65536")
+        assert isinstance(alignment, int)
+        raw = self._raw_tensors(tensor_count)
+        data_offset = -(-self._at // alignment) * alignment
+        return Header(version, metadata, self._placed(raw, data_offset, alignment), data_offset)
+
+    def _start(self) -> int:
+        magic = self._buffer[:4]
+        if magic != _MAGIC:
+            raise self._wrong(f"its first bytes are {magic!r}", f"those of a GGUF file are {_MAGIC!r}")
+        self._at = 4
+        version = int(self._scalar("I"))
+        if version in _VERSIONS:
+            return version
+        if version & 0xFFFF == 0 and version >> 24 in _VERSIONS:
+            remedy = "Convert the model again on a little-endian machine"
+            raise Unsupported(f"the GGUF file {self._name!r}", "it is big-endian", remedy)
+        remedy = "Convert the model again with a current llama.cpp"
+        raise Unsupported(f"the GGUF file {self._name!r} of version {version}", "Shoal reads versions 2 and 3", remedy)
+
+    def _metadata(self, count: int) -> dict[str, object]:
+        metadata: dict[str, object] = {}
+        for _ in range(count):
+            key = self._string("a metadata key", _KEY_BYTES)
+            if key in metadata:
+                raise self._wrong(f"the metadata key {_short(key)} occurs twice", "each must occur once")
+            metadata[key] = self._value(key)
+        return metadata
+
+    def _value(self, key: str) -> object:
+        kind = self._scalar("I")
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string(key, self._end)
+        if kind == _ARRAY:
+            return self._array(key)
+        raise self._wrong(f"metadata entry {_short(key)} has type {kind}", "it must be 0 to 12")
+
+    def _array(self, key: str) -> object:
+        kind, count = self._scalar("I"), self._scalar("Q")
+        if kind == _STRING:
+            self._fits(f"strings in {_short(key)}", count, 8)
+            return self._strings(key, count)
+        if kind not in _SCALARS:
+            raise self._wrong(f"metadata array {_short(key)} has items of type {kind}",
+                              "they must be numbers or strings, not arrays")
+        code = _SCALARS[kind].replace("?", "B")
+        items = array(code)
+        self._fits(f"numbers in {_short(key)}", count, items.itemsize)
+        size = count * items.itemsize
+        items.frombytes(memoryview(self._buffer)[self._at : self._at + size])
+        self._at += size
+        if sys.byteorder == "big":
+            items.byteswap()
+        return items
+
+    def _strings(self, key: str, count: int) -> Strings:
+        """Walk over the strings without decoding them: one step per string."""
+        places = array("Q", [self._at])
+        places *= count + 1
+        length, buffer, at, end = struct.Struct("<Q").unpack_from, self._buffer, self._at, self._end
+        for number in range(1, count + 1):
+            at += 8 + length(buffer, at)[0]
+            if at > end:
+                raise self._wrong(f"string {number - 1} of {_short(key)} ends after the file",
+                                  f"the file has {end} bytes")
+            places[number] = at
+        self._at = at
+        return Strings(self._buffer, places, key)
+
+    def _raw_tensors(self, count: int) -> list[tuple[str, GgmlType, tuple[int, ...], int]]:
+        found = []
+        names = set()
+        for _ in range(count):
+            name = self._string("a tensor's name", _NAME_BYTES)
+            if name in names:
+                raise self._wrong(f"the tensor {_short(name)} occurs twice", "each must occur once")
+            names.add(name)
+            found.append((name, *self._tensor(name)))
+        return found
+
+    def _tensor(self, name: str) -> tuple[GgmlType, tuple[int, ...], int]:
+        dimensions = self._scalar("I")
+        if not 1 <= dimensions <= _DIMENSIONS:
+            raise self._wrong(f"tensor {_short(name)} has {dimensions} dimensions", f"it must be 1 to {_DIMENSIONS}")
+        shape = tuple(int(self._scalar("Q")) for _ in range(dimensions))[::-1]
+        kind, offset = self._scalar("I"), self._scalar("Q")
+        if not all(shape):
+            raise self._wrong(f"tensor {_short(name)} has shape {list(shape)}", "each dimension must be at least 1")
+        if kind not in GgmlType.__members__.values():
+            known = ", ".join(kind.name for kind in GgmlType)
+            what = f"tensor {_short(name)} of type {OTHERS.get(kind, kind)} in {self._name!r}"
+            raise Unsupported(what, f"Shoal reads {known}", "Quantise the model to one of them, such as Q4_K_M or Q8_0")
+        return GgmlType(kind), shape, offset
+
+    def _placed(
+        self, raw: list[tuple[str, GgmlType, tuple[int, ...], int]], start: int, alignment: int
+    ) -> dict[str, TensorInfo]:
+        """Tensors with their sizes; none may leave the file or touch another."""
+        placed = {}
+        for name, kind, shape, offset in raw:
+            if offset % alignment:
+                raise self._wrong(f"tensor {_short(name)} begins at offset {offset}",
+                                  f"it must be a multiple of the alignment, {alignment}")
+            try:
+                nbytes = prod(shape[:-1]) * kind.row_bytes(shape[-1])
+            except ValueError as error:
+                raise self._wrong(f"tensor {_short(name)} is {error}", "its rows are whole blocks") from None
+            if start + offset + nbytes > self._end:
+                raise self._wrong(f"tensor {_short(name)} of {nbytes} bytes begins at byte {start + offset}",
+                                  f"the file has {self._end} bytes, so it is cut off or damaged")
+            placed[name] = TensorInfo(name, kind, shape, start + offset, nbytes)
+        for first, second in pairwise(sorted(placed.values(), key=lambda info: info.offset)):
+            if first.offset + first.nbytes > second.offset:
+                raise self._wrong(f"the tensors {_short(first.name)} and {_short(second.name)} overlap",
+                                  "each must have bytes of its own")
+        return placed
+
+    def _scalar(self, code: str) -> int:
+        size = struct.calcsize("<" + code)
+        value = struct.unpack_from("<" + code, self._buffer, self._at)[0]
+        self._at += size
+        return value  # type: ignore[no-any-return]  # a bool or float where the file says so
+
+    def _string(self, what: str, most: int) -> str:
+        size = self._scalar("Q")
+        if size > min(most, self._end - self._at):
+            raise self._wrong(f"{_short(what)} has {size} bytes",
+                              f"it must have at most {min(most, self._end - self._at)}")
+        raw = self._buffer[self._at : self._at + size]
+        self._at += size
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise _not_text(what, error) from None
+
+    def _fits(self, what: str, count: int, size: int) -> None:
+        left = self._end - self._at
+        if count * size > left:
+            raise self._wrong(f"its header announces {count} {what}", f"the {left} bytes that follow hold no more than "
+                              f"{left // size}")
+
+    def _wrong(self, found: str, allowed: str) -> ValueError:
+        return ValueError(f"{self._name!r} is no sound GGUF file: {found}; {allowed}. {_AGAIN}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
