@@ -11,7 +11,7 @@ from shoal.model.packed.native.build import vector_set
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import MAX_NODES
-from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack
+from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack, pack_blocks, share_inputs
 
 __all__ = [
     "ATTENTION",
@@ -28,6 +28,8 @@ __all__ = [
     "available",
     "matmul",
     "pack",
+    "pack_blocks",
+    "share_inputs",
     "vector_set",
     "why_not",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from ctypes import Array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch
 from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import ACTIVATIONS, MAX_HEAD_DIM, MAX_THREADS, Layer, Model, Weight
-from shoal.model.packed.native.weights import PackedWeight
+from shoal.model.packed.native.structs import ACTIVATIONS, LANES, MAX_HEAD_DIM, MAX_THREADS, Layer, Model, Weight
+from shoal.model.packed.native.weights import PackedWeight, share_inputs
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
@@ -61,22 +62,33 @@ class NativeSpec:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be even and in [0, {self.head_dim}]")
 
 
+Stacked = PackedWeight | Sequence[PackedWeight]
+"""One matrix, or several with their rows one above the other."""
+
+
+def parts_of(stacked: Stacked) -> tuple[PackedWeight, ...]:
+    """The matrices of a stack."""
+    return (stacked,) if isinstance(stacked, PackedWeight) else tuple(stacked)
+
+
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
     """One decoder layer: matrices, then vectors in float32, None where the layer has no such part.
 
     Attributes:
-        qkv: [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values.
-        gate_up: [2 * ffn, hidden], packed with `paired=True`.
+        qkv: [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values; up to three matrices, one above the
+            other, all but the last of a multiple of 16 rows.
+        gate_up: [2 * ffn, hidden], packed with `paired=True`; or gate and up apart, of kinds that take activations in
+            the same form.
         input_norm, post_norm: [hidden], of the RMS norms before attention and before the MLP.
         q_norm, k_norm: [head_dim], of RMS norms over each head.
         cos, sin: [positions, rotary_dim / 2], or None in a layer without rotary embedding.
         window: positions that a query sees, its own included, or None.
     """
 
-    qkv: PackedWeight
+    qkv: Stacked
     o: PackedWeight
-    gate_up: PackedWeight
+    gate_up: Stacked
     down: PackedWeight
     input_norm: Tensor
     post_norm: Tensor
@@ -96,7 +108,7 @@ class NativeModel:
 
     Args:
         head: [vocab, hidden]; it is the input embedding too where `embedding` is None.
-        embedding: [vocab, hidden], float32 or bfloat16.
+        embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16.
 
     Raises:
         ValueError: a part has the wrong shape or dtype.
@@ -109,12 +121,12 @@ class NativeModel:
         layers: Sequence[NativeLayer],
         norm: Tensor,
         head: PackedWeight,
-        embedding: Tensor | None = None,
+        embedding: Tensor | PackedWeight | None = None,
         head_bias: Tensor | None = None,
     ) -> None:
         self.spec, self.num_layers = spec, len(layers)
         self._library = require()
-        self._parts: list[object] = [list(layers), head]
+        self._parts: list[object] = [list(layers), head, embedding]
         self._structs = (Layer * len(layers))(*(self._layer(layer) for layer in layers))
         self._model = self._model_struct(norm, head, embedding, head_bias)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -171,9 +183,9 @@ class NativeModel:
     def _layer(self, layer: NativeLayer) -> Layer:
         spec, struct = self.spec, Layer(window=layer.window or 0)
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        struct.qkv = self._matrix("qkv", layer.qkv, query + 2 * kv, spec.hidden)
+        struct.qkv = self._stack(parts_of(layer.qkv), query + 2 * kv)
         struct.o = self._matrix("o", layer.o, spec.hidden, query)
-        struct.gate_up = self._matrix("gate_up", layer.gate_up, 2 * spec.ffn, spec.hidden, paired=True)
+        struct.gate_up = self._gate_up(parts_of(layer.gate_up))
         struct.down = self._matrix("down", layer.down, spec.hidden, spec.ffn)
         lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * spec.ffn}
         lengths |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
@@ -194,7 +206,9 @@ class NativeModel:
         struct.positions = shape[0]
 
     def _model_struct(
-        self, norm: Tensor, head: PackedWeight, embedding: Tensor | None, head_bias: Tensor | None
+        self, norm: Tensor, head: PackedWeight,
+        embedding: Tensor | PackedWeight | None,
+        head_bias: Tensor | None,
     ) -> Model:
         spec, struct = self.spec, Model(num_layers=self.num_layers)
         for field in fields(spec)[:-2]:
@@ -204,12 +218,35 @@ class NativeModel:
         struct.norm = self._vector("norm", norm, spec.hidden)
         struct.head = self._matrix("head", head, spec.vocab, spec.hidden)
         struct.head_bias = self._vector("head_bias", head_bias, spec.vocab)
-        if embedding is not None:
+        table = embedding if isinstance(embedding, PackedWeight) else head
+        struct.table = self._matrix("embedding", table, spec.vocab, spec.hidden)
+        if isinstance(embedding, Tensor):
             if embedding.dtype not in _KV_DTYPES:
                 raise ValueError(f"embedding is {embedding.dtype}; it must be torch.float32 or torch.bfloat16")
             struct.embedding_dtype = _KV_DTYPES[embedding.dtype]
             struct.embedding = self._tensor("embedding", embedding, (spec.vocab, spec.hidden), embedding.dtype)
         return struct
+
+    def _stack(self, parts: Sequence[PackedWeight], rows: int) -> Array[Weight]:
+        """The structures of up to three matrices that make up q, k and v."""
+        hidden, sizes = self.spec.hidden, [part.rows for part in parts]
+        if not 1 <= len(parts) <= 3 or sum(sizes) != rows or any(size % LANES for size in sizes[:-1]):
+            raise ValueError(
+                f"qkv is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one with a "
+                f"multiple of {LANES}"
+            )
+        structs = [self._matrix("qkv", part, part.rows, hidden) for part in parts]
+        return (Weight * 3)(*structs)
+
+    def _gate_up(self, parts: Sequence[PackedWeight]) -> Array[Weight]:
+        """The structures of a paired matrix, or of two."""
+        hidden, ffn = self.spec.hidden, self.spec.ffn
+        if len(parts) == 1:
+            return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
+        if len(parts) != 2 or not share_inputs(*parts):
+            kinds = ", ".join(part.kind for part in parts)
+            raise ValueError(f"gate_up is of {kinds}; one paired matrix, or two that take the same inputs, are needed")
+        return (Weight * 2)(*(self._matrix("gate_up", part, ffn, hidden) for part in parts))
 
     def _matrix(self, name: str, weight: PackedWeight, rows: int, cols: int, paired: bool = False) -> Weight:
         if (weight.rows, weight.cols, weight.paired) != (rows, cols, paired):

@@ -10,6 +10,7 @@ KINDS = (
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_TOKENS = MAX_NODES = 64
+LANES = 16
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from shoal.model.gguf.blocks import Blocks
 from shoal.model.packed.native.arena import Arena
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, Weight
 
-Kind = Literal["fp32", "bf16", "int8", "int4"]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+Kind = Literal[
+    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"
+]
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_OWN = ("fp32", "bf16", "fp16", "int8", "int4")
+"""Kinds that plain matrices are packed as; the others keep the numbers of a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +27,10 @@ class PackedWeight:
     """A matrix [rows, cols] that the kernels multiply with.
 
     Attributes:
-        kind: `fp32`, `bf16`, `int8` (symmetric, one scale per 64 inputs of a row) or `int4` (symmetric, one per 32).
+        kind: `fp32`, `bf16`, `fp16`, `int8` (symmetric, one scale per 64 inputs of a row), `int4` (symmetric, one per
+            32), or the type of GGML whose numbers it holds.
         data: uint8 [bytes].
-        scales: float16 [number], or None.
+        scales: uint8 [bytes] of scales and minima, or None.
         paired: whether it holds two halves (gate, up) whose row blocks alternate; rows count both.
     """
 
@@ -38,7 +44,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads: data and scales, padding included."""
-        return self.data.numel() + (0 if self.scales is None else 2 * self.scales.numel())
+        return self.data.numel() + (0 if self.scales is None else self.scales.numel())
 
     def struct(self) -> Weight:
         """What the library takes; valid as long as this object lives."""
@@ -86,14 +92,59 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Arena | None =
     """
     _check_weight(weight, kind, paired)
     source = (weight if weight.dtype in _DTYPES else weight.float()).detach().contiguous()
-    rows, cols = source.shape
+    packed = _room(kind, *source.shape, paired, arena)
+    _convert("shoal_pack", packed.struct(), source)
+    return packed
+
+
+def pack_blocks(blocks: Blocks, paired: bool = False, arena: Arena | None = None) -> PackedWeight:
+    """Pack a matrix of a GGUF file; its numbers stay what they are, its bits per weight too.
+
+    The K types take 1/8 bit more per weight than in the file, since their small scales and minima are stored as bytes.
+
+    Args:
+        blocks: the matrix.
+        paired, arena: as for `pack`.
+
+    Raises:
+        ValueError: an odd number of paired rows.
+        RuntimeError: the kernels cannot run here.
+    """
+    if blocks.type.is_float:
+        kind = KINDS_OF_FLOATS[blocks.type.name]
+        return pack(blocks.data.view(_FLOATS[kind]), kind, paired, arena)
+    if paired and blocks.rows % 2:
+        raise ValueError(f"a paired matrix has an even number of rows, not {blocks.rows}")
+    library, threads, data = require(), torch.get_num_threads(), blocks.data.contiguous()
+    packed = _room(kind_of_blocks(blocks), blocks.rows, blocks.columns, paired, arena)
+    weight = ctypes.byref(packed.struct())
+    scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
+    library.shoal_pack_blocks(weight, data.data_ptr(), scratch.data_ptr(), threads)
+    return packed
+
+
+KINDS_OF_FLOATS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def kind_of_blocks(blocks: Blocks) -> Kind:
+    """The kind that blocks are packed as."""
+    name = blocks.type.name
+    return KINDS_OF_FLOATS[name] if blocks.type.is_float else cast(Kind, name.lower())
+
+
+def share_inputs(first: PackedWeight, second: PackedWeight) -> bool:
+    """Whether both take activations in the same form: exact, rounded to bfloat16, or int8 with a scale per 64 or 32."""
+    forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
+    return forms.get(first.kind, "groups of 32") == forms.get(second.kind, "groups of 32")
+
+
+def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Arena | None) -> PackedWeight:
+    """A matrix that is yet to be filled."""
     arena = arena or Arena(0)
     _, data_bytes, scale_bytes = _laid_out(kind, rows, cols, paired)
     data = arena.take(data_bytes)
-    scales = arena.take(scale_bytes).view(torch.float16) if scale_bytes else None
-    packed = PackedWeight(kind, rows, cols, data, scales, paired)
-    _convert("shoal_pack", packed.struct(), source)
-    return packed
+    return PackedWeight(kind, rows, cols, data, arena.take(scale_bytes) if scale_bytes else None, paired)
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -134,8 +185,9 @@ def _convert(function: str, struct: Weight, plain: Tensor) -> None:
 
 
 def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"unknown kind of weight {kind!r}; known: {', '.join(get_args(Kind))}")
+    if kind not in _OWN:
+        known = ", ".join(_OWN)
+        raise ValueError(f"unknown kind of weight {kind!r}; known: {known}, and GGML's types for the blocks of a file")
     if weight.ndim != 2 or not weight.is_floating_point() or weight.device.type != "cpu" or not weight.numel():
         found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
         raise ValueError(f"weight is {found}; a float matrix on the CPU is needed")
