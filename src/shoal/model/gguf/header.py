@@ -150,7 +150,8 @@ def parse(buffer: mmap.mmap, name: str) -> Header:
     try:
         return _Reader(buffer, name).header()
     except struct.error:
-        raise ValueError(f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off. {_AGAIN}") from None
+        found = f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off"
+        raise ValueError(f"{found}. {_AGAIN}") from None
 
 
 def _not_text(name: str, error: UnicodeDecodeError) -> ValueError:
