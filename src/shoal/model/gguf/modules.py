@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
@@ -19,21 +22,23 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         Unsupported: a tensor is missing, or not of the shape that the config asks for.
     """
-    from transformers import AutoModelForCausalLM
-
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     source = GgufSource(file, config)
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict()
-    tensors = {}
-    for name, wanted in expected.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if not source.has(name):
-            raise Unsupported(f"a GGUF file without {name!r}", "its architecture has one", _REMEDY)
-        found = source[name]
-        if found.shape != wanted.shape:
-            what = f"a GGUF file whose {name!r} is {list(found.shape)}"
-            raise Unsupported(what, f"its metadata ask for {list(wanted.shape)}", _REMEDY)
-        tensors[name] = found.to(dtype, copy=True)
-    model = AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-    return model.eval()
+        expected = kind(copy.deepcopy(config)).state_dict()
+    tensors = {
+        name: _tensor(source, name, wanted.shape).to(dtype, copy=True)
+        for name, wanted in expected.items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    return kind.from_pretrained(None, config=copy.deepcopy(config), state_dict=tensors, dtype=dtype).eval()
+
+
+def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:
+    if not source.has(name):
+        raise Unsupported(f"a GGUF file without {name!r}", "its architecture has one", _REMEDY)
+    found = source[name]
+    if found.shape != shape:
+        what = f"a GGUF file whose {name!r} is {list(found.shape)}"
+        raise Unsupported(what, f"its metadata ask for {list(shape)}", _REMEDY)
+    return found
