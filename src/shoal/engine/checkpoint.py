@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shoal.model.packed.source import FileSource, has_safetensors
+from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 
 class Checkpoint:
@@ -23,21 +24,24 @@ class Checkpoint:
 
     def __init__(self, name: str, revision: str | None, trust_remote_code: bool) -> None:
         self.name, self.revision = name, revision
-        self.place, self._gguf = _place(name)
+        self.place, file = _place(name)
         self._options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        if self._gguf is not None:
-            self._options["gguf_file"] = self._gguf
+        self._gguf = None if file is None else GgufCheckpoint(file)
         if revision is not None:
             self._options["revision"] = revision
 
     def config(self) -> Any:
         """The transformers config."""
+        if self._gguf is not None:
+            return self._gguf.config()
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.place, **self._options)
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
+        if self._gguf is not None:
+            return None
         from transformers import GenerationConfig
 
         try:
@@ -48,14 +52,16 @@ class Checkpoint:
 
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""
+        if self._gguf is not None:
+            return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options, **options)
 
-    def weights(self) -> FileSource | None:
-        """The weights by name, or None where they do not lie in safetensors files."""
+    def weights(self) -> Source | None:
+        """The weights by name, or None where they lie neither in safetensors nor in a GGUF file that Shoal reads."""
         if self._gguf is not None:
-            return None
+            return self._gguf.weights()
         folder = self._folder()
         return FileSource(folder) if has_safetensors(folder) else None
 
@@ -75,8 +81,10 @@ class Checkpoint:
 
         if given is not None:
             return AutoTokenizer.from_pretrained(given)
+        if self._gguf is not None:
+            return self._gguf.tokenizer()
         folder = Path(self.place)
-        if folder.is_dir() and self._gguf is None and not any(folder.glob("*token*")):
+        if folder.is_dir() and not any(folder.glob("*token*")):
             return None
         return AutoTokenizer.from_pretrained(self.place, **self._options)
 
@@ -87,16 +95,18 @@ def shown_name(model: str) -> str:
     return path.name if path.is_absolute() or path.exists() else model
 
 
-def _place(name: str) -> tuple[str, str | None]:
-    """Folder or Hub id to load from, and the GGUF file in it."""
+def _place(name: str) -> tuple[str, Path | None]:
+    """Folder or Hub id to load from, or the folder of a GGUF file and that file."""
     path = Path(name)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"there is no file {name!r}")
-        return os.fspath(path.parent), path.name
     if path.is_dir():
+        if path.suffix.lower() == ".gguf":
+            raise ValueError(f"{name!r} is a folder; give the .gguf file in it")
         if not (path / "config.json").is_file():
             raise ValueError(f"the folder {name!r} holds no config.json, so it is no model in the Hugging Face format")
+    elif path.suffix.lower() == ".gguf" or (path.is_file() and is_gguf(path)):
+        if not path.is_file():
+            raise ValueError(f"there is no file {name!r}")
+        return os.fspath(path.parent), path
     elif path.exists():
         raise ValueError(f"{name!r} is a file; give the model's folder, its Hub id, or a .gguf file")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -1,6 +1,6 @@
 """A transformers config from the metadata of a GGUF file.
 
-What each architecture's metadata means follows llama.cpp (src/models and conversion), https://github.com/ggml-org/llama.cpp.
+What each architecture's metadata means follows llama.cpp (src/models, conversion): https://github.com/ggml-org/llama.cpp
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ def family_of(metadata: Metadata) -> Family:
         Unsupported: it is not known here.
     """
     name = metadata.architecture
+    if metadata.whole("split.count", 0, least=0) > 1:
+        raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
     if name not in FAMILIES:
         raise Unsupported(f"a GGUF file of architecture {name!r}", f"Shoal reads {', '.join(FAMILIES)}", _REMEDY)
     if metadata.whole("expert_count", 0, least=0):
@@ -201,7 +203,7 @@ def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
     size = metadata.whole("attention.key_length", hidden // heads)
     values = metadata.whole("attention.value_length", size)
     if size != values or (size * heads != hidden and metadata.architecture not in _HEAD_DIM) or size % 2:
-        what = f"a GGUF file of architecture {metadata.architecture!r} with heads of {size} (keys) and {values} (values)"
+        what = f"a {metadata.architecture!r} GGUF file with heads of {size} (keys) and {values} (values)"
         raise Unsupported(what, f"{heads} of them must share an embedding of {hidden}", _REMEDY)
     return size
 

@@ -17,7 +17,7 @@ _PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF1
 
 
 def plain(data: Tensor, kind: GgmlType) -> Tensor:
-    """The numbers [..., columns] of bytes [..., bytes per row] of a floating-point type, in its dtype, memory shared."""
+    """The numbers [..., columns] of bytes [..., bytes per row] of a floating-point type; memory is shared."""
     return data.view(_PLAIN[kind])
 
 

@@ -51,8 +51,10 @@ class GgufFile:
         return Blocks(info.type, self._raw(info).view(-1, info.type.row_bytes(columns)), columns)
 
     def values(self, name: str) -> Tensor:
-        """A tensor in its shape: floating-point types in their dtype, as a view that must not be written to; others
-        dequantised to float32."""
+        """A tensor in its shape.
+
+        Floating-point types come in their dtype, as a view that must not be written to, others dequantised to float32.
+        """
         info, blocks = self.header.tensors[name], self.blocks(name)
         if info.type.is_float:
             return plain(blocks.data, info.type).view(info.shape)

@@ -61,11 +61,15 @@ class Strings(Sequence[str]):
         return self._text(self._places[place], self._places[place + 1])
 
     def __iter__(self) -> Iterator[str]:
+        return iter(self.decoded())
+
+    def decoded(self) -> list[str]:
+        """All strings at once, which takes far less time than one by one."""
         first, last = self._places[0], self._places[-1]
         region = self._buffer[first:last]
+        base = first - 8
         try:
-            for start, end in pairwise(self._places):
-                yield region[start + 8 - first : end - first].decode()
+            return [region[start - base : end - first].decode() for start, end in pairwise(self._places)]
         except UnicodeDecodeError as error:
             raise _not_text(self._name, error) from None
 
@@ -150,7 +154,8 @@ def parse(buffer: mmap.mmap, name: str) -> Header:
     try:
         return _Reader(buffer, name).header()
     except struct.error:
-        raise ValueError(f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off. {_AGAIN}") from None
+        found = f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off"
+        raise ValueError(f"{found}. {_AGAIN}") from None
 
 
 def _not_text(name: str, error: UnicodeDecodeError) -> ValueError:

@@ -87,7 +87,7 @@ class Metadata:
         return self._entries.get(self._name(key))
 
     def _name(self, key: str) -> str:
-        return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"
+        return key if key.startswith(("general.", "tokenizer.", "split.")) else f"{self.architecture}.{key}"
 
     def _wrong(self, key: str, found: object, allowed: str) -> ValueError:
         told = "absent" if found is None else repr(found)[:80]

@@ -75,8 +75,7 @@ def _spelled(tokens: list[str]) -> list[str]:
 
 
 def _byte_level(tokens: list[str], words: Vocabulary, rules: PreTokenizer) -> Tokenizer:
-    merges = [_pair(merge) for merge in words.merges]
-    backend = _bpe(tokens, merges, ignore_merges=rules.whole_words)
+    backend = _bpe(tokens, _pairs(words.merges), ignore_merges=rules.whole_words)
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in rules.cuts]
@@ -87,12 +86,13 @@ def _byte_level(tokens: list[str], words: Vocabulary, rules: PreTokenizer) -> To
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    first, space, second = merge.partition(" ")
-    if not (first and space and second):
-        raise ValueError(f"the GGUF tokenizer has the merge {merge!r:.80}; it must be two tokens with a space between. "
+def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
+    wrong = next((pair for pair in pairs if len(pair) != 2), None)
+    if wrong is not None:
+        raise ValueError(f"the GGUF tokenizer has the merge {wrong[0]!r:.80}; it must be two tokens with a space between. "
                          f"{_REMEDY}")
-    return first, second
+    return pairs
 
 
 def _sentencepiece(tokens: list[str], words: Vocabulary, architecture: str) -> Tokenizer:
@@ -118,14 +118,14 @@ def implied_merges(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[f
     joined = [n for n, token in enumerate(tokens)
               if len(token) > 1 and (not kinds or kinds[n] in (NORMAL, USER_DEFINED))]
     joined.sort(key=keys.__getitem__)
+    known, find = ids.keys(), ids.__getitem__
     merges: list[tuple[str, str]] = []
     for number in joined:
         token = tokens[number]
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))
-                 if token[:cut] in ids and token[cut:] in ids]
-        if len(pairs) > 1:
-            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        merges += pairs
+        pairs = [(find(first), find(second)) for cut in range(1, len(token))
+                 if (first := token[:cut]) in known and (second := token[cut:]) in known]
+        pairs.sort()
+        merges += [(tokens[first], tokens[second]) for first, second in pairs]
     return merges
 
 

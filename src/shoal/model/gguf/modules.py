@@ -1,0 +1,44 @@
+"""transformers' own modules with the weights of a GGUF file: the slow road, and the twin of the fast one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from shoal.errors import Unsupported
+from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.source import GgufSource
+
+_REMEDY = "Convert the model again"
+
+
+def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
+    """A transformers model in `dtype` with the dequantised weights, on the CPU, in eval mode.
+
+    Raises:
+        Unsupported: a tensor is missing, or not of the shape that the config asks for.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    source = GgufSource(file, config)
+    with torch.device("meta"):
+        expected = kind(copy.deepcopy(config)).state_dict()
+    tensors = {
+        name: _tensor(source, name, wanted.shape).to(dtype, copy=True)
+        for name, wanted in expected.items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    return kind.from_pretrained(None, config=copy.deepcopy(config), state_dict=tensors, dtype=dtype).eval()
+
+
+def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:
+    if not source.has(name):
+        raise Unsupported(f"a GGUF file without {name!r}", "its architecture has one", _REMEDY)
+    found = source[name]
+    if found.shape != shape:
+        what = f"a GGUF file whose {name!r} is {list(found.shape)}"
+        raise Unsupported(what, f"its metadata ask for {list(shape)}", _REMEDY)
+    return found

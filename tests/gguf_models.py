@@ -1,0 +1,186 @@
+"""GGUF files for tests, written byte by byte: any metadata, any bytes, tiny models of every architecture and type.
+
+Quantised matrices are random bytes with sane scales: every such block is a valid one, so no quantiser is needed. Names,
+metadata and row order are llama.cpp's, written here from the transformers side and independently of what reads them.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from families import FAMILIES, tiny
+
+TYPES = {"F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20),
+         "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176),
+         "Q6_K": (14, 256, 210)}
+"""Number, values and bytes per block, by name."""
+
+QUANTISED = tuple(name for name, (_, values, _) in TYPES.items() if values > 1)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2")
+ALIGNMENT = 32
+_SIZES = {"hidden_size": 256, "intermediate_size": 256}
+
+Raw = tuple[str, Sequence[int], bytes]
+"""Type, shape in torch's order, bytes."""
+
+
+def string(text: str | bytes) -> bytes:
+    """A string with its length before it."""
+    raw = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def value(found: Any) -> bytes:
+    """A metadata value behind its type; lists are arrays of int32, float32, bool or strings."""
+    if isinstance(found, bool):
+        return struct.pack("<I?", 7, found)
+    if isinstance(found, int):
+        return struct.pack("<II", 4, found)
+    if isinstance(found, float):
+        return struct.pack("<If", 6, found)
+    if isinstance(found, str):
+        return struct.pack("<I", 8) + string(found)
+    kinds = {bool: (7, "?"), int: (5, "i"), float: (6, "f")}
+    if not found or isinstance(found[0], str):
+        return struct.pack("<IIQ", 9, 8, len(found)) + b"".join(string(one) for one in found)
+    kind, code = kinds[type(found[0])]
+    return struct.pack(f"<IIQ{len(found)}{code}", 9, kind, len(found), *found)
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Raw], version: int = 3) -> bytes:
+    """A whole file."""
+    head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
+    head += [string(key) + value(found) for key, found in metadata.items()]
+    data = b""
+    for name, (kind, shape, raw) in tensors.items():
+        head.append(string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], TYPES[kind][0], len(data)))
+        data += raw + bytes(-len(raw) % ALIGNMENT)
+    start = b"".join(head)
+    return start + bytes(-len(start) % ALIGNMENT) + data
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    """Uint8 [rows, bytes per row] of random blocks whose values are about `spread` / sqrt(columns) large."""
+    _, values, size = TYPES[kind]
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(256, (rows * columns // values, size), dtype=torch.uint8, generator=generator)
+    level = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 9, "Q5_1": 9, "Q8_0": 74, "Q4_K": 5 * 32, "Q5_K": 9 * 32, "Q6_K": 18 * 74}
+    top = {"Q4_1": 7.5, "Q5_1": 15.5, "Q4_K": 7.5, "Q5_K": 15.5}
+    scale = spread / columns**0.5 / level[kind] * (0.5 + torch.rand(len(data), 1, generator=generator))
+    place = 208 if kind == "Q6_K" else 0
+    data[:, place : place + 2] = scale.half().view(torch.uint8)
+    if kind in ("Q4_1", "Q5_1"):
+        data[:, 2:4] = (-top[kind] * scale).half().view(torch.uint8)
+    elif kind in top:
+        data[:, 2:4] = (top[kind] * scale).half().view(torch.uint8)
+    return data.view(rows, -1)
+
+
+def dequantised(kind: str, data: Tensor, columns: int) -> Tensor:
+    """Float32 [rows, columns], by the `gguf` package."""
+    import gguf
+
+    found = gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(numpy.array(found)).view(-1, columns)
+
+
+_PARTS = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "o_proj": "attn_output",
+          "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
+          "gate_up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
+          "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_SANDWICH = ("gemma2", "gemma3", "olmo2")
+_INTERLEAVED = ("llama", "granite", "smollm3")
+
+
+def file_name(name: str, architecture: str) -> str:
+    """llama.cpp's name of a transformers parameter."""
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+             "lm_head.weight": "output.weight"}
+    if name in whole:
+        return whole[name]
+    layer, part, kind = re.fullmatch(r"model\.layers\.(\d+)\.(?:\w+\.)?(\w+)\.(\w+)", name).groups()  # type: ignore[union-attr]
+    behind = "post_attention_norm" if architecture in _SANDWICH else "ffn_norm"
+    return f"blk.{layer}.{ {**_PARTS, 'post_attention_layernorm': behind}[part] }.{kind}"
+
+
+def tiny_model(architecture: str, **overrides: Any) -> Any:
+    """A tiny random float32 model, wide enough for every type, with 4 layers."""
+    sizes = {**_SIZES, "head_dim": 64} if "head_dim" in FAMILIES[architecture][1] else _SIZES
+    if architecture in ("gemma2", "gemma3"):
+        sizes = {**sizes, "query_pre_attn_scalar": 64}
+    return tiny(architecture, dtype=torch.float32, layers=4, **{**sizes, **overrides})
+
+
+def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
+    """What llama.cpp's converter writes about a model, without the tokenizer."""
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(rope["rope_theta"]),
+        "attention.key_length": head_dim, "attention.value_length": head_dim, "vocab_size": config.vocab_size,
+        "rope.dimension_count": head_dim,
+    }
+    if architecture == "granite":
+        own |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier,
+                "residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+    if architecture in ("gemma2", "gemma3"):
+        own |= {"attention.sliding_window": config.sliding_window}
+        own |= {"attention.sliding_window_pattern": [kind.startswith("sliding") for kind in config.layer_types]}
+    if architecture == "gemma2":
+        own |= {"attn_logit_softcapping": config.attn_logit_softcapping,
+                "final_logit_softcapping": config.final_logit_softcapping}
+    plain = {"general.architecture": architecture, "general.name": "tiny", "tokenizer.ggml.model": "none"}
+    return plain | {f"{architecture}.{key}": found for key, found in own.items()}
+
+
+def write_model(architecture: str, path: Path, kind: str = "F32", *, extra: Mapping[str, Any] | None = None,
+                model: Any = None) -> dict[str, Tensor]:
+    """Write a tiny model with matrices of a type; returns the state dict of the transformers model that it equals."""
+    model = model or tiny_model(architecture)
+    config, state, tensors = model.config, {}, {}
+    for seed, (name, tensor) in enumerate(model.state_dict().items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data, state[name] = _encoded(tensor, kind, seed, architecture)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        turned = next((count for part, count in heads.items() if f".{part}." in name), None)
+        if turned is not None and architecture in _INTERLEAVED:
+            data = data.view(turned, 2, len(data) // turned // 2, -1).transpose(1, 2).reshape(data.shape)
+        used = kind if tensor.dim() == 2 else "F32"
+        tensors[file_name(name, architecture)] = (used, tuple(tensor.shape), data.contiguous().numpy().tobytes())
+    path.write_bytes(gguf_bytes({**metadata_of(architecture, config), **(extra or {})}, tensors))
+    return state
+
+
+def _encoded(tensor: Tensor, kind: str, seed: int, architecture: str) -> tuple[Tensor, Tensor]:
+    """Bytes by rows (by values for a vector), and what they stand for."""
+    if tensor.dim() == 1:
+        shifted = tensor + 1 if architecture.startswith("gemma") and len(tensor) > 0 else tensor
+        return shifted.float().view(-1, 1).view(torch.uint8), shifted.float() - (shifted - tensor).round().float()
+    if kind not in QUANTISED:
+        kept = tensor.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+        return kept.contiguous().view(torch.uint8), kept.float()
+    data = random_blocks(kind, *tensor.shape, seed, spread=float(tensor.std()) * tensor.shape[1] ** 0.5)
+    return data, dequantised(kind, data, tensor.shape[1])
+
+
+def with_state(model: Any, state: Mapping[str, Tensor]) -> Any:
+    """A copy of a model with other weights."""
+    import copy
+
+    twin = copy.deepcopy(model)
+    missing = twin.load_state_dict(dict(state), strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    return twin.eval()
