@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import warnings
 from pathlib import Path
@@ -30,6 +31,7 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with mapped(path) as buffer:
+            self._buffer: mmap.mmap | None = buffer
             self.header: Header = parse(buffer, self.path.name)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -62,7 +64,12 @@ class GgufFile:
 
     def close(self) -> None:
         """Give the mapping up. Views that are out keep it until they are gone, so none ever points nowhere."""
-        self._bytes = None
+        self._bytes = self._buffer = None
+
+    def release(self) -> None:
+        """Give back the memory of pages that were read; views stay valid and read them again."""
+        if self._buffer is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
 
     def __enter__(self) -> GgufFile:
         return self

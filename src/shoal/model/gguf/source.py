@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.config import family_of
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.header import TensorInfo
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.names import gguf_name
+from shoal.model.gguf.types import GgmlType
 
 
 class GgufSource:
@@ -68,6 +71,34 @@ class GgufSource:
             raise Unsupported(f"blocks of {name!r}, which is {shape}", "only matrices have them", "Read its values")
         order, blocks = self._order(place), self._file.blocks(place)
         return blocks if order is None else blocks.select(order)
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._file.path
+
+    def type_of(self, name: str) -> GgmlType:
+        """The type of a tensor; KeyError where there is none of that name."""
+        return self._info(name).type
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; KeyError where there is none of that name."""
+        return self._info(name).shape
+
+    def matrices(self) -> list[tuple[GgmlType, tuple[int, int]]]:
+        """Type, rows and columns of every matrix in the file."""
+        return [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
+                if len(info.shape) == 2]
+
+    def release(self) -> None:
+        """Let go of the pages that were read so far; they are read again where they are wanted."""
+        self._file.release()
+
+    def _info(self, name: str) -> TensorInfo:
+        place = self._place(name)
+        if place is None:
+            raise KeyError(name)
+        return self._file.header.tensors[place]
 
     def _place(self, name: str) -> str | None:
         place = gguf_name(name, self._family)

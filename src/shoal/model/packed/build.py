@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from shoal.errors import Unsupported
+from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
+from shoal.model.packed.from_file import file_packer
 from shoal.model.packed.linear import Quant, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels, kind_of
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.packed.source import Source
 from shoal.model.packed.stack import PackedStack
-from shoal.model.packed.weights import DTYPES, Packer
+from shoal.model.packed.weights import DTYPES, Pack, Packer
 
 QUANTS = ("int8", "int4")
 
@@ -32,7 +34,7 @@ def build(
 
     Args:
         config: its transformers config.
-        source: its weights by name.
+        source: its weights by name; those of a GGUF file keep its types unless `quant` says otherwise.
         dtype: of the computation and the KV.
         device: where to put it.
         quant: how matrices are stored; None keeps them in `dtype`.
@@ -44,12 +46,17 @@ def build(
     shape = shape_of(config)
     check(dtype, quant)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
-    if kernels and fits_kernels(shape, dtype, device) and native.available():
-        native_pack = partial(NativeMatrix.pack, kind=kind_of(dtype, quant), arena=native.Arena())
-        weights = Packer(source, shape, dtype, device, native_pack).weights()
-        return NativeStack(shape, weights, rotary, dtype, device)
-    weights = Packer(source, shape, dtype, device, partial(pack, quant=quant)).weights()
-    return PackedStack(shape, weights, rotary, dtype, device)
+    kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
+    pack_one: Pack = partial(pack, quant=quant)
+    if kernels:
+        pack_one = partial(NativeMatrix.pack, kind=kind_of(dtype, quant), arena=native.Arena())
+    pack_file, kept = None, None
+    if isinstance(source, GgufSource) and quant is None and device.type == "cpu":
+        pack_file, kept = file_packer(source, dtype, kernels)
+    weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
+    if kept is not None:
+        kept.finish()
+    return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)
 
 
 def check(dtype: torch.dtype, quant: str | None) -> None:

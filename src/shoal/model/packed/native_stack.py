@@ -21,6 +21,7 @@ from shoal.model.packed import native
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import Feed, Tap, mark_shallow, missing_kv
 
@@ -221,15 +222,15 @@ class NativeStack(PackedStack):
             kv_dtype=self.dtype,
         )
         layers = [self._native_layer(index, layer) for index, layer in enumerate(weights.layers)]
-        embedding = None if weights.embedding is weights.head else _matrix(weights.embedding).unpack(self.dtype)
+        embedding = None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
         return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), embedding)
 
     def _native_layer(self, index: int, layer: Layer) -> native.NativeLayer:
         rotary = self.rotary if self.shape.rotary[index] else None
         return native.NativeLayer(
-            qkv=_matrix(layer.qkv),
+            qkv=[_matrix(part) for part in parts_of(layer.qkv)],
             o=_matrix(layer.out),
-            gate_up=_matrix(layer.gate_up),
+            gate_up=[_matrix(part) for part in parts_of(layer.gate_up)],
             down=_matrix(layer.down),
             input_norm=layer.attention_norm,
             post_norm=layer.mlp_norm,
@@ -248,6 +249,11 @@ class NativeStack(PackedStack):
 def layer_window(shape: Shape, layer: int) -> int | None:
     """The layer's sliding window."""
     return shape.windows[layer]
+
+
+def _table(embedding: native.PackedWeight, dtype: torch.dtype) -> Tensor | native.PackedWeight:
+    """An embedding of its own as the kernels look it up: plain floats by rows, others as they are packed."""
+    return embedding.unpack(dtype) if embedding.kind in ("fp32", "bf16") else embedding
 
 
 def _matrix(matrix: object) -> native.PackedWeight:

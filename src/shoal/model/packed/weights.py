@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,8 @@ Role = Literal["matrix", "table", "pair"]
 """What a matrix is for: multiplied; also looked up by rows; two halves, gate and up, one above the other."""
 
 Pack = Callable[[Tensor, Role], Linear]
+PackFile = Callable[[Sequence[str], Role], Linear]
+"""Packs matrices by their names, one above the other."""
 
 
 @dataclass
@@ -80,11 +82,21 @@ class Packer:
         dtype: of the computation; quantisation starts from it.
         device: where the packed weights live.
         pack: packs a matrix for its role.
+        pack_file: packs matrices of the source by their names, in the types that a file holds them in; None where they
+            are packed as `pack` does it.
     """
 
-    def __init__(self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: Pack,
+        pack_file: PackFile | None = None,
+    ) -> None:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
-        self._packed_by = pack
+        self._packed_by, self._packed_from_file = pack, pack_file
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
 
     def weights(self) -> Weights:
@@ -94,10 +106,10 @@ class Packer:
             Unsupported: a tensor is missing, or not what the config says.
         """
         shape = self._shape
-        embedding = self._pack(self._matrix("model.embed_tokens.weight", shape.vocab, shape.hidden), "table")
+        embedding = self._pack({"model.embed_tokens.weight": shape.vocab}, shape.hidden, "table")
         head = embedding
         if not shape.tied and self._source.has("lm_head.weight"):
-            head = self._pack(self._matrix("lm_head.weight", shape.vocab, shape.hidden), "matrix")
+            head = self._pack({"lm_head.weight": shape.vocab}, shape.hidden, "matrix")
         layers = [self.layer(index) for index in range(shape.num_layers)]
         return Weights(layers, embedding, head, self._vector("model.norm.weight", shape.hidden))
 
@@ -109,10 +121,10 @@ class Packer:
         qkv = {attention + "q_proj": query, attention + "k_proj": key, attention + "v_proj": key}
         gate_up = {mlp + "gate_proj": shape.ffn, mlp + "up_proj": shape.ffn}
         return Layer(
-            qkv=self._pack(self._joined(attention + "qkv_proj", qkv), "matrix"),
-            out=self._pack(self._matrix(attention + "o_proj.weight", shape.hidden, query), "matrix"),
-            gate_up=self._pack(self._joined(mlp + "gate_up_proj", gate_up), "pair"),
-            down=self._pack(self._matrix(mlp + "down_proj.weight", shape.hidden, shape.ffn), "matrix"),
+            qkv=self._joined(attention + "qkv_proj", qkv, "matrix"),
+            out=self._pack({attention + "o_proj.weight": shape.hidden}, query, "matrix"),
+            gate_up=self._joined(mlp + "gate_up_proj", gate_up, "pair"),
+            down=self._pack({mlp + "down_proj.weight": shape.hidden}, shape.ffn, "matrix"),
             attention_norm=self._vector(name + "input_layernorm.weight", shape.hidden),
             mlp_norm=self._vector(name + "post_attention_layernorm.weight", shape.hidden),
             q_norm=self._optional(attention + "q_norm.weight", shape.head_dim),
@@ -123,8 +135,15 @@ class Packer:
             down_bias=self._optional(mlp + "down_proj.bias", shape.hidden),
         )
 
-    def _pack(self, matrix: Tensor, role: Role) -> Linear:
-        packed = self._packed_by(matrix, role)
+    def _pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
+        """Matrices of so many rows each, one above the other."""
+        if self._packed_from_file is not None:
+            packed = self._packed_from_file(tuple(parts), role)
+            if (packed.rows, packed.columns) != (sum(parts.values()), columns):
+                found = f"a file whose {' and '.join(parts)} make [{packed.rows}, {packed.columns}]"
+                raise Unsupported(found, f"its config asks for {[sum(parts.values()), columns]}", REMEDY)
+        else:
+            packed = self._packed_by(self._matrices(parts, columns), role)
         _give_back()
         return packed
 
@@ -143,17 +162,20 @@ class Packer:
             raise Unsupported(found, f"its config asks for {list(size)}", REMEDY)
         return tensor
 
-    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        return self._tensor(name, rows, columns).to(self._device, self._dtype, copy=True)
+    def _matrices(self, parts: Mapping[str, int], columns: int) -> Tensor:
+        if len(parts) == 1:
+            (name, rows), = parts.items()
+            return self._tensor(name, rows, columns).to(self._device, self._dtype, copy=True)
+        whole = torch.empty(sum(parts.values()), columns, dtype=self._dtype, device=self._device)
+        for place, (name, rows) in zip(whole.split(list(parts.values())), parts.items(), strict=True):
+            place.copy_(self._tensor(name, rows, columns))
+        return whole
 
-    def _joined(self, fused: str, parts: dict[str, int]) -> Tensor:
+    def _joined(self, fused: str, parts: dict[str, int], role: Role) -> Linear:
         """A matrix of `hidden` columns that the checkpoint holds fused (Phi-3) or in parts, given with their rows."""
         if self._source.has(fused + ".weight"):
-            return self._matrix(fused + ".weight", sum(parts.values()), self._shape.hidden)
-        whole = torch.empty(sum(parts.values()), self._shape.hidden, dtype=self._dtype, device=self._device)
-        for place, (part, rows) in zip(whole.split(list(parts.values())), parts.items(), strict=True):
-            place.copy_(self._tensor(part + ".weight", rows, self._shape.hidden))
-        return whole
+            return self._pack({fused + ".weight": sum(parts.values())}, self._shape.hidden, role)
+        return self._pack({part + ".weight": rows for part, rows in parts.items()}, self._shape.hidden, role)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._tensor(name, size).to(self._device, self._vectors, copy=True)

@@ -5,30 +5,44 @@ Compiled on first use by the system's compiler and called through ctypes; never 
 tokens a forward holds, so a verified block gives what decoding one by one gives.
 """
 
-from shoal.model.packed.native.arena import Arena
+from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
-from shoal.model.packed.native.build import vector_set
+from shoal.model.packed.native.build import layout_version, vector_set
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
-from shoal.model.packed.native.structs import MAX_NODES
-from shoal.model.packed.native.weights import Kind, PackedWeight, matmul, pack, pack_blocks, share_inputs
+from shoal.model.packed.native.structs import LANES, MAX_NODES
+from shoal.model.packed.native.weights import (
+    Kind,
+    PackedWeight,
+    kind_of_type,
+    matmul,
+    pack,
+    pack_blocks,
+    packed_bytes,
+    share_inputs,
+)
 
 __all__ = [
     "ATTENTION",
     "Arena",
-    "MLP",
-    "MAX_NODES",
     "KVBinding",
     "Kind",
+    "LANES",
+    "MAX_NODES",
+    "MLP",
+    "Memory",
     "NativeBatch",
     "NativeLayer",
     "NativeModel",
     "NativeSpec",
     "PackedWeight",
     "available",
+    "kind_of_type",
+    "layout_version",
     "matmul",
     "pack",
     "pack_blocks",
+    "packed_bytes",
     "share_inputs",
     "vector_set",
     "why_not",

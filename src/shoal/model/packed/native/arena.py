@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,14 @@ from shoal.model.packed.native.library import require
 
 _HUGE = 1 << 21
 _LINE = 64
+
+
+class Memory(Protocol):
+    """Where packed matrices go."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], aligned to a cache line."""
+        ...
 
 
 class Arena:

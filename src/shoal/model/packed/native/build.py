@@ -97,6 +97,12 @@ def openmp_runtime() -> str | None:
     return min(paths, default=None)
 
 
+def layout_version() -> str:
+    """Changes whenever matrices may be laid out otherwise than before."""
+    parts = [(_HERE / name).read_bytes() for name in ("shoal.h", "layout.h", "lookup.h", "blocks.h", "pack.c")]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
 def _sources() -> list[Path]:
     return sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.packed.native.arena import Arena
+from shoal.model.gguf.types import GgmlType
+from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, Weight
 
@@ -18,6 +19,7 @@ Kind = Literal[
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LINE = 64
 _OWN = ("fp32", "bf16", "fp16", "int8", "int4")
 """Kinds that plain matrices are packed as; the others keep the numbers of a file."""
 
@@ -77,7 +79,7 @@ class PackedWeight:
         return out
 
 
-def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Arena | None = None) -> PackedWeight:
+def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None = None) -> PackedWeight:
     """Pack a matrix [rows, cols]; integer kinds round to nearest, int4 after a search for the scale.
 
     Args:
@@ -97,7 +99,7 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Arena | None =
     return packed
 
 
-def pack_blocks(blocks: Blocks, paired: bool = False, arena: Arena | None = None) -> PackedWeight:
+def pack_blocks(blocks: Blocks, paired: bool = False, arena: Memory | None = None) -> PackedWeight:
     """Pack a matrix of a GGUF file; its numbers stay what they are, its bits per weight too.
 
     The K types take 1/8 bit more per weight than in the file, since their small scales and minima are stored as bytes.
@@ -111,26 +113,31 @@ def pack_blocks(blocks: Blocks, paired: bool = False, arena: Arena | None = None
         RuntimeError: the kernels cannot run here.
     """
     if blocks.type.is_float:
-        kind = KINDS_OF_FLOATS[blocks.type.name]
+        kind = kind_of_type(blocks.type)
         return pack(blocks.data.view(_FLOATS[kind]), kind, paired, arena)
     if paired and blocks.rows % 2:
         raise ValueError(f"a paired matrix has an even number of rows, not {blocks.rows}")
     library, threads, data = require(), torch.get_num_threads(), blocks.data.contiguous()
-    packed = _room(kind_of_blocks(blocks), blocks.rows, blocks.columns, paired, arena)
+    packed = _room(kind_of_type(blocks.type), blocks.rows, blocks.columns, paired, arena)
     weight = ctypes.byref(packed.struct())
     scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
     library.shoal_pack_blocks(weight, data.data_ptr(), scratch.data_ptr(), threads)
     return packed
 
 
-KINDS_OF_FLOATS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_KINDS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 _FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def kind_of_blocks(blocks: Blocks) -> Kind:
-    """The kind that blocks are packed as."""
-    name = blocks.type.name
-    return KINDS_OF_FLOATS[name] if blocks.type.is_float else cast(Kind, name.lower())
+def kind_of_type(type_: GgmlType) -> Kind:
+    """The kind that blocks of a type are packed as."""
+    return _KINDS[type_.name] if type_.is_float else cast(Kind, type_.name.lower())
+
+
+def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
+    """Bytes of a packed matrix, each of its two parts rounded up to a cache line."""
+    _, data, scales = _laid_out(kind, rows, cols, False)
+    return data + scales + 2 * _LINE
 
 
 def share_inputs(first: PackedWeight, second: PackedWeight) -> bool:
@@ -139,7 +146,7 @@ def share_inputs(first: PackedWeight, second: PackedWeight) -> bool:
     return forms.get(first.kind, "groups of 32") == forms.get(second.kind, "groups of 32")
 
 
-def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Arena | None) -> PackedWeight:
+def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) -> PackedWeight:
     """A matrix that is yet to be filled."""
     arena = arena or Arena(0)
     _, data_bytes, scale_bytes = _laid_out(kind, rows, cols, paired)

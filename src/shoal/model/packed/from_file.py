@@ -1,0 +1,114 @@
+"""Matrices out of a GGUF file, in the types that it holds them in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from shoal.errors import Unsupported
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.source import GgufSource
+from shoal.model.gguf.types import GgmlType
+from shoal.model.packed import native
+from shoal.model.packed.blocked import Blocked
+from shoal.model.packed.linear import Linear
+from shoal.model.packed.native_stack import NativeMatrix
+from shoal.model.packed.repacked import Repacked
+from shoal.model.packed.shape import REMEDY
+from shoal.model.packed.stacked import Stacked
+from shoal.model.packed.weights import Role
+
+
+class FilePacker(Protocol):
+    """Packs matrices of a file by their names."""
+
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        """The matrices of these names, one above the other, for their role."""
+        ...
+
+
+class TorchFilePacker:
+    """Leaves the blocks where they are, see `Blocked`."""
+
+    def __init__(self, source: GgufSource, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        """See `FilePacker`."""
+        parts = [Blocked(_blocks(self._source, name), self._dtype) for name in names]
+        return parts[0] if len(parts) == 1 else Stacked(parts)
+
+
+class NativeFilePacker:
+    """Weaves the blocks as the kernels read them; what was woven before is taken from where it was kept.
+
+    Args:
+        source: the file.
+        kept: where woven matrices are kept.
+    """
+
+    def __init__(self, source: GgufSource, kept: Repacked) -> None:
+        self._source, self._kept = source, kept
+
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        """See `FilePacker`; matrices of one type become one, others a stack."""
+        groups = [list(group) for _, group in groupby(names, self._source.type_of)]
+        if len(groups) > 1 and not self._fits(groups, role):
+            return self._as_floats(names, role)
+        paired = role == "pair" and len(groups) == 1
+        parts = [self._woven(group, paired) for group in groups]
+        self._source.release()
+        return parts[0] if len(parts) == 1 else Stacked(parts)
+
+    def _woven(self, names: Sequence[str], paired: bool) -> NativeMatrix:
+        def make(arena: native.Memory) -> native.PackedWeight:
+            blocks = [_blocks(self._source, name) for name in names]
+            return native.pack_blocks(blocks[0] if len(blocks) == 1 else Blocks.cat(blocks), paired, arena)
+
+        return NativeMatrix(self._kept.take("+".join(names), make))
+
+    def _fits(self, groups: Sequence[Sequence[str]], role: Role) -> bool:
+        """Whether the kernels take the matrices as a stack: whole row blocks each, and one form of inputs for a pair."""
+        rows = [sum(self._source.shape_of(name)[0] for name in group) for group in groups]
+        if role == "pair":
+            return len(groups) == 2 and rows[0] == rows[1] and same_inputs(*(self._source.type_of(g[0]) for g in groups))
+        return not any(count % native.LANES for count in rows[:-1])
+
+    def _as_floats(self, names: Sequence[str], role: Role) -> NativeMatrix:
+        """Matrices that cannot stand in a stack, dequantised: nothing is lost but room."""
+
+        def make(arena: native.Memory) -> native.PackedWeight:
+            whole = torch.cat([_blocks(self._source, name).dequantise() for name in names])
+            return native.pack(whole, "fp32", role == "pair", arena)
+
+        return NativeMatrix(self._kept.take("+".join(names), make))
+
+
+def same_inputs(first: GgmlType, second: GgmlType) -> bool:
+    """Whether kernels of both types take activations in the same form."""
+    forms = {GgmlType.F32: "exact", GgmlType.F16: "exact", GgmlType.BF16: "bfloat16"}
+    return forms.get(first, "int8") == forms.get(second, "int8")
+
+
+def _blocks(source: GgufSource, name: str) -> Blocks:
+    blocks = source.blocks(name)
+    if blocks is None:
+        why = "the packed backend finds weights by the names that transformers gives them"
+        raise Unsupported(f"a GGUF file without {name!r}", why, REMEDY)
+    return blocks
+
+
+def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[FilePacker, Repacked | None]:
+    """Who packs the matrices of a file, and where the woven ones are kept; `finish` that when all are packed."""
+    if not kernels:
+        return TorchFilePacker(source, dtype), None
+    kept = Repacked(source.path, sum(_woven_bytes(kind, *shape) for kind, shape in source.matrices()))
+    return NativeFilePacker(source, kept), kept
+
+
+def _woven_bytes(kind: GgmlType, rows: int, columns: int) -> int:
+    """The most bytes that a matrix takes, alone or above others: its last row block may be padded."""
+    return native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)

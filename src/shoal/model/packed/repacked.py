@@ -1,0 +1,242 @@
+"""Woven matrices kept on disk, so that a model is woven once and then shared by all processes that map it.
+
+They lie in the user's cache folder under the SHA-256 of the file that they were made from and of the sources that define
+their layout. Reading a file of a gigabyte to hash it takes a second, so the hash of a file is kept too, by its path, size
+and time of change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed import native
+
+_DATA, _INDEX = "weights.bin", "index.json"
+_PAGE, _LINE = 4096, 64
+_STALE_SECONDS = 3600
+log = logging.getLogger(__name__)
+
+
+class Repacked:
+    """The woven matrices of one file: kept ones, or new ones that `finish` keeps.
+
+    Args:
+        path: the file that they are made from.
+        expected: bytes that new ones will take at most.
+    """
+
+    def __init__(self, path: Path, expected: int) -> None:
+        self._path = path
+        self._kept = _read(path)
+        self._room = None if self._kept is not None else _Room.make(expected)
+        self._hash = None if self._room is None else _Hash(path)
+        self._records: dict[str, dict[str, Any]] = {}
+        self._spare = native.Arena()
+
+    def take(self, name: str, make: Callable[[native.Memory], native.PackedWeight]) -> native.PackedWeight:
+        """The matrix of that name, made by `make` if it is not kept."""
+        if self._kept is not None:
+            return self._kept.matrix(name)
+        if self._room is None:
+            return make(self._spare)
+        made = make(self._room)
+        self._records[name] = self._room.record(made)
+        return made
+
+    def finish(self) -> None:
+        """Keep what was made; where that fails the matrices stay in this process's memory."""
+        if self._room is not None and self._hash is not None:
+            self._room.finish(self._records, _folder(self._hash.result()))
+
+
+class _Room:
+    """A new file, mapped for writing, that matrices are woven into: memory and copy on disk are one."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._used, self._full, self._spare = folder, 0, False, native.Arena()
+        with (folder / _DATA).open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found out here, not by a signal later
+            self._map = mmap.mmap(file.fileno(), size)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, size: int) -> _Room | None:
+        """None, said once, where there is no room on disk."""
+        root = cache_folder()
+        folder = None
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _sweep(root)
+            folder = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+            return cls(folder, max(size, _PAGE))
+        except OSError as error:
+            log.warning("the model's weights are not kept for the next start: %s (in %s)", error.strerror, root)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return None
+
+    def take(self, nbytes: int) -> Tensor:
+        """See `Arena`."""
+        piece = self._bytes[self._used : self._used + nbytes]
+        if piece.numel() < nbytes:
+            self._full = True
+            return self._spare.take(nbytes)
+        self._used += -(-nbytes // _LINE) * _LINE
+        return piece
+
+    def record(self, made: native.PackedWeight) -> dict[str, Any]:
+        """Where a matrix lies and what it is."""
+        if self._full:
+            return {}
+        start = self._bytes.data_ptr()
+        scales = None if made.scales is None else [made.scales.data_ptr() - start, made.scales.numel()]
+        return {
+            "kind": made.kind, "rows": made.rows, "cols": made.cols, "paired": made.paired,
+            "data": [made.data.data_ptr() - start, made.data.numel()], "scales": scales,
+        }
+
+    def finish(self, records: dict[str, dict[str, Any]], target: Path) -> None:
+        """Move everything to where the next start finds it: all of it or nothing."""
+        if self._full:
+            log.warning("the model's weights are not kept for the next start: they are larger than was expected")
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        try:
+            os.truncate(self._folder / _DATA, max(self._used, 1))
+            (self._folder / _INDEX).write_text(json.dumps(records), encoding="utf-8")
+            os.replace(self._folder, target)
+        except OSError as error:
+            if not (target / _INDEX).is_file():  # another process was first
+                log.warning("the model's weights are not kept for the next start: %s", error)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what processes that were killed while they wove left behind."""
+    for left in root.glob(".making-*"):
+        if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Matrices in a file that is mapped read-only."""
+
+    bytes: Tensor
+    records: dict[str, dict[str, Any]]
+
+    def matrix(self, name: str) -> native.PackedWeight:
+        record = self.records[name]
+        data, scales = record["data"], record["scales"]
+        return native.PackedWeight(
+            record["kind"], record["rows"], record["cols"], self._piece(*data),
+            None if scales is None else self._piece(*scales), record["paired"],
+        )
+
+    def _piece(self, start: int, count: int) -> Tensor:
+        return self.bytes[start : start + count]
+
+
+def _read(path: Path) -> _Kept | None:
+    """What is kept of a file, or None where nothing is or it is damaged."""
+    known = _known_hash(path)
+    if known is None:
+        return None
+    folder = _folder(known)
+    try:
+        records = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        with (folder / _DATA).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            ends = [sum(piece) for record in records.values() for piece in (record["data"], record["scales"]) if piece]
+            if max(ends) > size:
+                raise ValueError("it is shorter than its index says")
+            return _Kept(_mapped(file.fileno()), records)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("kept weights are made anew, since those in %s cannot be read: %s", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def _mapped(number: int) -> Tensor:
+    """A file as uint8 [bytes], its pages ready for use."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    pages = mmap.mmap(number, 0, flags=flags, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+class _Hash:
+    """The SHA-256 of a file, worked out beside the packing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stat = path, _stat(path)
+        self._digest = ""
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        hasher = hashlib.sha256()
+        with self._path.open("rb", buffering=0) as file:
+            while piece := file.read(1 << 20):
+                hasher.update(piece)
+        self._digest = hasher.hexdigest()
+
+    def result(self) -> str:
+        """The digest, which is noted for the next time if the file has not changed meanwhile."""
+        self._thread.join()
+        if self._digest and _stat(self._path) == self._stat:
+            note = _note(self._path)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            partial = note.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({"stat": self._stat, "sha256": self._digest}), encoding="utf-8")
+            os.replace(partial, note)
+        return self._digest
+
+
+def _known_hash(path: Path) -> str | None:
+    """The SHA-256 of a file that has not changed since it was worked out."""
+    try:
+        note = json.loads(_note(path).read_text(encoding="utf-8"))
+        return str(note["sha256"]) if note["stat"] == _stat(path) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _stat(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _note(path: Path) -> Path:
+    """Where the hash of a file is noted."""
+    return cache_folder() / "files" / (hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32] + ".json")
+
+
+def _folder(digest: str) -> Path:
+    return cache_folder() / f"{digest[:32]}-{native.layout_version()}"
+
+
+def cache_folder() -> Path:
+    """Where woven weights are kept: `shoal/weights` in XDG_CACHE_HOME, by default in ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "shoal" / "weights"
