@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.model.packed import native
 from shoal.model.packed.native import NativeBatch, NativeLayer, NativeModel, NativeSpec
+from shoal.model.packed.native.model import Stacked, parts_of
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Case:
     kind: str = "fp32"
     kv_dtype: torch.dtype = torch.float32
     positions: int = 64
+    apart: bool = False
 
 
 @dataclass
@@ -167,13 +169,22 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     for index, w in enumerate(weights):
         parts = dict(w)
         for name in ("qkv", "o", "gate_up", "down"):
-            parts[name] = native.pack(w[name], case.kind, paired=name == "gate_up")
-            w[name] = parts[name].unpack()
+            sizes = {"qkv": [query, kv, kv], "gate_up": [case.ffn] * 2}.get(name) if case.apart else None
+            parts[name] = packed(w[name], case.kind, name == "gate_up", sizes)
+            w[name] = torch.cat([part.unpack() for part in parts_of(parts[name])])
         rotary = {} if index in case.no_rotary else {"cos": cos, "sin": sin}
         layers.append(NativeLayer(**parts, **rotary, window=case.windows[index]))
     packed_head = native.pack(head, case.kind)
     model = NativeModel(spec, layers, norm, packed_head, embedding, head_bias)
     return Twin(case, weights, norm, packed_head.unpack(), head_bias, embedding, cos, sin, model, spec)
+
+
+def packed(matrix: Tensor, kind: native.Kind, paired: bool, sizes: list[int] | None) -> Stacked:
+    """One matrix, or several of these rows each, of two kinds in turn that take the same inputs."""
+    if sizes is None:
+        return native.pack(matrix, kind, paired)
+    kinds = (kind, "fp16" if kind == "fp32" else kind)
+    return [native.pack(part, kinds[index % 2]) for index, part in enumerate(matrix.split(sizes))]
 
 
 def storage(case: Case, rows: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:

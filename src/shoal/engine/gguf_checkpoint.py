@@ -64,7 +64,7 @@ class GgufCheckpoint:
         return self._by_transformers(AutoTokenizer)
 
     def model(self, dtype: Any) -> Any:
-        """transformers' own modules with the file's weights, dequantised."""
+        """Transformers' own modules with the file's weights, dequantised."""
         if self._own is not None:
             from shoal.model.gguf.modules import modules_of
 

@@ -20,6 +20,7 @@ from shoal.model.packed import block
 from shoal.model.packed.linear import Dense, Linear
 from shoal.model.packed.native_stack import NativeMatrix
 from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.stacked import Stacked
 from shoal.model.packed.weights import Layer
 
 _THIN_OUT = 0.8
@@ -215,6 +216,8 @@ def _wider(store: Tensor, room: int) -> Tensor:
 
 
 def _plain(matrix: Linear, dtype: torch.dtype) -> Linear:
+    if isinstance(matrix, Stacked):
+        return Stacked([_plain(part, dtype) for part in matrix.parts])
     return Dense(matrix.packed.unpack(dtype)) if isinstance(matrix, NativeMatrix) else matrix
 
 

@@ -129,7 +129,10 @@ def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
 def wrong_parts() -> list[tuple[dict[str, Any], str]]:
     table = torch.zeros(20, 8)
     return [
-        ({"qkv": native.pack(torch.zeros(48, 48), "fp32")}, r"qkv is \[48, 48\]"),
+        ({"qkv": native.pack(torch.zeros(48, 48), "fp32")}, r"qkv is of \[48\] rows"),
+        ({"qkv": [native.pack(torch.zeros(rows, 48), "fp32") for rows in (60, 68)]}, "multiple of 16"),
+        ({"qkv": native.pack(torch.zeros(128, 47), "fp32")}, r"qkv is \[128, 47\]"),
+        ({"gate_up": [native.pack(torch.zeros(80, 48), kind) for kind in ("fp32", "bf16")]}, "same inputs"),
         ({"gate_up": native.pack(torch.zeros(160, 48), "fp32")}, "gate_up.*paired"),
         ({"input_norm": torch.ones(47)}, r"input_norm is .*\[47\]"),
         ({"input_norm": torch.ones(48).double()}, "float64"),
@@ -141,7 +144,7 @@ def wrong_parts() -> list[tuple[dict[str, Any], str]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(12))
 def test_wrong_parts(index: int) -> None:
     twin = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
     good: NativeLayer = twin.native._parts[0][0]  # type: ignore[index]

@@ -66,6 +66,7 @@ CASES = {
     "odd sizes": Case(hidden=50, ffn=37, vocab=71),
     "biases": Case(biases=True, hidden=50, ffn=37, vocab=71),
     "head norms": Case(head_norms=True),
+    "apart": Case(apart=True, biases=True),
     "scales": Case(scales=(0.22, 12.0, 0.125)),
     "gelu": Case(activation="gelu_tanh"),
     "own embedding": Case(embedding=True),

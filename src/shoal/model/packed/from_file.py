@@ -71,10 +71,11 @@ class NativeFilePacker:
         return NativeMatrix(self._kept.take("+".join(names), make))
 
     def _fits(self, groups: Sequence[Sequence[str]], role: Role) -> bool:
-        """Whether the kernels take the matrices as a stack: whole row blocks each, and one form of inputs for a pair."""
+        """Whether the kernels take them as a stack: whole row blocks each, and one form of inputs for a pair."""
         rows = [sum(self._source.shape_of(name)[0] for name in group) for group in groups]
         if role == "pair":
-            return len(groups) == 2 and rows[0] == rows[1] and same_inputs(*(self._source.type_of(g[0]) for g in groups))
+            types = [self._source.type_of(group[0]) for group in groups]
+            return len(groups) == 2 and rows[0] == rows[1] and same_inputs(*types)
         return not any(count % native.LANES for count in rows[:-1])
 
     def _as_floats(self, names: Sequence[str], role: Role) -> NativeMatrix:

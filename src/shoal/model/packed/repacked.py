@@ -1,13 +1,12 @@
 """Woven matrices kept on disk, so that a model is woven once and then shared by all processes that map it.
 
-They lie in the user's cache folder under the SHA-256 of the file that they were made from and of the sources that define
-their layout. Reading a file of a gigabyte to hash it takes a second, so the hash of a file is kept too, by its path, size
-and time of change.
+They lie in the user's cache folder under the SHA-256 of the file that they were made from and of the sources that
+define their layout. Reading a file of a gigabyte to hash it takes a second, so the hash of a file is kept too, by its
+path, size and time of change.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import Array
 from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -232,8 +232,8 @@ class NativeModel:
         hidden, sizes = self.spec.hidden, [part.rows for part in parts]
         if not 1 <= len(parts) <= 3 or sum(sizes) != rows or any(size % LANES for size in sizes[:-1]):
             raise ValueError(
-                f"qkv is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one with a "
-                f"multiple of {LANES}"
+                f"qkv is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one with "
+                f"a multiple of {LANES}"
             )
         structs = [self._matrix("qkv", part, part.rows, hidden) for part in parts]
         return (Weight * 3)(*structs)

@@ -94,7 +94,7 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
     """
     _check_weight(weight, kind, paired)
     source = (weight if weight.dtype in _DTYPES else weight.float()).detach().contiguous()
-    packed = _room(kind, *source.shape, paired, arena)
+    packed = _room(kind, source.shape[0], source.shape[1], paired, arena)
     _convert("shoal_pack", packed.struct(), source)
     return packed
 

@@ -1,0 +1,87 @@
+"""Matrices of GGUF files in the kernels: every number as the file has it, products against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gguf_blocks import random_blocks
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.types import GgmlType
+from shoal.model.packed import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+
+SHAPES = [(48, 256), (50, 512), (33, 1280)]
+TOKENS = (1, 2, 3, 4, 5, 8, 11, 17, 64)
+
+
+def activations(x: Tensor, type_: GgmlType) -> Tensor:
+    """As the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32."""
+    if type_.is_float:
+        return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
+    groups = x.unflatten(1, (-1, 32))
+    peaks = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (127 / peaks)).round().double() * (peaks / 127).double()).flatten(1)
+
+
+@pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_numbers_of_the_file_are_kept(type_: GgmlType, shape: tuple[int, int]) -> None:
+    blocks = random_blocks(type_, *shape)
+    expected = blocks.dequantise()
+    for paired in (False, True)[: 1 + (shape[0] % 2 == 0)]:
+        packed = native.pack_blocks(blocks, paired)
+        assert torch.equal(packed.unpack(), expected)
+        assert torch.equal(packed.lookup(torch.arange(shape[0]).flip(0)), expected.flip(0))
+
+
+@pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(type_: GgmlType, shape: tuple[int, int]) -> None:
+    blocks = random_blocks(type_, *shape)
+    packed, weight = native.pack_blocks(blocks), blocks.dequantise().double()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
+        found, expected = native.matmul(x, packed), activations(x, type_) @ weight.T
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        alone = torch.cat([native.matmul(one, packed) for one in x.split(1)])
+        assert torch.equal(found, alone), "a token's result depends on the others"
+
+
+def test_extremes_do_not_overflow() -> None:
+    """The largest integers everywhere, with activations at their peak: sums in 16 bits must hold them."""
+    for type_ in GgmlType:
+        if type_.is_float:
+            continue
+        raw = random_blocks(type_, 16, 256).data.clone()
+        blocks = Blocks(type_, raw, 256)
+        largest = blocks.dequantise().abs().max()
+        raw.view(-1, type_.nbytes)[:, _integers(type_)] = 255 if type_ is not GgmlType.Q8_0 else 128
+        x = torch.ones(3, 256) * torch.tensor([[1.0], [-1.0], [2.0]])
+        found, expected = native.matmul(x, native.pack_blocks(blocks)), x.double() @ blocks.dequantise().double().T
+        assert (found - expected).abs().max() <= 1e-5 * 256 * 2 * largest.clamp_min(1), type_
+
+
+def _integers(type_: GgmlType) -> slice:
+    """Bytes of a block that hold integers, not scales."""
+    starts = {"Q4_0": 2, "Q8_0": 2, "Q5_0": 2, "Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16, "Q6_K": 0}
+    return slice(starts[type_.name], 192 if type_ is GgmlType.Q6_K else None)
+
+
+def test_what_a_weight_costs() -> None:
+    """Bytes per weight as in the file; the K types keep their small scales as bytes."""
+    extra = {"Q4_K": 0.125, "Q5_K": 0.125}
+    for type_ in GgmlType:
+        packed = native.pack_blocks(random_blocks(type_, 64, 512))
+        bits = 8 * packed.nbytes / (64 * 512)
+        assert bits == 8 * type_.nbytes / type_.values + extra.get(type_.name, 0), type_
+        assert packed.nbytes + 128 == native.packed_bytes(packed.kind, 64, 512)
+
+
+def test_halves_need_an_even_number_of_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="even number of rows, not 33"):
+        native.pack_blocks(random_blocks(GgmlType.Q4_0, 33, 64), paired=True)
