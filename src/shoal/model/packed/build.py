@@ -41,7 +41,7 @@ def build(
     Raises:
         Unsupported: the model or the dtype does not fit the packed block.
     """
-    shape = shape_of(config)
+    shape = shape_of(config, dtype)
     check(dtype, quant)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     if kernels and fits_kernels(shape, dtype, device) and native.available():
