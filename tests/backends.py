@@ -19,7 +19,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from drive import stack_of
-from families import tiny
+from families import RELATIVES, tiny
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Quant
@@ -27,7 +27,7 @@ from shoal.model.packed.source import ModelSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
-PACKED = ("gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+PACKED = (*RELATIVES, "gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 """The families of `families.py` whose block is the packed one."""
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from shoal.model.packed import native
 from shoal.model.packed.linear import Quant, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels, kind_of
 from shoal.model.packed.shape import RotaryTable, shape_of
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import HalvesPaired, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Packer
 
@@ -43,6 +43,8 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
+    if shape.interleaved:
+        source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     if kernels and fits_kernels(shape, dtype, device) and native.available():
         native_pack = partial(NativeMatrix.pack, kind=kind_of(dtype, quant), arena=native.Arena())

@@ -19,11 +19,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 from shoal.errors import Unsupported
 from shoal.model.windows import windows_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text")
+FAMILIES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
+    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium",
+)  # fmt: skip
 """Values of `model_type` whose block is the packed one."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
+_INTERLEAVED = ("glm", "glm4", "helium")
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 
 
@@ -40,7 +44,15 @@ class Norms:
 _SANDWICH = Norms(
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
-_NORMS = {"gemma2": _SANDWICH, "gemma3_text": _SANDWICH}
+_AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+_NORMS = {
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "glm4": Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+    "olmo2": _AFTER,
+    "olmo3": _AFTER,
+    "exaone4": _AFTER,
+}
 """Of the families that differ from Llama's."""
 
 
@@ -59,6 +71,8 @@ class Shape:
         rotary: per layer, which of the `RotaryTable`'s tables rotates q and k, or None.
         tied: whether the LM head is the embedding.
         max_positions: the context length.
+        interleaved: whether the checkpoint pairs a head's dimensions 2j and 2j + 1 for rotation, not j and
+            j + rotary_dim / 2; see `HalvesPaired`.
         norms: where norms stand.
         norm_offset: what is added to the norm weights of the checkpoint, which Gemma stores less 1.
         wide_head_norms: whether q and k are normalised over all heads together (OLMo 2).
@@ -84,6 +98,7 @@ class Shape:
     rotary: tuple[int | None, ...]
     tied: bool
     max_positions: int | None
+    interleaved: bool = False
     norms: Norms = Norms()
     norm_offset: float = 0.0
     wide_head_norms: bool = False
@@ -141,8 +156,10 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         rotary=_rotary(text, list(ropes)),
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),
+        interleaved=text.model_type in _INTERLEAVED,
         norms=_NORMS.get(text.model_type, Norms()),
         norm_offset=1.0 if text.model_type in _GEMMA else 0.0,
+        wide_head_norms=text.model_type in ("olmo2", "olmo3"),
         attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
     )
@@ -166,6 +183,8 @@ def _ropes(text: Any) -> dict[str | None, dict[str, Any]]:
 def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
     """Which table each layer uses; see `Shape.rotary`."""
     flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
+    if text.model_type == "exaone4" and text.sliding_window is not None:
+        flags = [kind == "sliding_attention" for kind in text.layer_types]
     if kinds == [None]:
         return tuple(0 if flag else None for flag in flags)
     return tuple(kinds.index(kind) if flag else None for kind, flag in zip(text.layer_types, flags, strict=True))

@@ -67,6 +67,32 @@ class FileSource:
         return tensor
 
 
+class HalvesPaired:
+    """A source whose heads pair dimension 2j with 2j + 1 for rotation (GPT-J's order, arXiv 2104.09864), read as the
+    packed block has them: j with j + rotary_dim / 2. Rows of q and k move alike, which leaves their products as they are.
+
+    Args:
+        source: the checkpoint.
+        head_dim, rotary_dim: of its heads.
+    """
+
+    def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
+        self._source, self._head_dim = source, head_dim
+        turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
+        self._order = [*turned[::2], *turned[1::2], *rest]
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return self._source.has(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        if name.split(".")[-2] not in ("q_proj", "k_proj") or len(tensor) % self._head_dim:
+            return tensor
+        heads = tensor.unflatten(0, (-1, self._head_dim))
+        return heads[:, self._order].flatten(0, 1)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     with safe_open(path, framework="pt") as file:
