@@ -27,7 +27,8 @@ from shoal.model.packed.source import ModelSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
-PACKED = (*RELATIVES, "gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+PACKED = (*RELATIVES, "gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
+          "smollm3")
 """The families of `families.py` whose block is the packed one."""
 
 CPU = torch.device("cpu")

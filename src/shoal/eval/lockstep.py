@@ -148,8 +148,8 @@ class Lockstep:
                 window = self.shape.windows[index]
                 if (sees, window) not in masks:
                     masks[sees, window] = self._mask(state, columns[:sees], window)
-                table = self.shape.rotary[index]
-                tables = None if table is None else (cos[table, :, :sees], sin[table, :, :sees])
+                rope = self.shape.rotary[index]
+                tables = None if rope is None else (cos[rope, :, :sees], sin[rope, :, :sees])
                 added = self._attention(x[:, :sees], layer, tables, state, index, masks[sees, window])
                 x = _add(x, added, attends)
             if any(feeds):

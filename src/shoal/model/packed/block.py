@@ -57,9 +57,12 @@ def mlp(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
 def scaled_attention(
     q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention [rows, heads, n, head_dim] of queries [rows, heads, n, head_dim] over keys [rows, kv_heads, c, head_dim].
+    """Attention's outputs [rows, heads, n, head_dim].
 
     Args:
+        q: [rows, heads, n, head_dim].
+        keys, values: [rows, kv_heads, c, head_dim].
+        shape: of the decoder; its soft cap of the scores is what torch's own function lacks.
         mask: [rows or 1, 1, n, c], true where a query sees, or added to the scores; None hides nothing.
         causal: instead of a mask, where c = n: query i sees keys 0..i.
     """
@@ -82,7 +85,7 @@ def scaled_attention(
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap); None leaves `x` as it is."""
+    """`x` softly bounded by `cap`: cap * tanh(x / cap); None leaves it as it is."""
     return x if cap is None else torch.tanh(x / cap) * cap
 
 

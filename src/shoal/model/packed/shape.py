@@ -223,7 +223,8 @@ class RotaryTable:
         where = torch.arange(max(positions, 2 * self.positions), device=self._device)[None]
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         found = [self._rotary(like, where, *([] if kind is None else [kind])) for kind in self._kinds]
-        self.cos, self.sin = (torch.cat(parts)[..., : parts[0].shape[-1] // 2].contiguous() for parts in zip(*found))
+        half = found[0][0].shape[-1] // 2
+        self.cos, self.sin = (torch.cat([pair[i][..., :half] for pair in found]).contiguous() for i in (0, 1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -68,8 +68,10 @@ class FileSource:
 
 
 class HalvesPaired:
-    """A source whose heads pair dimension 2j with 2j + 1 for rotation (GPT-J's order, arXiv 2104.09864), read as the
-    packed block has them: j with j + rotary_dim / 2. Rows of q and k move alike, which leaves their products as they are.
+    """A source whose heads rotate dimensions 2j and 2j + 1 together, read as the packed block does: j and j + half.
+
+    Rows of q and k move alike, which leaves their products as they are. The checkpoint's order is that of RoFormer
+    (arXiv 2104.09864, section 3.2.2).
 
     Args:
         source: the checkpoint.
@@ -89,7 +91,7 @@ class HalvesPaired:
         tensor = self._source[name]
         if name.split(".")[-2] not in ("q_proj", "k_proj") or len(tensor) % self._head_dim:
             return tensor
-        heads = tensor.unflatten(0, (-1, self._head_dim))
+        heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
         return heads[:, self._order].flatten(0, 1)
 
 

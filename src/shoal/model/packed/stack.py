@@ -130,7 +130,7 @@ class _Pass:
             self.x = self.x.index_copy(0, chosen, x)
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the piece's tokens."""
+        """Cosines and sines of the piece's tokens."""
         table = self.stack.shape.rotary[layer]
         if table is None:
             return None

@@ -63,7 +63,7 @@ class NativeSpec:
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be even and in [0, {self.head_dim}]")
         if min(self.attention_cap, self.logit_cap) < 0:
-            raise ValueError(f"caps are {self.attention_cap} and {self.logit_cap}; they must be positive, or 0 for none")
+            raise ValueError(f"caps are {self.attention_cap} and {self.logit_cap}; they must be >= 0, and 0 is none")
 
 
 @dataclass(frozen=True, eq=False)
