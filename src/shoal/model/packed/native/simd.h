@@ -55,8 +55,8 @@ INLINE Vf gelu_tanh_ps(Vf x) {
     return vf_div(x, vf_add(vf_all(1.0f), exp_ps(minus_two_u)));
 }
 
-/* tanh by Lambert's continued fraction, whose convergent of degrees 7 and 6 is exact to an ulp or two below 2.5 / 4, and
-   tanh(2x) = 2 tanh(x) / (1 + tanh(x)^2) twice, which loses nothing. From 10 on it is 1. */
+/* tanh to a few ulp, also near 0: Lambert's continued fraction of tanh(x / 4), whose convergent of degrees 7 and 6 is that
+   close up to 2.5, then tanh(2y) = 2 tanh(y) / (1 + tanh(y)^2) twice, which cancels nothing. From 10 on it is 1. */
 INLINE Vf tanh_ps(Vf x) {
     x = vf_min(vf_all(10.0f), vf_max(vf_all(-10.0f), x)); /* NaN passes */
     x = vf_mul(x, vf_all(0.25f));
