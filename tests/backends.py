@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from drive import stack_of
-from families import tiny
+from families import RELATIVES, tiny
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Quant
@@ -26,7 +27,8 @@ from shoal.model.packed.source import ModelSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
-PACKED = ("granite", "hybrid", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+PACKED = (*RELATIVES, "gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
+          "smollm3")
 """The families of `families.py` whose block is the packed one."""
 
 CPU = torch.device("cpu")
@@ -87,10 +89,19 @@ def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     norms = [(name, module) for name, module in twin.named_modules() if type(module).__name__.endswith("RMSNorm")]
     for name, norm in norms:
         parent, _, child = name.rpartition(".")
-        exact = nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=norm.weight.dtype)
+        kind = OffsetRMSNorm if type(norm).__name__.startswith("Gemma") else nn.RMSNorm
+        eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        exact = kind(len(norm.weight), eps=eps, dtype=norm.weight.dtype)
         exact.weight = norm.weight
         setattr(twin.get_submodule(parent), child, exact)
     return twin.eval().requires_grad_(False)
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """Gemma's, which stores its weight less 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
 @functools.cache

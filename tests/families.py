@@ -56,6 +56,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name of a family -> model type and what its config needs beyond the common settings."""
 
+RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {**_GROUPED, **_HEAD_DIM}),
+    "olmo3": ("olmo3", {**_GROUPED, "sliding_window": WINDOW}),
+    "exaone4": ("exaone4", {**_GROUPED, "sliding_window": WINDOW, "sliding_window_pattern": 3}),
+    "ministral": ("ministral", {**_GROUPED, **_HEAD_DIM, "sliding_window": WINDOW}),
+    "seed_oss": ("seed_oss", {**_GROUPED, **_HEAD_DIM}),
+    "glm": ("glm", {**_GROUPED, **_HEAD_DIM}),
+    "glm4": ("glm4", {**_GROUPED, **_HEAD_DIM}),
+    "helium": ("helium", {**_GROUPED, **_HEAD_DIM}),
+}
+"""More of them, close to those above, for tests of what they add to the packed block."""
+
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
@@ -69,7 +81,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
     """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
 
     Args:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES` or `RELATIVES`.
         seed: of the weights; the caller's random state is left as it was.
         dtype: the weights' dtype. The same seed gives the same weights up to rounding.
         layers: number of decoder layers.
@@ -87,7 +99,7 @@ def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: 
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    model_type, own = FAMILIES[family]
+    model_type, own = {**FAMILIES, **RELATIVES}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     for name, value in _NO_DROPOUT.items():
@@ -105,7 +117,7 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 
 
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
-    if family in ("hybrid", "gemma3"):
+    if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
     return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
 

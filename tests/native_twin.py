@@ -15,7 +15,7 @@ from shoal.model.packed.native.model import Stacked, parts_of
 
 @dataclass
 class Case:
-    """Sizes and options of a random decoder."""
+    """Sizes and options of a random decoder; `norms`: before each sublayer, after it."""
 
     layers: int = 3
     hidden: int = 48
@@ -32,6 +32,9 @@ class Case:
     windows: tuple[int | None, ...] = (None, None, None)
     no_rotary: tuple[int, ...] = ()
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    caps: tuple[float, float] = (0.0, 0.0)
+    wide_norms: bool = False
+    norms: tuple[bool, bool] = (True, False)
     kind: str = "fp32"
     kv_dtype: torch.dtype = torch.float32
     positions: int = 64
@@ -60,6 +63,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def activation(name: str, x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x) if name == "silu" else torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap if cap else x
 
 
 @dataclass
@@ -97,12 +104,17 @@ class Twin:
         return torch.stack([self.logits(state) for state in states]), fresh
 
     def logits(self, x: Tensor) -> Tensor:
-        return linear(rms_norm(x, self.norm, self.spec.eps), self.head, self.head_bias) * self.case.scales[2]
+        logits = linear(rms_norm(x, self.norm, self.spec.eps), self.head, self.head_bias) * self.case.scales[2]
+        return soft_cap(logits, self.case.caps[1])
 
     def attention(self, layer: int, token: Token, x: Tensor, new: dict[int, tuple[int, Tensor, Tensor]]) -> Tensor:
         case, w = self.case, self.weights[layer]
         qkv = linear(rms_norm(x, w["input_norm"], self.spec.eps), w["qkv"], w["qkv_bias"]).view(-1, case.head_dim)
         queries, keys, values = qkv.split([case.heads, case.kv_heads, case.kv_heads])
+        if case.wide_norms:
+            queries = rms_norm(queries.flatten(), w["q_norm"], self.spec.eps).view_as(queries)
+            keys = rms_norm(keys.flatten(), w["k_norm"], self.spec.eps).view_as(keys)
+            w = {**w, "q_norm": None, "k_norm": None}
         queries = self.turn(layer, token.position, queries, w["q_norm"])
         new[token.node] = (token.position, self.turn(layer, token.position, keys, w["k_norm"]), values)
         seen = self.committed(layer, token.row) + [new[node] for node in token.path]
@@ -111,8 +123,10 @@ class Twin:
             seen = [entry for entry in seen if entry[0] > token.position - window]
         k = torch.stack([entry[1] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
         v = torch.stack([entry[2] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
-        weights = torch.softmax(torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale, -1)
-        return linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
+        scores = torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale
+        weights = torch.softmax(soft_cap(scores, case.caps[0]), -1)
+        out = linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
+        return rms_norm(out, w["attention_out_norm"], self.spec.eps)
 
     def turn(self, layer: int, position: int, heads: Tensor, norm: Tensor | None) -> Tensor:
         heads = torch.stack([rms_norm(head, norm, self.spec.eps) for head in heads])
@@ -126,7 +140,8 @@ class Twin:
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         w = self.weights[layer]
         gate, up = linear(rms_norm(x, w["post_norm"], self.spec.eps), w["gate_up"], w["gate_up_bias"]).chunk(2)
-        return linear(activation(self.case.activation, gate) * up, w["down"], w["down_bias"])
+        out = linear(activation(self.case.activation, gate) * up, w["down"], w["down_bias"])
+        return rms_norm(out, w["mlp_out_norm"], self.spec.eps)
 
 
 def make_twin(case: Case, seed: int = 0) -> Twin:
@@ -146,10 +161,12 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
             "o": draw(case.hidden, query),
             "gate_up": draw(2 * case.ffn, case.hidden),
             "down": draw(case.hidden, case.ffn),
-            "input_norm": vector(case.hidden, True),
-            "post_norm": vector(case.hidden, True),
-            "q_norm": vector(case.head_dim, case.head_norms),
-            "k_norm": vector(case.head_dim, case.head_norms),
+            "input_norm": vector(case.hidden, case.norms[0]),
+            "post_norm": vector(case.hidden, case.norms[0]),
+            "q_norm": vector(query if case.wide_norms else case.head_dim, case.head_norms),
+            "k_norm": vector(kv if case.wide_norms else case.head_dim, case.head_norms),
+            "attention_out_norm": vector(case.hidden, case.norms[1]),
+            "mlp_out_norm": vector(case.hidden, case.norms[1]),
         }
         sizes = {"qkv": query + 2 * kv, "o": case.hidden, "gate_up": 2 * case.ffn, "down": case.hidden}
         w.update({f"{name}_bias": vector(size, case.biases) for name, size in sizes.items()})
@@ -163,7 +180,7 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
         hidden=case.hidden, ffn=case.ffn, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
         rotary_dim=case.rotary_dim, vocab=case.vocab, eps=1e-5, attention_scale=case.head_dim**-0.5,
         residual_scale=case.scales[0], embedding_scale=case.scales[1], logit_scale=case.scales[2],
-        activation=case.activation, kv_dtype=case.kv_dtype,
+        activation=case.activation, kv_dtype=case.kv_dtype, attention_cap=case.caps[0], logit_cap=case.caps[1],
     )  # fmt: skip
     layers = []
     for index, w in enumerate(weights):

@@ -19,6 +19,11 @@ DYNAMIC = rope("dynamic", factor=2.0)
 LONGROPE = rope("longrope", factor=4.0, original_max_position_embeddings=128, short_factor=[1.0] * 4,
                 long_factor=[2.0] * 4)
 
+GEMMA_ROPES = {"rope_parameters": {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -51,5 +56,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "smollm3, every second": ("smollm3", {"no_rope_layer_interval": 2}),
     "granite": ("granite", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, tight caps": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2, own scale": ("gemma2", {"query_pre_attn_scalar": 20}),
+    "gemma2, own head": ("gemma2", {"tie_word_embeddings": False}),
+    "gemma3": ("gemma3", {}),
+    "gemma3, wide heads": ("gemma3", {"head_dim": 256, "query_pre_attn_scalar": 256}),
+    "gemma3, linear rope": ("gemma3", GEMMA_ROPES),
+    "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 5.0}),
+    "gemma3, no groups": ("gemma3", {"num_key_value_heads": 4, "intermediate_size": 41}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, biases": ("olmo2", {"attention_bias": True}),
+    "olmo2, odd sizes": ("olmo2", {"hidden_size": 36, "intermediate_size": 41, "vocab_size": 101,
+                                   "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4, no window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6}),
+    "ministral": ("ministral", {}),
+    "seed_oss": ("seed_oss", {}),
+    "glm": ("glm", {}),
+    "glm, whole rotary": ("glm", rope("default", partial_rotary_factor=1.0)),
+    "glm4": ("glm4", {}),
+    "helium": ("helium", {}),
     "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }

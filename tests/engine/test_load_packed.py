@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig
 
 import shoal
 from backends import packed, reference, with_exact_norms
@@ -67,18 +67,59 @@ def logits(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.usefixtures("no_modules")
 @pytest.mark.parametrize("shards", ["50MB", "20KB"], ids=["one file", "sharded"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite"])
-def test_files_are_read_without_the_modules(tmp_path: Path, family: str, changes: dict[str, Any], shards: str) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite", "gemma2", "gemma3", "olmo2", "glm4"])
+def test_files_are_read_without_the_modules(tmp_path: Path, family: str, tied: bool, shards: str) -> None:
+    changes = {"tie_word_embeddings": tied}
     saved(tmp_path, family, shards=shards, **changes)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "20KB")
     engine = shoal.load(tmp_path, dtype="float32", backend="packed")
     assert isinstance(engine.stack, PackedStack)
     assert engine.model is None and engine.tokenizer is None
-    assert (engine.stack.weights.embedding is engine.stack.weights.head) == bool(changes)
+    assert (engine.stack.weights.embedding is engine.stack.weights.head) == tied
     model = tiny(family, dtype=fp32, **changes)
     assert torch.equal(logits(engine), chunked_logits(packed(model, kernels=True), IDS, (5, 1, 3)))
     assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
+
+
+def seeing() -> Any:
+    """A Gemma 3 that sees images as well, tiny, whose text part is `tiny("gemma3")`."""
+    text = tiny("gemma3", dtype=fp32)
+    sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = Gemma3Config(text_config=text.config.to_dict(), vision_config=sight, mm_tokens_per_image=4,
+                          eos_token_id=None, bos_token_id=None, pad_token_id=None, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=fp32).eval().requires_grad_(False)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    return model
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path) -> None:
+    model, text = seeing(), tiny("gemma3", dtype=fp32)
+    model.save_pretrained(tmp_path)
+    expected = chunked_logits(packed(text, kernels=True), IDS, (5, 1, 3))
+    with torch.no_grad():
+        assert gap(model(torch.tensor([IDS]), use_cache=False).logits[0], expected[:9]) < 1e-3
+    for given, options in [(model, {}), (tmp_path, {"dtype": "float32"})]:
+        engine = shoal.load(given, backend="packed", **options)
+        assert torch.equal(logits(engine), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_older_names_of_a_text_part(tmp_path: Path, tied: bool) -> None:
+    """Gemma 3's first checkpoints, as they still lie on the Hub."""
+    folder = saved(tmp_path, "gemma3", tie_word_embeddings=tied)
+    file = folder / "model.safetensors"
+    save_file({f"language_model.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    expected = packed(tiny("gemma3", dtype=fp32, tie_word_embeddings=tied), kernels=True)
+    engine = shoal.load(folder, dtype="float32", backend="packed")
+    assert torch.equal(logits(engine), chunked_logits(expected, IDS, (5, 1, 3)))
+
+
+def test_text_that_sees_what_follows_is_refused() -> None:
+    model = tiny("gemma3", dtype=fp32, use_bidirectional_attention=True)
+    with pytest.raises(Unsupported, match="its tokens see later ones"):
+        shoal.load(model, backend="packed")
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -110,7 +151,7 @@ def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
 
 
 MISFITS = {
-    "gemma3": "model type 'gemma3_text': the packed block fits llama, mistral",
+    "stablelm": "model type 'stablelm': the packed block fits llama, mistral",
     "gpt2": "model type 'gpt2': the packed block fits llama, mistral",
     "gpt_neox": "model type 'gpt_neox': the packed block fits llama, mistral",
 }

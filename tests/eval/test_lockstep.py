@@ -35,7 +35,7 @@ def ids(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "granite"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "granite", "gemma2", "gemma3"])
 def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
     model, plan = tiny(family), PLANS[name]
     stack = build(model.config, ModelSource(model), torch.float64, torch.device("cpu"), kernels=False)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, rms_norm
 
 from shoal.eval.layer_table import LayerTable
 from shoal.model.packed import block
@@ -136,7 +135,7 @@ class Lockstep:
         columns = torch.arange(state.columns, state.columns + count, device=self.device)
         places = (columns[None] - state.pads[:, None]).clamp_min(0)
         self.rotary.reach(int(places.max()) + 1)
-        cos, sin = self.rotary.cos[places], self.rotary.sin[places]
+        cos, sin = self.rotary.cos[:, places], self.rotary.sin[:, places]
         stream = self._final_norm.dtype
         x = self._embedding.lookup(ids.flatten()).to(stream).view(rows, count, -1) * self.shape.embedding_scale
         masks: dict[tuple[int, int | None], Tensor] = {}  # built once for all layers that see the same
@@ -150,7 +149,8 @@ class Lockstep:
                 window = self.shape.windows[index]
                 if (sees, window) not in masks:
                     masks[sees, window] = self._mask(state, columns[:sees], window)
-                tables = (cos[:, :sees], sin[:, :sees]) if self.shape.rotary[index] else None
+                rope = self.shape.rotary[index]
+                tables = None if rope is None else (cos[rope, :, :sees], sin[rope, :, :sees])
                 added = self._attention(x[:, :sees], layer, tables, state, index, masks[sees, window])
                 x = _add(x, added, attends)
             if any(feeds):
@@ -170,10 +170,7 @@ class Lockstep:
             state.keys[index][:, :, end - count : end] = k
             state.values[index][:, :, end - count : end] = v
             keys, values = (store[index][:, :, :end] for store in (state.keys, state.values))
-            grouped = self.shape.heads != self.shape.kv_heads
-            out = scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, scale=self.shape.attention_scale, enable_gqa=grouped
-            )
+            out = block.scaled_attention(q, keys, values, self.shape, mask)
             return out.transpose(1, 2).reshape(rows * count, *out.shape[1:2], out.shape[3])
 
         flat = None if tables is None else (tables[0].flatten(0, 1), tables[1].flatten(0, 1))
@@ -194,9 +191,8 @@ class Lockstep:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 or wider."""
         normed = rms_norm(hidden, (self.shape.hidden,), self._final_norm, self.shape.eps).to(self.dtype)
-        out: Any = self._head(normed.flatten(0, -2)).view(*normed.shape[:-1], -1) * self.shape.logit_scale
-        logits: Tensor = out if out.dtype == torch.float64 else out.float()
-        return logits
+        out = block.scaled_logits(self._head(normed.flatten(0, -2)), self.shape).view(*normed.shape[:-1], -1)
+        return out if out.dtype == torch.float64 else out.float()
 
 
 def _add(x: Tensor, added: Tensor, runs: Sequence[bool]) -> Tensor:

@@ -72,6 +72,14 @@ CASES = {
     "own embedding": Case(embedding=True),
     "some layers without rotary": Case(no_rotary=(1,)),
     "windows": Case(windows=(5, None, 3)),
+    "norms on both sides": Case(norms=(True, True), scales=(0.7, 12.0, 1.0)),
+    "norms of outputs alone": Case(norms=(False, True), biases=True, hidden=50, ffn=37, vocab=71),
+    "states wider than queries, keys and values": Case(norms=(True, True), hidden=100, heads=2, kv_heads=1),
+    "norms over all heads": Case(head_norms=True, wide_norms=True),
+    "norms over three heads of ragged size": Case(head_norms=True, wide_norms=True, heads=3, kv_heads=1, head_dim=20),
+    "soft caps": Case(caps=(0.6, 2.5)),
+    "gemma": Case(norms=(True, True), head_norms=True, activation="gelu_tanh", heads=2, kv_heads=1, head_dim=256,
+                  rotary_dim=256, windows=(5, 5, None), scales=(1.0, 6.9, 1.0)),
 }
 
 
@@ -167,10 +175,14 @@ def test_no_layer_at_all() -> None:
     assert torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+GEMMA = {"norms": (True, True), "caps": (0.6, 2.5), "head_norms": True, "wide_norms": True}
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: torch.dtype) -> None:
-    case = Case(kind=kind, kv_dtype=kv_dtype, hidden=64, head_dim=32, rotary_dim=32, windows=(None, 7, None))
+@pytest.mark.parametrize("more", [{}, GEMMA], ids=["plain", "norms and caps"])
+def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: torch.dtype, more: dict) -> None:
+    case = Case(kind=kind, kv_dtype=kv_dtype, hidden=64, head_dim=32, rotary_dim=32, windows=(None, 7, None), **more)
     twin = make_twin(case)
     blocks, singles = (twin.native.bind(*storage(case, 1, 40)) for _ in range(2))
     base = 0

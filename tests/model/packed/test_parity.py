@@ -158,11 +158,15 @@ def test_the_rotary_table_is_the_models_own(variant: str) -> None:
     model = tiny(family, dtype=torch.float32, **changes)
     table, places = RotaryTable(model.config, torch.device("cpu")), torch.arange(600)
     table.reach(600)
-    cos, sin = model.model.rotary_emb(torch.empty(0), places[None])
-    width = 2 * table.cos.shape[1]
-    assert width == shape_of(model.config).rotary_dim == cos.shape[-1]
-    assert torch.equal(torch.cat([table.cos] * 2, dim=-1)[:600], cos[0])
-    assert torch.equal(torch.cat([table.sin] * 2, dim=-1)[:600], sin[0])
+    kinds = getattr(model.config, "layer_types", None) or [None] * 6
+    for kind, number in zip(kinds, shape_of(model.config).rotary, strict=True):
+        if number is None:
+            continue
+        own_kind = (kind,) if family in ("gemma3", "olmo3") else ()
+        cos, sin = model.model.rotary_emb(torch.empty(0), places[None], *own_kind)
+        assert 2 * table.cos.shape[2] == shape_of(model.config).rotary_dim == cos.shape[-1]
+        assert torch.equal(torch.cat([table.cos[number]] * 2, dim=-1)[:600], cos[0])
+        assert torch.equal(torch.cat([table.sin[number]] * 2, dim=-1)[:600], sin[0])
 
 
 @on_backends(*PACKED)
@@ -215,7 +219,7 @@ def test_packing_leaves_the_model_alone_and_is_left_alone_by_it() -> None:
         model.load_state_dict(kept)
 
 
-@pytest.mark.parametrize("variant", ["mistral", "granite", "phi3, partial rotary", "smollm3"])
+@pytest.mark.parametrize("variant", ["mistral", "granite", "phi3, partial rotary", "smollm3", "gemma2", "gemma3"])
 def test_the_comparison_has_power(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What sets these families apart from Llama, left out, is far outside the tolerance."""
     family, changes = VARIANTS[variant]
@@ -224,9 +228,11 @@ def test_the_comparison_has_power(variant: str, monkeypatch: pytest.MonkeyPatch)
         "mistral": {"windows": (None,) * 6},
         "granite": {"logit_scale": 1.0},
         "phi3, partial rotary": {"attention_scale": 0.5},
-        "smollm3": {"rotary": (True,) * 6},
+        "smollm3": {"rotary": (0,) * 6},
+        "gemma2": {"attention_cap": None},
+        "gemma3": {"rotary": (1,) * 6},
     }
-    monkeypatch.setattr(build_module, "shape_of", lambda _: replace(right, **wrongs[variant]))
+    monkeypatch.setattr(build_module, "shape_of", lambda *_: replace(right, **wrongs[variant]))
     ids, model = prompt(20), reference(family, **changes)
     assert gap(chunked_logits(packed(tiny(family, **changes)), ids, (20,)), own(model, ids)) > 1e-2
     assert gap(chunked_logits(stack_of(model), ids, (20,)), own(model, ids)) <= HF.exact

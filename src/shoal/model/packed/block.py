@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import Shape, rotate
@@ -33,24 +33,75 @@ def attention(
         tables: cos and sin [T, rotary_dim / 2] of the tokens, or None for a layer without rotary positions.
         attend: writes k and v to the cache and attends.
     """
-    normed = rms_norm(x, (shape.hidden,), layer.attention_norm, shape.eps).to(dtype)
+    normed = _norm(x, layer.attention_norm, shape.eps).to(dtype)
     qkv = _apply(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
     q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q.to(layer.q_norm.dtype), (shape.head_dim,), layer.q_norm, shape.eps).to(dtype)
-        k = rms_norm(k.to(layer.k_norm.dtype), (shape.head_dim,), layer.k_norm, shape.eps).to(dtype)
+        q, k = _norm_heads(q, layer.q_norm, shape.eps), _norm_heads(k, layer.k_norm, shape.eps)
     if tables is not None:
         q, k = rotate(q, *tables), rotate(k, *tables)
     mixed = attend(q, k, v).reshape(len(x), -1)
-    return _apply(layer.out, mixed, layer.out_bias).to(x.dtype) * shape.residual_scale
+    out = _apply(layer.out, mixed, layer.out_bias).to(x.dtype)
+    return _norm(out, layer.attention_out_norm, shape.eps) * shape.residual_scale
 
 
 def mlp(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
     """What the MLP adds to the residual stream `x` [T, hidden]."""
-    normed = rms_norm(x, (shape.hidden,), layer.mlp_norm, shape.eps).to(dtype)
+    normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
     gate, up = _apply(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
     inner = ACTIVATIONS[shape.activation](gate) * up
-    return _apply(layer.down, inner, layer.down_bias).to(x.dtype) * shape.residual_scale
+    out = _apply(layer.down, inner, layer.down_bias).to(x.dtype)
+    return _norm(out, layer.mlp_out_norm, shape.eps) * shape.residual_scale
+
+
+def scaled_attention(
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False
+) -> Tensor:
+    """Attention's outputs [rows, heads, n, head_dim].
+
+    Args:
+        q: [rows, heads, n, head_dim].
+        keys, values: [rows, kv_heads, c, head_dim].
+        shape: of the decoder; its soft cap of the scores is what torch's own function lacks.
+        mask: [rows or 1, 1, n, c], true where a query sees, or added to the scores; None hides nothing.
+        causal: instead of a mask, where c = n: query i sees keys 0..i.
+    """
+    if shape.attention_cap is None:
+        grouped = shape.heads != shape.kv_heads
+        return scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=causal, scale=shape.attention_scale, enable_gqa=grouped
+        )
+    rows, _, count, _ = q.shape
+    grouped_q = q.reshape(rows, shape.kv_heads, -1, shape.head_dim)
+    scores = (grouped_q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * shape.attention_scale
+    scores = soft_cap(scores, shape.attention_cap).view(rows, shape.kv_heads, -1, count, keys.shape[2])
+    if causal:
+        mask = torch.ones(1, 1, count, count, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        mask = mask[:, :, None]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1).to(values.dtype).view(rows, shape.kv_heads, -1, keys.shape[2])
+    return (weights @ values).view_as(q)
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """`x` softly bounded by `cap`: cap * tanh(x / cap); None leaves it as it is."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def scaled_logits(x: Tensor, shape: Shape) -> Tensor:
+    """Logits of the head's outputs."""
+    return soft_cap(x * shape.logit_scale, shape.logit_cap)
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x, weight.shape, weight, eps)
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm of `x` [T, heads, head_dim] over each head or, where the weight is that long, over all of them."""
+    flat = x.to(weight.dtype).reshape(len(x), -1, len(weight))
+    return _norm(flat, weight, eps).to(x.dtype).view(x.shape)
 
 
 def _apply(matrix: Linear, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from shoal.model.packed.from_file import file_packer
 from shoal.model.packed.linear import Quant, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels, kind_of
 from shoal.model.packed.shape import RotaryTable, shape_of
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import HalvesPaired, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer
 
@@ -43,8 +43,10 @@ def build(
     Raises:
         Unsupported: the model or the dtype does not fit the packed block.
     """
-    shape = shape_of(config)
+    shape = shape_of(config, dtype)
     check(dtype, quant)
+    if shape.interleaved:
+        source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import native
+from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
@@ -84,7 +85,7 @@ class NativeStack(PackedStack):
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self._model = self._native_model()
-        self._reach = len(rotary.cos)
+        self._reach = rotary.positions
 
     def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
@@ -125,7 +126,7 @@ class NativeStack(PackedStack):
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
         normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
         logits = torch.cat([native.matmul(part, head) for part in normed.split(native.MAX_NODES)])
-        return logits * self.shape.logit_scale
+        return scaled_logits(logits, self.shape)
 
     def _work(self, feeds: Sequence[Feed]) -> _Work:
         sizes = [len(feed.tokens) for feed in feeds]
@@ -200,7 +201,7 @@ class NativeStack(PackedStack):
 
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)
-        self._model, self._reach = self._native_model(), len(self.rotary.cos)
+        self._model, self._reach = self._native_model(), self.rotary.positions
         self._bindings.clear()
 
     def _native_model(self) -> native.NativeModel:
@@ -218,6 +219,8 @@ class NativeStack(PackedStack):
             residual_scale=shape.residual_scale,
             embedding_scale=shape.embedding_scale,
             logit_scale=shape.logit_scale,
+            attention_cap=shape.attention_cap or 0.0,
+            logit_cap=shape.logit_cap or 0.0,
             activation="silu" if shape.activation == "silu" else "gelu_tanh",
             kv_dtype=self.dtype,
         )
@@ -226,7 +229,7 @@ class NativeStack(PackedStack):
         return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), embedding)
 
     def _native_layer(self, index: int, layer: Layer) -> native.NativeLayer:
-        rotary = self.rotary if self.shape.rotary[index] else None
+        table, rotary = self.shape.rotary[index], self.rotary
         return native.NativeLayer(
             qkv=[_matrix(part) for part in parts_of(layer.qkv)],
             o=_matrix(layer.out),
@@ -240,9 +243,11 @@ class NativeStack(PackedStack):
             o_bias=layer.out_bias,
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
-            cos=None if rotary is None else rotary.cos,
-            sin=None if rotary is None else rotary.sin,
+            cos=None if table is None else rotary.cos[table],
+            sin=None if table is None else rotary.sin[table],
             window=layer_window(self.shape, index),
+            attention_out_norm=layer.attention_out_norm,
+            mlp_out_norm=layer.mlp_out_norm,
         )
 
 

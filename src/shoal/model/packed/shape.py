@@ -1,7 +1,9 @@
 """Which models fit the packed block, and the numbers that describe one.
 
-The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k per head, rotary or
-none), residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite).
+The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k, rotary or none),
+residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). The norms may stand
+before a sublayer, after it, ahead of the residual (OLMo 2), or on both sides (Gemma 2), and attention scores and
+logits may be capped (Gemma 2).
 """
 
 from __future__ import annotations
@@ -17,11 +19,41 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 from shoal.errors import Unsupported
 from shoal.model.windows import windows_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite")
+FAMILIES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
+    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium",
+)  # fmt: skip
 """Values of `model_type` whose block is the packed one."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
+_GEMMA = ("gemma", "gemma2", "gemma3_text")
+_INTERLEAVED = ("glm", "glm4", "helium")
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's norms in the checkpoint: of each sublayer's input and output; None where there is none."""
+
+    attention: str | None = "input_layernorm"
+    mlp: str | None = "post_attention_layernorm"
+    attention_out: str | None = None
+    mlp_out: str | None = None
+
+
+_SANDWICH = Norms(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+_AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+_NORMS = {
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "glm4": Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+    "olmo2": _AFTER,
+    "olmo3": _AFTER,
+    "exaone4": _AFTER,
+}
+"""Of the families that differ from Llama's."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +68,16 @@ class Shape:
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
         activation: "silu" or "gelu_tanh", of the gate.
         windows: sliding window per layer in positions, or None.
-        rotary: whether each layer rotates q and k.
+        rotary: per layer, which of the `RotaryTable`'s tables rotates q and k, or None.
         tied: whether the LM head is the embedding.
         max_positions: the context length.
+        interleaved: whether the checkpoint pairs a head's dimensions 2j and 2j + 1 for rotation, not j and
+            j + rotary_dim / 2; see `HalvesPaired`.
+        norms: where norms stand.
+        norm_offset: what is added to the norm weights of the checkpoint, which Gemma stores less 1.
+        wide_head_norms: whether q and k are normalised over all heads together (OLMo 2).
+        attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of attention scores and logits (Gemma 2,
+            arXiv 2408.00118, section 2), or None.
     """
 
     hidden: int
@@ -56,9 +95,15 @@ class Shape:
     logit_scale: float
     activation: str
     windows: tuple[int | None, ...]
-    rotary: tuple[bool, ...]
+    rotary: tuple[int | None, ...]
     tied: bool
     max_positions: int | None
+    interleaved: bool = False
+    norms: Norms = Norms()
+    norm_offset: float = 0.0
+    wide_head_norms: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
     @property
     def qkv_rows(self) -> int:
@@ -66,8 +111,12 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     """The shape of a transformers config.
+
+    Args:
+        config: of the model, or of a larger one whose text part it is.
+        dtype: of the weights, to which transformers rounds Gemma's embedding scale.
 
     Raises:
         Unsupported: the model does not fit the packed block; says why.
@@ -78,11 +127,15 @@ def shape_of(config: Any) -> Shape:
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
     if type(text) not in CAUSAL:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
-    if text.hidden_act not in activations:
-        raise _misfit(text, f"its activation {text.hidden_act!r} is not among {', '.join(activations)}")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in _MOVING_ROPE:
-        raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
+    activation = getattr(text, "hidden_activation", None) or text.hidden_act
+    if activation not in activations:
+        raise _misfit(text, f"its activation {activation!r} is not among {', '.join(activations)}")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise _misfit(text, "its tokens see later ones")
+    ropes = _ropes(text)
+    for rope in ropes.values():
+        if rope.get("rope_type", "default") in _MOVING_ROPE:
+            raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shape(
         hidden=text.hidden_size,
@@ -90,20 +143,51 @@ def shape_of(config: Any) -> Shape:
         heads=text.num_attention_heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        rotary_dim=int(head_dim * next(iter(ropes.values())).get("partial_rotary_factor", 1.0)),
         vocab=text.vocab_size,
         num_layers=text.num_hidden_layers,
         eps=text.rms_norm_eps,
-        attention_scale=getattr(text, "attention_multiplier", head_dim**-0.5),
+        attention_scale=getattr(text, "attention_multiplier", getattr(text, "query_pre_attn_scalar", head_dim) ** -0.5),
         residual_scale=getattr(text, "residual_multiplier", 1.0),
-        embedding_scale=getattr(text, "embedding_multiplier", 1.0),
+        embedding_scale=_embedding_scale(text, dtype),
         logit_scale=1 / getattr(text, "logits_scaling", 1.0),
-        activation=activations[text.hidden_act],
+        activation=activations[activation],
         windows=windows_of(text),
-        rotary=tuple(bool(flag) for flag in getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers),
+        rotary=_rotary(text, list(ropes)),
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),
+        interleaved=text.model_type in _INTERLEAVED,
+        norms=_NORMS.get(text.model_type, Norms()),
+        norm_offset=1.0 if text.model_type in _GEMMA else 0.0,
+        wide_head_norms=text.model_type in ("olmo2", "olmo3"),
+        attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
+        logit_cap=getattr(text, "final_logit_softcapping", None),
     )
+
+
+def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
+    if text.model_type in _GEMMA:
+        return torch.tensor(text.hidden_size**0.5, dtype=torch.float64).to(dtype).item()
+    return float(getattr(text, "embedding_multiplier", 1.0))
+
+
+def _ropes(text: Any) -> dict[str | None, dict[str, Any]]:
+    """Rotary parameters by the type of layer they are for, None for all types."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
+    if kinds and set(kinds) <= set(rope):
+        return {kind: rope[kind] for kind in kinds}
+    return {None: rope}
+
+
+def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
+    """Which table each layer uses; see `Shape.rotary`."""
+    flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
+    if text.model_type == "exaone4" and text.sliding_window is not None:
+        flags = [kind == "sliding_attention" for kind in text.layer_types]
+    if kinds == [None]:
+        return tuple(0 if flag else None for flag in flags)
+    return tuple(kinds.index(kind) if flag else None for kind, flag in zip(text.layer_types, flags, strict=True))
 
 
 def _misfit(config: Any, why: str) -> Unsupported:
@@ -111,10 +195,10 @@ def _misfit(config: Any, why: str) -> Unsupported:
 
 
 class RotaryTable:
-    """cos and sin [positions, rotary_dim / 2] in float32 (float64 for float64 models), grown when a position needs it.
+    """cos and sin [tables, positions, rotary_dim / 2] in float32 (float64 for float64 models), grown on demand.
 
     The numbers come from the model family's own rotary module, so every static variant (linear, llama3, yarn, ...)
-    is covered.
+    is covered. There is one table, or one for each type of layer, in the order of the types' names.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -123,18 +207,24 @@ class RotaryTable:
         kind = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
         self._rotary = kind(text).to(device)
         self._device, self._dtype = device, dtype
-        self.cos = self.sin = torch.empty(0, 0)
+        self._kinds = list(_ropes(text))
+        self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)
         self.reach(256)
+
+    @property
+    def positions(self) -> int:
+        """How many positions the tables hold."""
+        return self.cos.shape[1]
 
     def reach(self, positions: int) -> None:
         """Make the table hold positions 0..positions-1."""
-        if positions <= len(self.cos):
+        if positions <= self.positions:
             return
-        size = max(positions, 2 * len(self.cos))
-        where = torch.arange(size, device=self._device)[None]
-        cos, sin = self._rotary(torch.empty(0, dtype=self._dtype, device=self._device), where)
-        half = cos.shape[-1] // 2
-        self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        where = torch.arange(max(positions, 2 * self.positions), device=self._device)[None]
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        found = [self._rotary(like, where, *([] if kind is None else [kind])) for kind in self._kinds]
+        half = found[0][0].shape[-1] // 2
+        self.cos, self.sin = (torch.cat([pair[i][..., :half] for pair in found]).contiguous() for i in (0, 1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

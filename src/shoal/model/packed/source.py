@@ -67,6 +67,34 @@ class FileSource:
         return tensor
 
 
+class HalvesPaired:
+    """A source whose heads rotate dimensions 2j and 2j + 1 together, read as the packed block does: j and j + half.
+
+    Rows of q and k move alike, which leaves their products as they are. The checkpoint's order is that of RoFormer
+    (arXiv 2104.09864, section 3.2.2).
+
+    Args:
+        source: the checkpoint.
+        head_dim, rotary_dim: of its heads.
+    """
+
+    def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
+        self._source, self._head_dim = source, head_dim
+        turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
+        self._order = [*turned[::2], *turned[1::2], *rest]
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return self._source.has(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        if name.split(".")[-2] not in ("q_proj", "k_proj") or len(tensor) % self._head_dim:
+            return tensor
+        heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
+        return heads[:, self._order].flatten(0, 1)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     with safe_open(path, framework="pt") as file:

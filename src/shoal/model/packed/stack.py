@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache
@@ -88,10 +88,10 @@ class PackedStack:
         columns = torch.eye(self.shape.hidden, dtype=self.dtype, device=self.device).split(_PIECE)
         index = torch.tensor(ids, device=self.device)
         part = Dense(torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous())
-        return torch.no_grad()(lambda hidden: part(self._normed(hidden)) * self.shape.logit_scale)
+        return torch.no_grad()(lambda hidden: block.scaled_logits(part(self._normed(hidden)), self.shape))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.weights.head(self._normed(hidden)) * self.shape.logit_scale
+        return block.scaled_logits(self.weights.head(self._normed(hidden)), self.shape)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
@@ -106,7 +106,7 @@ class _Pass:
         places = [place for feed in feeds for place in feed.positions(cache.positions[feed.row])]
         stack.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=stack.device)
-        self.cos, self.sin = stack.rotary.cos[where], stack.rotary.sin[where]
+        self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
         stream = stack.weights.final_norm.dtype
         self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
         self.sizes = [len(feed.tokens) for feed in feeds]
@@ -118,8 +118,7 @@ class _Pass:
         chosen = self._chosen(piece)
         x = self.x if chosen is None else self.x[chosen]
         if piece.part != "mlp":
-            cos, sin = (self.cos, self.sin) if chosen is None else (self.cos[chosen], self.sin[chosen])
-            tables = (cos, sin) if stack.shape.rotary[layer] else None
+            tables = self._tables(layer, chosen)
             x = x + block.attention(
                 x, weights, stack.shape, stack.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
             )
@@ -129,6 +128,14 @@ class _Pass:
             self.x = x
         else:
             self.x = self.x.index_copy(0, chosen, x)
+
+    def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the piece's tokens."""
+        table = self.stack.shape.rotary[layer]
+        if table is None:
+            return None
+        cos, sin = self.tables[table]
+        return (cos, sin) if chosen is None else (cos[chosen], sin[chosen])
 
     def _chosen(self, piece: Span) -> Tensor | None:
         """Flat indices of the piece's tokens; None for all."""
@@ -145,7 +152,7 @@ class _Pass:
         return torch.cat([self._attend_row(layer, *part) for part in parts if part[2] > part[1]])
 
     def _attend_row(self, layer: int, feed: Feed, first: int, last: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store, shape = self.cache.layers[layer], self.stack.shape
+        store = self.cache.layers[layer]
         rows, counts = [feed.row], [last - first]
         store.make_room(rows, counts)
         view = RowView(
@@ -158,15 +165,8 @@ class _Pass:
         )
         seen = mask([view], store.window, q.device)
         keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
-        out = scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=seen,
-            is_causal=seen is None and len(q) > 1,
-            scale=shape.attention_scale,
-            enable_gqa=shape.heads != shape.kv_heads,
-        )
+        causal = seen is None and len(q) > 1
+        out = block.scaled_attention(q.transpose(0, 1)[None], keys, values, self.stack.shape, seen, causal)
         return out[0].transpose(0, 1)
 
     def padded(self) -> Tensor:

@@ -11,7 +11,7 @@ from operator import add
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import block
@@ -104,17 +104,18 @@ class StaticStep:
     def run(self) -> Tensor:
         """Logits [rows * queries, V]; K and V of the tokens are in the stores afterwards."""
         flat = self.positions.flatten()
-        tables = self._cos[flat], self._sin[flat]
+        tables = list(zip(self._cos[:, flat], self._sin[:, flat], strict=True))
         x = self._weights.embedding.lookup(self.ids.flatten()).to(self._weights.final_norm.dtype)
         x = x * self._shape.embedding_scale
         masks = {window: self._mask(window) for window in {self._shape.windows[layer] for layer in self.key.layers}}
         for number, layer in enumerate(self.key.layers):
             weights, seen = self._weights.layers[layer], masks[self._shape.windows[layer]]
-            rotary = tables if self._shape.rotary[layer] else None
+            table = self._shape.rotary[layer]
+            rotary = None if table is None else tables[table]
             x = x + block.attention(x, weights, self._shape, self._dtype, rotary, self._attend(number, seen))
             x = x + block.mlp(x, weights, self._shape, self._dtype)
         normed = rms_norm(x, (self._shape.hidden,), self._weights.final_norm, self._shape.eps).to(self._dtype)
-        return self._weights.head(normed) * self._shape.logit_scale
+        return block.scaled_logits(self._weights.head(normed), self._shape)
 
     def _mask(self, window: int | None) -> Tensor:
         """Bool [rows, 1, queries, columns]."""
@@ -130,13 +131,12 @@ class StaticStep:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys[self._rows, :, self.positions] = k.view(rows, queries, *k.shape[1:])
             values[self._rows, :, self.positions] = v.view(rows, queries, *v.shape[1:])
-            out = scaled_dot_product_attention(
+            out = block.scaled_attention(
                 q.view(rows, queries, shape.heads, -1).transpose(1, 2),
                 keys[:, :, : self.key.columns],
                 values[:, :, : self.key.columns],
-                attn_mask=seen,
-                scale=shape.attention_scale,
-                enable_gqa=shape.heads != shape.kv_heads,
+                shape,
+                seen,
             )
             return out.transpose(1, 2).reshape(rows * queries, shape.heads, -1)
 

@@ -19,6 +19,11 @@ from shoal.model.packed.source import Source
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights may come in, and be computed with."""
 
+_ROOTS = ("model.", "model.language_model.", "language_model.model.")
+"""Where the decoder lies: alone, or as the text part of a larger model, in memory and in its older checkpoints."""
+
+_HEADS = ("lm_head.", "language_model.lm_head.")
+
 Role = Literal["matrix", "table", "pair"]
 """What a matrix is for: multiplied; also looked up by rows; two halves, gate and up, one above the other."""
 
@@ -33,8 +38,9 @@ class Layer:
 
     Attributes:
         qkv, out, gate_up, down: packed matrices; rows of `qkv` are q, k, v; those of `gate_up` gate, then up.
-        attention_norm, mlp_norm: [hidden].
-        q_norm, k_norm: [head_dim] or None.
+        attention_norm, mlp_norm: [hidden], of what enters a sublayer, or None.
+        attention_out_norm, mlp_out_norm: [hidden], of what a sublayer adds to the residual stream, or None.
+        q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] over all heads together, or None.
         qkv_bias, out_bias, gate_up_bias, down_bias: or None.
     """
 
@@ -42,14 +48,16 @@ class Layer:
     out: Linear
     gate_up: Linear
     down: Linear
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Tensor | None
+    mlp_norm: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +106,7 @@ class Packer:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
         self._packed_by, self._packed_from_file = pack, pack_file
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
+        self._root = _first(source, _ROOTS, "embed_tokens.weight") or _ROOTS[0]
 
     def weights(self) -> Weights:
         """Everything, one layer after the other; first the largest matrices, while there is still room.
@@ -106,16 +115,17 @@ class Packer:
             Unsupported: a tensor is missing, or not what the config says.
         """
         shape = self._shape
-        embedding = self._pack({"model.embed_tokens.weight": shape.vocab}, shape.hidden, "table")
-        head = embedding
-        if not shape.tied and self._source.has("lm_head.weight"):
-            head = self._pack({"lm_head.weight": shape.vocab}, shape.hidden, "matrix")
+        embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
+        head, own = embedding, _first(self._source, _HEADS, "weight")
+        if not shape.tied and own is not None:
+            head = self._pack({f"{own}weight": shape.vocab}, shape.hidden, "matrix")
         layers = [self.layer(index) for index in range(shape.num_layers)]
-        return Weights(layers, embedding, head, self._vector("model.norm.weight", shape.hidden))
+        final_norm = self._vector(f"{self._root}norm.weight", shape.hidden) + shape.norm_offset
+        return Weights(layers, embedding, head, final_norm)
 
     def layer(self, index: int) -> Layer:
         """Block `index`."""
-        shape, name = self._shape, f"model.layers.{index}."
+        shape, name = self._shape, f"{self._root}layers.{index}."
         attention, mlp = name + "self_attn.", name + "mlp."
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         qkv = {attention + "q_proj": query, attention + "k_proj": key, attention + "v_proj": key}
@@ -125,15 +135,26 @@ class Packer:
             out=self._pack({attention + "o_proj.weight": shape.hidden}, query, "matrix"),
             gate_up=self._joined(mlp + "gate_up_proj", gate_up, "pair"),
             down=self._pack({mlp + "down_proj.weight": shape.hidden}, shape.ffn, "matrix"),
-            attention_norm=self._vector(name + "input_layernorm.weight", shape.hidden),
-            mlp_norm=self._vector(name + "post_attention_layernorm.weight", shape.hidden),
-            q_norm=self._optional(attention + "q_norm.weight", shape.head_dim),
-            k_norm=self._optional(attention + "k_norm.weight", shape.head_dim),
+            attention_norm=self._norm(name, shape.norms.attention),
+            mlp_norm=self._norm(name, shape.norms.mlp),
+            q_norm=self._head_norm(attention + "q_norm.weight", query),
+            k_norm=self._head_norm(attention + "k_norm.weight", key),
             qkv_bias=self._joined_bias(qkv),
             out_bias=self._optional(attention + "o_proj.bias", shape.hidden),
             gate_up_bias=self._joined_bias(gate_up),
             down_bias=self._optional(mlp + "down_proj.bias", shape.hidden),
+            attention_out_norm=self._norm(name, shape.norms.attention_out),
+            mlp_out_norm=self._norm(name, shape.norms.mlp_out),
         )
+
+    def _norm(self, layer: str, name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        return self._vector(f"{layer}{name}.weight", self._shape.hidden) + self._shape.norm_offset
+
+    def _head_norm(self, name: str, width: int) -> Tensor | None:
+        weight = self._optional(name, width if self._shape.wide_head_norms else self._shape.head_dim)
+        return None if weight is None else weight + self._shape.norm_offset
 
     def _pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
         """Matrices of so many rows each, one above the other."""
@@ -187,6 +208,11 @@ class Packer:
         if not any(self._source.has(part + ".bias") for part in parts):
             return None
         return torch.cat([self._vector(part + ".bias", rows) for part, rows in parts.items()])
+
+
+def _first(source: Source, prefixes: tuple[str, ...], name: str) -> str | None:
+    """The first prefix under which there is a tensor of that name."""
+    return next((prefix for prefix in prefixes if source.has(prefix + name)), None)
 
 
 def _give_back() -> None:

@@ -24,11 +24,11 @@ static void store_new(const Worker *w, const Task *task) {
     for (int i = s->first; i < s->last; i++) {
         int t = task->chosen->token[i], column = s->stored + r->b->node[t];
         if (column < task->low || column >= task->high) continue;
-        const float *key = r->qkv + i * r->qkv_line + (m->heads + task->head) * dim;
+        const float *keys = r->qkv + i * r->qkv_line + m->heads * dim, *value = keys + (m->kv_heads + task->head) * dim;
         int64_t at = (column0 + column) * dim * size;
-        ready_head(m, task->layer, key, task->layer->k_norm, r->b->position[t], line);
+        ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
         store_line((char *)r->b->keys[task->number] + at, line, dim, m->kv_dtype);
-        store_line((char *)r->b->values[task->number] + at, key + m->kv_heads * dim, dim, m->kv_dtype);
+        store_line((char *)r->b->values[task->number] + at, value, dim, m->kv_dtype);
     }
 }
 
@@ -41,8 +41,8 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
     const int64_t bytes = query_bytes(m);
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int h = 0; h < group; h++) {
-        const float *query = r->qkv + i * r->qkv_line + (task->head * group + h) * m->head_dim;
-        ready_head(m, task->layer, query, task->layer->q_norm, position, line);
+        const float *queries = r->qkv + i * r->qkv_line;
+        ready_head(m, task->layer, queries, task->head * group + h, m->heads, task->layer->q_norm, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
         store_line(to, line, (int)round_up(m->head_dim, 32), m->kv_dtype);
         reset(state_at(r, task->segment, task->split, i, task->head * group + h), m->head_dim);
@@ -69,7 +69,7 @@ static void attend_token(const Worker *w, const Task *task, int i, int low, int 
     if (low >= high) return;
     const int64_t at = (((int64_t)s->row * m->kv_heads + task->head) * r->b->capacity[task->number] + low) * line;
     Columns c = {.keys = (const char *)r->b->keys[task->number] + at, .values = (const char *)r->b->values[task->number] + at};
-    c.columns = high - low, c.dim = m->head_dim, c.scale = m->attention_scale, c.first_node = s->stored - low;
+    c.columns = high - low, c.dim = m->head_dim, c.scale = m->attention_scale, c.cap = m->attention_cap, c.first_node = s->stored - low;
     c.hidden = high > s->stored ? hidden_nodes(r->b, task->layer, t) : 0;
     Attend *attend = attend_for(m->kv_dtype, m->head_dim);
     for (int h = 0; h < group; h += QUERIES) {

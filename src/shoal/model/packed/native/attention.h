@@ -30,7 +30,7 @@ typedef struct {
     const char *keys, *values;
     int columns, dim, first_node;
     uint64_t hidden;
-    float scale;
+    float scale, cap;
 } Columns;
 
 INLINE Vi load_part(const char *line, int part, int parts, const int bf16, int dim, const int whole) {
@@ -145,6 +145,7 @@ INLINE void attend_heads(const char *const *q, State *const *s, const Columns *c
     const int size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
     score(q, c, scores, heads == 3 ? 4 : heads, bf16, whole);
     UNROLL for (int h = 0; h < heads; h++) {
+        for (int i = 0; c->cap > 0 && i < c->columns; i += LANES) vf_store(scores[h] + i, soft_cap(vf_load(scores[h] + i), c->cap));
         hide(c, scores[h]);
         shrink[h] = soften(s[h], scores[h], c->columns);
         for (int i = 0; bf16 && i < c->columns; i += LANES) store_bf16(weights[h] + i, vf_load(scores[h] + i), 0xffff);

@@ -73,7 +73,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
     r->x_line = round_up(m->hidden, LANES);
-    r->qkv_line = round_up((m->heads + 2 * m->kv_heads) * m->head_dim, LANES);
+    r->qkv_line = round_up(max_int((m->heads + 2 * m->kv_heads) * m->head_dim, m->hidden), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
     r->own_bytes = round_up(own_bytes(m, (int)tokens), 128);
     float *at = (float *)memory;

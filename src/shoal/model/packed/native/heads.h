@@ -1,4 +1,4 @@
-/* Queries and keys before attention: per-head norm and rotary embedding; keys and values into the cache. */
+/* Queries and keys before attention: norm and rotary embedding; keys and values into the cache. */
 #ifndef SHOAL_HEADS_H
 #define SHOAL_HEADS_H
 
@@ -15,11 +15,14 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-/* One head's query or key, ready for products: `to` has room for the dimension rounded up to 32, zero beyond it. */
-static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *x, const float *norm, int position,
-                       float *to) {
+/* The query or key of one of a token's `heads`, which lie at `all`, ready for products: `to` has room for the dimension
+   rounded up to 32, zero beyond it. */
+static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int heads, const float *norm,
+                       int position, float *to) {
     const int dim = m->head_dim, half = m->rotary_dim / 2;
-    const float scale = norm ? inverse_rms(x, dim, m->eps) : 1.0f;
+    const float *x = all + head * dim;
+    const float scale = !norm ? 1.0f : layer->wide_norms ? inverse_rms(all, heads * dim, m->eps) : inverse_rms(x, dim, m->eps);
+    if (norm && layer->wide_norms) norm += head * dim;
     for (int j = 0; j < round_up(dim, 32); j += LANES) {
         Mask mask = j < dim ? head_mask(dim - j) : 0;
         Vf v = vf_load_some(mask, x + j);

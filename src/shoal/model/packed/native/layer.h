@@ -64,6 +64,33 @@ static void finish_residual(const Worker *w, const Chosen *c, const float *bias,
         }
 }
 
+/* What a sublayer adds, kept where the queries were until its norm is taken. */
+static void finish_aside(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    (void)to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            vf_store(r->qkv + i * r->qkv_line + row, result(w, c, bias, row, r->m->hidden, b, i));
+        }
+}
+
+/* Normalise what finish_aside kept, and add this thread's columns of it to the states. */
+static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
+    const Run *r = w->run;
+    const int hidden = r->m->hidden, blocks = (int)r->x_line / LANES;
+    const int first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = 0; i < c->count; i++) {
+        const float *from = r->qkv + i * r->qkv_line;
+        float *x = r->x + c->token[i] * r->x_line;
+        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * r->m->residual_scale);
+        for (int k = first; k < last; k += LANES) {
+            Vf normed = vf_mul(vf_mul(vf_load(from + k), scale), vf_load_some(head_mask(hidden - k), norm + k));
+            vf_store(x + k, vf_add(vf_load(x + k), normed));
+        }
+    }
+}
+
 static void finish_gated(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     const int ffn = r->m->ffn;
@@ -85,8 +112,17 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
         for (int b = 0; b < count && (block + b) * LANES < m->vocab; b++) {
             const int row = (block + b) * LANES;
             float *at = (float *)to + (int64_t)i * m->vocab + row;
-            vf_store_some(at, head_mask(m->vocab - row), vf_mul(result(w, c, bias, row, m->vocab, b, i), scale));
+            vf_store_some(at, head_mask(m->vocab - row), soft_cap(vf_mul(result(w, c, bias, row, m->vocab, b, i), scale), m->logit_cap));
         }
+}
+
+/* A sublayer's last matrix: its result goes into the states, by way of a norm if there is one. */
+static void multiply_into_states(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
+    multiply_share(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
+    meet(&w->run->team);
+    if (!norm) return;
+    add_normed(w, c, norm);
+    meet(&w->run->team);
 }
 
 static void run_attention(const Worker *w, int entry) {
@@ -111,8 +147,7 @@ static void run_attention(const Worker *w, int entry) {
             merge_splits(r, s, i, w->line);
             prepare(&w->acts, &layer->o, w->line, NULL, 0, i, c.count);
         }
-    multiply_share(w, &layer->o, &c, layer->o_bias, finish_residual, NULL);
-    meet(&r->team);
+    multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
 static void run_mlp(const Worker *w, int entry) {
@@ -126,8 +161,7 @@ static void run_mlp(const Worker *w, int entry) {
     else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated);
     meet(&r->team);
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);
-    multiply_share(w, &layer->down, &c, layer->down_bias, finish_residual, NULL);
-    meet(&r->team);
+    multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
 }
 
 #endif

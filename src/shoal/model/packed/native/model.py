@@ -31,6 +31,7 @@ class NativeSpec:
         rotary_dim: leading dimensions of a head that turn; dimension j together with j + rotary_dim / 2.
         attention_scale: what scores are multiplied with, usually head_dim ** -0.5.
         residual_scale, embedding_scale, logit_scale: factors of each sublayer's output, the embedding, the logits.
+        attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of scores and logits; 0 for none.
         kv_dtype: of the cache, float32 or bfloat16; queries and weights of values are rounded to it too.
     """
 
@@ -46,6 +47,8 @@ class NativeSpec:
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
     kv_dtype: torch.dtype = torch.bfloat16
 
@@ -60,6 +63,8 @@ class NativeSpec:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be even and in [0, {self.head_dim}]")
+        if min(self.attention_cap, self.logit_cap) < 0:
+            raise ValueError(f"caps are {self.attention_cap} and {self.logit_cap}; they must be >= 0, and 0 is none")
 
 
 Stacked = PackedWeight | Sequence[PackedWeight]
@@ -81,17 +86,19 @@ class NativeLayer:
         gate_up: [2 * ffn, hidden], packed with `paired=True`; or gate and up apart, of kinds that take activations in
             the same form.
         input_norm, post_norm: [hidden], of the RMS norms before attention and before the MLP.
-        q_norm, k_norm: [head_dim], of RMS norms over each head.
+        q_norm, k_norm: [head_dim], of RMS norms over each head, or [heads * head_dim] and [kv_heads * head_dim], over
+            all heads together.
         cos, sin: [positions, rotary_dim / 2], or None in a layer without rotary embedding.
         window: positions that a query sees, its own included, or None.
+        attention_out_norm, mlp_out_norm: [hidden], of RMS norms of what each sublayer adds to the residual stream.
     """
 
     qkv: Stacked
     o: PackedWeight
     gate_up: Stacked
     down: PackedWeight
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None
+    post_norm: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
@@ -101,6 +108,8 @@ class NativeLayer:
     cos: Tensor | None = None
     sin: Tensor | None = None
     window: int | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
 
 
 class NativeModel:
@@ -188,11 +197,15 @@ class NativeModel:
         struct.gate_up = self._gate_up(parts_of(layer.gate_up))
         struct.down = self._matrix("down", layer.down, spec.hidden, spec.ffn)
         lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * spec.ffn}
-        lengths |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+        struct.wide_norms = layer.q_norm is not None and len(layer.q_norm) != spec.head_dim
+        wide = bool(struct.wide_norms)
+        lengths |= {"q_norm": query if wide else spec.head_dim, "k_norm": kv if wide else spec.head_dim}
         for name in (field.name for field in fields(layer)[4:12]):
             setattr(struct, name, self._vector(name, getattr(layer, name), lengths.get(name, spec.hidden)))
-        if struct.input_norm is None or struct.post_norm is None:
-            raise ValueError("input_norm and post_norm must be given")
+        for name in ("attention_out_norm", "mlp_out_norm"):
+            setattr(struct, name, self._vector(name, getattr(layer, name), spec.hidden))
+        if None in (struct.input_norm or struct.attention_out_norm, struct.post_norm or struct.mlp_out_norm):
+            raise ValueError("input_norm and post_norm, or the norms of the sublayers' outputs, must be given")
         self._rotary(struct, layer)
         return struct
 

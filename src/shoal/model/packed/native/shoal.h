@@ -31,16 +31,19 @@ typedef struct {
     ShoalWeight gate_up[2]; /* one paired matrix, or gate and up apart */
     ShoalWeight o, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *attention_out_norm, *mlp_out_norm; /* [hidden], of what a sublayer adds to the states; or NULL */
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
     const float *cos, *sin; /* [positions][rotary_dim / 2], NULL in a layer without rotary embedding */
     int32_t window;         /* 0: none */
     int32_t positions;      /* rows of the tables */
+    int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
 } ShoalLayer;
 
 typedef struct {
     int32_t hidden, ffn, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers, activation, kv_dtype;
     int32_t embedding_dtype;
     float eps, attention_scale, residual_scale, embedding_scale, logit_scale;
+    float attention_cap, logit_cap; /* soft caps of scores and logits; 0: none */
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;

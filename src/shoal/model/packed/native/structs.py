@@ -43,6 +43,8 @@ class Layer(ctypes.Structure):
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p),
         ("qkv_bias", c_void_p),
         ("o_bias", c_void_p),
         ("gate_up_bias", c_void_p),
@@ -51,6 +53,7 @@ class Layer(ctypes.Structure):
         ("sin", c_void_p),
         ("window", c_int32),
         ("positions", c_int32),
+        ("wide_norms", c_int32),
     ]
 
 
@@ -74,6 +77,8 @@ class Model(ctypes.Structure):
         ("residual_scale", c_float),
         ("embedding_scale", c_float),
         ("logit_scale", c_float),
+        ("attention_cap", c_float),
+        ("logit_cap", c_float),
         ("layers", POINTER(Layer)),
         ("norm", c_void_p),
         ("head", Weight),
