@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import struct
 import tracemalloc
@@ -20,7 +19,8 @@ from shoal.model.gguf.tokenizer import tokenizer_of
 from shoal.model.gguf.types import GgmlType
 
 METADATA = {"general.architecture": "llama", "a.whole": 7, "a.number": 0.5, "a.flag": True, "a.text": "héllo",
-            "a.words": ["", "a", "日本", "x" * 300], "a.numbers": [1, -2, 3], "a.reals": [0.5, 1.5], "a.flags": [True, False]}
+            "a.words": ["", "a", "日本", "x" * 300], "a.numbers": [1, -2, 3],
+            "a.reals": [0.5, 1.5], "a.flags": [True, False]}
 TENSORS: dict[str, Raw] = {
     "one": ("F32", (3,), struct.pack("<3f", 1, 2, 3)),
     "two": ("Q8_0", (2, 32), bytes(range(68))),
@@ -61,7 +61,7 @@ def test_the_library_reads_the_same(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = saved(tmp_path, gguf_bytes(METADATA, TENSORS))
     theirs, ours = gguf.GGUFReader(path), read_header(path)
-    assert {tensor.name: (int(tensor.tensor_type), tensor.data_offset, tensor.n_bytes) for tensor in theirs.tensors} == {
+    assert {one.name: (int(one.tensor_type), one.data_offset, one.n_bytes) for one in theirs.tensors} == {
         name: (int(info.type), info.offset, info.nbytes) for name, info in ours.tensors.items()
     }
     for key, found in METADATA.items():
@@ -93,11 +93,11 @@ UNSOUND = {
     "long key": (head(entries=1) + struct.pack("<Q", BIG) + bytes(64), "a metadata key' has 4611686018427387904 bytes"),
     "key no text": (head(entries=1) + string(b"\xff\xfe") + value(1) + bytes(64), "no UTF-8"),
     "twice": (head(entries=2) + 2 * (string("key") + value(1)) + bytes(64), "'key' occurs twice"),
-    "value type": (head(entries=1) + string("key") + struct.pack("<I", 13) + bytes(64), "has type 13; it must be 0 to 12"),
+    "value type": (head(entries=1) + string("key") + struct.pack("<I", 13) + bytes(64), "has type 13; it must be 0 to"),
     "nested": (head(entries=1) + string("key") + struct.pack("<IIQ", 9, 9, 1) + bytes(64), "items of type 9"),
     "many numbers": (head(entries=1) + string("key") + struct.pack("<IIQ", 9, 5, BIG) + bytes(64), "numbers in 'key'"),
     "many strings": (head(entries=1) + string("key") + struct.pack("<IIQ", 9, 8, BIG) + bytes(64), "strings in 'key'"),
-    "long string": (head(entries=1) + string("key") + struct.pack("<IIQQ", 9, 8, 1, 99) + bytes(64), "ends after the file"),
+    "long string": (head(entries=1) + string("key") + struct.pack("<IIQQ", 9, 8, 1, 99) + bytes(64), "ends after the"),
     "string value": (head(entries=1) + string("key") + struct.pack("<IQ", 8, 999) + bytes(64), "'key' has 999 bytes"),
     "alignment 0": (with_tensors(alignment=0), "general.alignment is 0; it must be a power of two"),
     "alignment 24": (with_tensors(alignment=24), "general.alignment is 24"),
@@ -107,7 +107,7 @@ UNSOUND = {
     "five dimensions": (with_tensors(info(shape=(1,) * 5)), "has 5 dimensions"),
     "dimension zero": (with_tensors(info(shape=(0, 4))), r"has shape \[4, 0\]; each dimension must be at least 1"),
     "huge": (with_tensors(info(shape=(BIG, BIG))), "cut off or damaged"),
-    "half a block": (with_tensors(info(shape=(33,), kind=8)), "Q8_0 with 33 columns; it must be a positive multiple of 32"),
+    "half a block": (with_tensors(info(shape=(33,), kind=8)), "Q8_0 with 33 columns; it must be a positive multiple"),
     "offset": (with_tensors(info(offset=8)), "begins at offset 8; it must be a multiple of the alignment, 32"),
     "outside": (with_tensors(info(offset=256)), "the file has"),
     "overlap": (with_tensors(info("a", (16,)), info("b", (4,), offset=32)), "'a' and 'b' overlap"),
@@ -185,41 +185,46 @@ def fuzzed(raw: bytes, rng: random.Random, end: int) -> bytes:
     return bytes(found)
 
 
-def whole_file() -> tuple[bytes, int]:
+def whole_file(architecture: str) -> tuple[bytes, int]:
     """A file with metadata, tokenizer and tensors, and where its header ends."""
     words = [f"tok{number}" for number in range(94)] + ["a", "b", "ab"]
     spoken = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": words,
               "tokenizer.ggml.token_type": [3] + [1] * 96, "tokenizer.ggml.merges": ["a b"],
               "tokenizer.ggml.eos_token_id": 0}
-    shapes = {"token_embd.weight": (97, 256), "blk.0.attn_q.weight": (64, 256), "output_norm.weight": (256,)}
-    tensors: dict[str, Raw] = {name: ("F16", shape, bytes(2 * shape[0] * (shape + (1,))[1])) for name, shape in shapes.items()}
-    metadata = {**metadata_of("llama", tiny_model("llama").config), **METADATA, **spoken}
+    shapes = {"token_embd.weight": (97, 256), **{f"blk.{n}.ffn_up.weight": (64, 256) for n in range(4)}}
+    tensors: dict[str, Raw] = {name: ("F16", shape, bytes(2 * shape[0] * shape[1])) for name, shape in shapes.items()}
+    metadata = {**METADATA, **metadata_of(architecture, tiny_model(architecture).config), **spoken}
     raw = gguf_bytes(metadata, tensors)
-    return raw, raw.index(b"output_norm.weight") + 60
+    return raw, raw.index(b"blk.3.ffn_up.weight") + 60
 
 
-@pytest.mark.parametrize("count", [pytest.param(150, id="150"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)])
-def test_changed_headers_end_in_one_of_two_errors(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [pytest.param(40, id="40"), pytest.param(2500, id="2500", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "smollm3"])
+def test_changed_headers_end_in_one_of_two_errors(tmp_path: Path, architecture: str, count: int) -> None:
     """No crash, and no more memory than the file has bytes, whatever the header says."""
-    raw, end = whole_file()
-    path, rng, refused = tmp_path / "file.gguf", random.Random(0), 0
+    raw, end = whole_file(architecture)
+    path, rng, refused = tmp_path / "file.gguf", random.Random(count), 0
+    path.write_bytes(raw)
+    tokenizer_of(GgufFile(path).header)
+    config_of(GgufFile(path))
     tracemalloc.start()
     try:
         for number in range(count):
             path.write_bytes(fuzzed(raw, rng, end))
-            gc.collect(0)
-            tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
             try:
-                file = GgufFile(path)
-                header_peak = tracemalloc.get_traced_memory()[1] - before
+                try:
+                    file = GgufFile(path)
+                finally:
+                    peak = tracemalloc.get_traced_memory()[1] - before
                 config_of(file)
                 tokenizer_of(file.header)
             except ValueError as error:
                 assert "\n" not in str(error)
-                header_peak = tracemalloc.get_traced_memory()[1] - before
                 refused += 1
-            assert header_peak < len(raw), number
+            assert peak < len(raw), number
+            assert tracemalloc.get_traced_memory()[1] - before < 20 * len(raw), number
     finally:
         tracemalloc.stop()
     assert count / 3 < refused < count
