@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,7 +110,7 @@ def _numbers(entries: Mapping[str, object], name: str, count: int) -> Sequence[f
     found = entries.get(_KEY + name)
     if found is None:
         return ()
-    if not isinstance(found, array) or len(found) != count:
+    if not isinstance(found, memoryview) or len(found) != count:
         raise _wrong(name, f"must be {count} numbers, one per token")
     return found
 
