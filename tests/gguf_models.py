@@ -6,6 +6,7 @@ metadata and row order are llama.cpp's, written here from the transformers side 
 
 from __future__ import annotations
 
+import copy
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,8 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Raw], version:
     head += [string(key) + value(found) for key, found in metadata.items()]
     data = b""
     for name, (kind, shape, raw) in tensors.items():
-        head.append(string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], TYPES[kind][0], len(data)))
+        place = struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], TYPES[kind][0], len(data))
+        head.append(string(name) + place)
         data += raw + bytes(-len(raw) % ALIGNMENT)
     start = b"".join(head)
     return start + bytes(-len(start) % ALIGNMENT) + data
@@ -106,7 +108,9 @@ def file_name(name: str, architecture: str) -> str:
              "lm_head.weight": "output.weight"}
     if name in whole:
         return whole[name]
-    layer, part, kind = re.fullmatch(r"model\.layers\.(\d+)\.(?:\w+\.)?(\w+)\.(\w+)", name).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(?:\w+\.)?(\w+)\.(\w+)", name)
+    assert found is not None
+    layer, part, kind = found.groups()
     behind = "post_attention_norm" if architecture in _SANDWICH else "ffn_norm"
     return f"blk.{layer}.{ {**_PARTS, 'post_attention_layernorm': behind}[part] }.{kind}"
 
@@ -178,8 +182,6 @@ def _encoded(tensor: Tensor, kind: str, seed: int, architecture: str) -> tuple[T
 
 def with_state(model: Any, state: Mapping[str, Tensor]) -> Any:
     """A copy of a model with other weights."""
-    import copy
-
     twin = copy.deepcopy(model)
     missing = twin.load_state_dict(dict(state), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}

@@ -64,7 +64,7 @@ class GgufCheckpoint:
         return self._by_transformers(AutoTokenizer)
 
     def model(self, dtype: Any) -> Any:
-        """Transformers' own modules with the file's weights, dequantised."""
+        """The modules of transformers with the file's weights, dequantised."""
         if self._own is not None:
             from shoal.model.gguf.modules import modules_of
 
@@ -91,8 +91,10 @@ class GgufCheckpoint:
         try:
             return kind.from_pretrained(os.fspath(self.path.parent), gguf_file=self.path.name, **options)
         except (ValueError, ImportError, NotImplementedError, KeyError) as error:
-            why = f"{self._reason.why}, and transformers does not read it either ({str(error).splitlines()[0]:.160})"
-            raise Unsupported(self._reason.what, why, "Use the model's safetensors, or quantise it as Q4_K_M") from error
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            why = f"{self._reason.why}, and transformers does not read it either ({told:.160})"
+            remedy = "Use the model's safetensors, or a Q4_K_M file of a known architecture"
+            raise Unsupported(self._reason.what, why, remedy) from error
 
 
 def is_gguf(path: Path) -> bool:

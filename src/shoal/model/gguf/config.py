@@ -184,7 +184,7 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
     return {
         "hidden_size": hidden,
         "intermediate_size": metadata.whole("feed_forward_length"),
-        "num_hidden_layers": metadata.whole("block_count"),
+        "num_hidden_layers": _layers(file, metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -194,6 +194,15 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
         "vocab_size": _rows(file),
         "tie_word_embeddings": not file.has(HEAD),
     }
+
+
+def _layers(file: GgufFile, metadata: Metadata) -> int:
+    """The number of layers, which what follows makes lists of: no more than there are tensors."""
+    layers, tensors = metadata.whole("block_count"), len(file.header.tensors)
+    if layers > tensors:
+        raise ValueError(f"the GGUF file {file.path.name!r} announces {layers} layers and has {tensors} tensors; "
+                         "each layer has several. Convert the model again")
+    return layers
 
 
 def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:

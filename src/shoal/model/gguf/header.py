@@ -2,7 +2,7 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing is believed:
 every count and length is compared with the bytes that are left before it is used, so a damaged file costs no more
-memory than its own size. Long arrays stay compact (`Strings`, `array`) until someone asks for their items.
+memory than its own size. Long arrays stay in the file (`Strings`, `memoryview`) until someone asks for their items.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,12 +37,13 @@ class Strings(Sequence[str]):
 
     Args:
         buffer: the mapped file; stays open as long as this object.
-        places: where each length begins, and the end of the last string.
+        start: where the first length begins.
+        places: where each length begins, and the end of the last string, counted from `start`.
         name: of the metadata entry, for errors.
     """
 
-    def __init__(self, buffer: mmap.mmap, places: array[int], name: str) -> None:
-        self._buffer, self._places, self._name = buffer, places, name
+    def __init__(self, buffer: mmap.mmap, start: int, places: array[int], name: str) -> None:
+        self._buffer, self._start, self._places, self._name = buffer, start, places, name
 
     def __len__(self) -> int:
         return len(self._places) - 1
@@ -58,24 +58,23 @@ class Strings(Sequence[str]):
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        return self._text(self._places[place], self._places[place + 1])
+        first, end = self._start + self._places[place], self._start + self._places[place + 1]
+        return self._text(self._buffer[first + 8 : end])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.decoded())
 
     def decoded(self) -> list[str]:
         """All strings at once, which takes far less time than one by one."""
-        first, last = self._places[0], self._places[-1]
-        region = self._buffer[first:last]
-        base = first - 8
+        region = self._buffer[self._start : self._start + self._places[-1]]
         try:
-            return [region[start - base : end - first].decode() for start, end in pairwise(self._places)]
+            return [region[start + 8 : end].decode() for start, end in pairwise(self._places)]
         except UnicodeDecodeError as error:
             raise _not_text(self._name, error) from None
 
-    def _text(self, start: int, end: int) -> str:
+    def _text(self, raw: bytes) -> str:
         try:
-            return self._buffer[start + 8 : end].decode()
+            return raw.decode()
         except UnicodeDecodeError as error:
             raise _not_text(self._name, error) from None
 
@@ -105,7 +104,7 @@ class Header:
 
     Attributes:
         version: of the format.
-        metadata: by key; strings, numbers, `Strings` or `array`.
+        metadata: by key; strings, numbers, truth values, `Strings`, or a `memoryview` of numbers.
         tensors: by name, in the file's order.
         data_offset: where the tensors begin.
     """
@@ -223,29 +222,25 @@ class _Reader:
         if kind not in _SCALARS:
             raise self._wrong(f"metadata array {_short(key)} has items of type {kind}",
                               "they must be numbers or strings, not arrays")
-        code = _SCALARS[kind].replace("?", "B")
-        items = array(code)
-        self._fits(f"numbers in {_short(key)}", count, items.itemsize)
-        size = count * items.itemsize
-        items.frombytes(memoryview(self._buffer)[self._at : self._at + size])
-        self._at += size
-        if sys.byteorder == "big":
-            items.byteswap()
-        return items
+        size = struct.calcsize("<" + _SCALARS[kind])
+        self._fits(f"numbers in {_short(key)}", count, size)
+        start, self._at = self._at, self._at + count * size
+        return memoryview(self._buffer)[start : self._at].cast(_SCALARS[kind])  # type: ignore[call-overload]
 
     def _strings(self, key: str, count: int) -> Strings:
         """Walk over the strings without decoding them: one step per string."""
-        places = array("Q", [self._at])
+        places = array("I", [0])
         places *= count + 1
-        length, buffer, at, end = struct.Struct("<Q").unpack_from, self._buffer, self._at, self._end
+        start, length, buffer, at = self._at, struct.Struct("<Q").unpack_from, self._buffer, self._at
+        end = min(self._end, start + 0xFFFFFFFF)
         for number in range(1, count + 1):
             at += 8 + length(buffer, at)[0]
             if at > end:
                 raise self._wrong(f"string {number - 1} of {_short(key)} ends after the file",
-                                  f"the file has {end} bytes")
-            places[number] = at
+                                  f"the file has {self._end} bytes, and all strings together at most 4 GiB")
+            places[number] = at - start
         self._at = at
-        return Strings(self._buffer, places, key)
+        return Strings(self._buffer, start, places, key)
 
     def _raw_tensors(self, count: int) -> list[tuple[str, GgmlType, tuple[int, ...], int]]:
         found = []

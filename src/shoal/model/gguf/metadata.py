@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 
 from shoal.errors import Unsupported
@@ -37,7 +36,7 @@ class Metadata:
         found = self._entry(key)
         if found is None and default is not None:
             return default
-        if isinstance(found, array) and found.typecode not in "fd" and len(found):
+        if isinstance(found, memoryview) and found.format not in ("f", "d", "?") and len(found):
             if len(set(found)) > 1:
                 what = f"a GGUF file whose {self._name(key)} differs from layer to layer"
                 raise Unsupported(what, "all layers must have the same shape", 'Use backend="hf"')
@@ -76,9 +75,9 @@ class Metadata:
     def pattern(self, key: str, default: int, layers: int) -> list[bool]:
         """One truth value per layer: given as such, or as the period whose last layer is false."""
         found = self._entry(key)
-        if isinstance(found, array) and len(found) == layers:
+        if isinstance(found, memoryview) and len(found) == layers:
             return [bool(one) for one in found]
-        if isinstance(found, array):
+        if isinstance(found, memoryview):
             raise self._wrong(key, f"{len(found)} values", f"{layers} values, one per layer")
         period = self.whole(key, default)
         return [layer % period < period - 1 for layer in range(layers)]

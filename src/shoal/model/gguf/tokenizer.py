@@ -90,8 +90,8 @@ def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
     wrong = next((pair for pair in pairs if len(pair) != 2), None)
     if wrong is not None:
-        raise ValueError(f"the GGUF tokenizer has the merge {wrong[0]!r:.80}; it must be two tokens with a space between. "
-                         f"{_REMEDY}")
+        found = f"the GGUF tokenizer has the merge {wrong[0]!r:.80}"
+        raise ValueError(f"{found}; it must be two tokens with a space between. {_REMEDY}")
     return pairs
 
 
@@ -150,7 +150,7 @@ def _add_special(backend: Tokenizer, tokens: list[str], words: Vocabulary, archi
 
 
 class _Handed:
-    """Hands a tokenizer over as it is: transformers would copy it by way of JSON, which takes a second for a large one."""
+    """Hands a tokenizer over as it is: transformers would copy it by way of JSON, seconds for a large one."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +12,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _KEY = "tokenizer.ggml."
 _ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>",
-    "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
 })
 """Control tokens that end an answer wherever a model has them."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -110,7 +110,7 @@ def _numbers(entries: Mapping[str, object], name: str, count: int) -> Sequence[f
     found = entries.get(_KEY + name)
     if found is None:
         return ()
-    if not isinstance(found, array) or len(found) != count:
+    if not isinstance(found, memoryview) or len(found) != count:
         raise _wrong(name, f"must be {count} numbers, one per token")
     return found
 

@@ -1,0 +1,172 @@
+"""Loading a GGUF file: onto the packed executor, or by a slower road that says why, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from chat_tokenizer import chat_tokenizer
+from gguf_models import tiny_model, write_model
+from gguf_words import byte_level
+from shoal.engine.checkpoint import Checkpoint
+from shoal.errors import Unsupported
+from shoal.model.hf import HFStack
+from shoal.model.packed.stack import PackedStack
+
+IDS, NEW = [3, 41, 5, 92, 66], 6
+
+
+def spoken(folder: Path, **changes: Any) -> Path:
+    """A file with a tokenizer, whose vocabulary is the model's."""
+    _, words = byte_level(r"\s+|\S+")
+    words |= {"tokenizer.ggml.pre": "gpt-2", **changes}
+    model = tiny_model("llama", vocab_size=len(words["tokenizer.ggml.token_type"]))
+    write_model("llama", folder / "spoken.gguf", "Q8_0", extra=words, model=model)
+    return folder / "spoken.gguf"
+
+
+def test_what_comes_from_the_file(tmp_path: Path) -> None:
+    engine = shoal.load(spoken(tmp_path), dtype="float32")
+    assert isinstance(engine.stack, PackedStack) and engine.model is None
+    assert engine.eos_token_ids == {2, 0}
+    assert engine.stack.max_positions == 512
+    chat = engine.session()
+    assert chat.send("Hi", max_new_tokens=3).tokens
+    assert engine.generate("It's", max_new_tokens=3).tokens
+
+
+def test_all_backends_say_the_same(tmp_path: Path) -> None:
+    path = spoken(tmp_path)
+    answers = {backend: shoal.load(path, dtype="float32", backend=backend).generate(IDS, max_new_tokens=NEW).tokens
+               for backend in ("auto", "packed", "hf")}
+    assert len(set(map(tuple, answers.values()))) == 1
+    assert isinstance(shoal.load(path, dtype="float32", backend="hf").stack, HFStack)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantising_anew(tmp_path: Path, quant: Any) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_model("qwen3", path, "Q8_0")
+    engine = shoal.load(path, dtype="float32", quant=quant)
+    assert isinstance(engine.stack, PackedStack)
+    assert len(engine.generate(IDS, max_new_tokens=NEW).tokens) == NEW
+
+
+def test_any_name_will_do(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "sha256-0123", "Q4_0")
+    assert isinstance(shoal.load(tmp_path / "sha256-0123", dtype="float32").stack, PackedStack)
+
+
+def test_without_tokenizer(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "tiny.gguf")
+    engine = shoal.load(tmp_path / "tiny.gguf", dtype="float32")
+    assert len(engine.generate(IDS, max_new_tokens=NEW).tokens) == NEW
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        engine.generate("text")
+
+
+def test_an_unknown_pre_tokenizer_asks_for_a_tokenizer(tmp_path: Path) -> None:
+    path = spoken(tmp_path, **{"tokenizer.ggml.pre": "newest"})
+    with pytest.raises(Unsupported, match="pre-tokenizer 'newest'.*tokenizer=FOLDER_OR_HUB_ID"):
+        shoal.load(path, dtype="float32")
+    assert isinstance(shoal.load(path, chat_tokenizer(), dtype="float32").stack, PackedStack)
+
+
+def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
+    _, words = byte_level(r"\s+|\S+")
+    write_model("llama", tmp_path / "tiny.gguf", extra=words)
+    count = len(words["tokenizer.ggml.tokens"])
+    with pytest.raises(ValueError, match=f"{count} tokens and an embedding of 97 rows"):
+        shoal.load(tmp_path / "tiny.gguf")
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", extra={"general.architecture": "martian"})
+    with pytest.raises(Unsupported, match="architecture 'martian'.*Shoal reads llama.*transformers does not read it"):
+        shoal.load(tmp_path / "tiny.gguf")
+
+
+def test_what_transformers_alone_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A type that Shoal does not read: transformers does, and a line says why it is slow."""
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package, reason="transformers reads GGUF files through gguf and accelerate")
+    path, model = tmp_path / "tiny.gguf", copy.deepcopy(tiny_model("llama"))
+    model.model.layers[3].mlp.down_proj.weight.zero_()
+    write_model("llama", path, model=model)
+    raw = bytearray(path.read_bytes())
+    place = raw.index(b"blk.3.ffn_down.weight") + len(b"blk.3.ffn_down.weight") + 4 + 16
+    raw[place : place + 4] = (10).to_bytes(4, "little")  # Q2_K takes less room than F32
+    path.write_bytes(raw)
+    with caplog.at_level(logging.INFO):
+        engine = shoal.load(path, chat_tokenizer(), dtype="float32", backend="hf")
+    assert isinstance(engine.stack, HFStack)
+    assert "by way of transformers: tensor 'blk.3.ffn_down.weight' of type Q2_K" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "olmo2"])
+def test_what_does_not_fit_the_packed_block_runs_the_modules(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shoal.model.packed.shape import FAMILIES
+
+    if tiny_model(architecture).config.model_type in FAMILIES:
+        pytest.skip("it fits")
+    write_model(architecture, tmp_path / "tiny.gguf", "Q4_K")
+    with caplog.at_level(logging.INFO):
+        engine = shoal.load(tmp_path / "tiny.gguf", dtype="float32")
+    assert isinstance(engine.stack, HFStack) and "running the model's own modules" in caplog.text
+    with pytest.raises(Unsupported, match="the packed block fits"):
+        shoal.load(tmp_path / "tiny.gguf", dtype="float32", backend="packed")
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_model("llama", path)
+    raw = path.read_bytes()
+    cases = {b"": "is empty", raw[:100]: "no sound GGUF file|ends within", raw[:-2000]: "cut off or damaged",
+             b"PK\x03\x04" + raw[4:]: "first bytes"}
+    for found, message in cases.items():
+        path.write_bytes(found)
+        with pytest.raises(ValueError, match=message) as caught:
+            shoal.load(path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        shoal.load(tmp_path / "folder.gguf")
+
+
+def test_a_part_of_several(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", extra={"split.count": 3})
+    with pytest.raises(ValueError, match="one part of several"):
+        shoal.load(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("backend", ["auto", "hf"])
+def test_a_tensor_is_missing(tmp_path: Path, backend: Any) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_model("llama", path)
+    path.write_bytes(path.read_bytes().replace(b"blk.2.attn_v.", b"blk.2.attn_x."))
+    with pytest.raises(Unsupported, match=r"without 'model\.layers\.2\.self_attn\.v_proj\.weight'"):
+        shoal.load(path, dtype="float32", backend=backend)
+
+
+def test_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """What a source gives is not kept: the dequantised model is never in memory as a whole."""
+    import gc
+    import weakref
+
+    write_model("llama", tmp_path / "tiny.gguf", "Q8_0")
+    source = Checkpoint(str(tmp_path / "tiny.gguf"), None, False).weights()
+    assert source is not None
+    tensor = source["model.layers.0.mlp.up_proj.weight"]
+    assert tensor.dtype == torch.float32
+    held = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert held() is None
