@@ -32,6 +32,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("hybrid", {}),
     "phi3": ("phi3", {}),
     "granite": ("granite", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "olmo2": ("olmo2", {}),
 }
 executors = pytest.mark.parametrize("executor", ["torch", "native"])
 quants = pytest.mark.parametrize("quant", ["int8", "int4"])
