@@ -159,7 +159,7 @@ def shoal(words: list[str]) -> None:
 
 def measure_cards(args: argparse.Namespace) -> None:
     """Cost cards for some numbers of rows, from contexts as long as those of the load."""
-    from shoal import reference
+    from shoal import catalog
     from shoal.bench import report
     from shoal.bench.subject import Subject
     from shoal.bench.system import Setting
@@ -167,7 +167,7 @@ def measure_cards(args: argparse.Namespace) -> None:
     from shoal.cli import env
     from shoal.engine.device import as_dtype
 
-    what = Subject(model=reference.find(args.model)) if args.model else Subject(args.shape or "1b")
+    what = Subject(model=catalog.find(args.model)) if args.model else Subject(args.shape or "1b")
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]
