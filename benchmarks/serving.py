@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py --minutes 25
     python benchmarks/serving.py --only streams,card,depth --minutes 10
-    python benchmarks/serving.py --model shoal-reference --quick --out quick --pictures quick
+    python benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
 
 Every stage but two is one `shoal bench --serve` command, which is printed and stands in its result:
 
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", metavar="T", type=float, default=25.0, help="for all stages together: what is "
                         "left is shared out, and a stage begins no round that would end later; each does one at least")
     parser.add_argument("--shape", metavar="S", help="1b (default), or another shape of `shoal bench`")
-    parser.add_argument("--model", metavar="M", help="folder or Hub id instead; shoal-reference is the packaged one")
+    parser.add_argument("--model", metavar="M", help="folder, Hub id or name instead")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", metavar="N", type=int, help="most rounds of every stage")
     parser.add_argument("--new-tokens", metavar="N", type=int, default=64, help="of answers of one length")
