@@ -14,7 +14,7 @@ ALL_STAMP := $(VENV)/.installed-all
 MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser and not ray
-QUESTION := Explain why the sky is blue, in three sentences.
+QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -68,8 +68,8 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     dial = ["--measure", "answers", "--methods", quality_dial.methods(small)]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), "--controls"]
-    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", "shoal-reference-layerskip",
-               "--loss-groups", "constant,budgets", "--controls", "1.25"]
+    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common,
+               "--model", "shoal-reference-layerskip", "--loss-groups", "constant,budgets", "--controls", "1.25"]
     equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [

@@ -5,8 +5,8 @@
 
 The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
 benchmarks/drafts, in the order of their names, and what benchmarks/serving.py wrote into benchmarks/serving. The tables
-go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. The README has the real models alone; shapes
-with random weights are in benchmarks/README.md.
+go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. The README has the real models alone;
+shapes with random weights are in benchmarks/README.md.
 """
 
 from __future__ import annotations
