@@ -13,6 +13,7 @@ import pytest
 import shoal
 from documents import ROOT
 from shoal import catalog
+from shoal.cli import main
 
 KNOWN, DEFAULT = catalog.KNOWN, catalog.DEFAULT
 BYTES = b"GGUF" + bytes(100)
@@ -67,6 +68,13 @@ def test_absence_names_the_one_command(models: Path) -> None:
         shoal.load()
     with pytest.raises(shoal.Unsupported, match=f"Put {FILE} into {models}"):
         shoal.load("bare")
+
+
+def test_the_command_line_says_it_in_one_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["generate", "hi"], ["correctness"], ["bench"], ["eval", "--suite", "known"]):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and "pip install --no-deps shoal-test-tiny==1.0" in err
 
 
 def test_a_package_whose_file_was_deleted_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
