@@ -125,8 +125,8 @@ class Terminal(io.StringIO):
         (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
         (["a", "--device", "abacus"], None, "abacus"),
         (["a", "--logprobs", "1"], None, "add --json"),
-        (["a", "--top-p", "3"], None, "top_p is 3.0; it must be in (0, 1]"),
-        (["a", "--max-new-tokens", "0"], None, "max_new_tokens is 0"),
+        (["a", "--top-p", "3", "--model", SMALL], None, "top_p is 3.0; it must be in (0, 1]"),
+        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "max_new_tokens is 0"),
     ],
 )
 def test_refusals(capsys, monkeypatch, words, stdin, message):
