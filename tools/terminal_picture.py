@@ -83,8 +83,9 @@ def wrapped(row: list[Cell]) -> list[list[Cell]]:
             continue
         lines[-1].append(cell)
         if len(lines[-1]) > COLUMNS:
-            blank = max((i for i, (letter, _) in enumerate(lines[-1]) if letter == " "), default=COLUMNS - 1)
-            lines[-1:] = [lines[-1][:blank], lines[-1][blank + 1 :]]
+            blank = max((i for i, (letter, _) in enumerate(lines[-1]) if letter == " "), default=None)
+            end, start = (COLUMNS, COLUMNS) if blank is None else (blank, blank + 1)
+            lines[-1:] = [lines[-1][:end], lines[-1][start:]]
     return lines
 
 
