@@ -123,7 +123,7 @@ class Terminal(io.StringIO):
         (["a", "--file", "b"], None, "two prompts"),
         (["--file", "/no/such/file"], None, "cannot read /no/such/file: No such file or directory"),
         (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
-        (["a", "--device", "abacus"], None, "abacus"),
+        (["a", "--device", "abacus", "--model", SMALL], None, "abacus"),
         (["a", "--logprobs", "1"], None, "add --json"),
         (["a", "--top-p", "3", "--model", SMALL], None, "top_p is 3.0; it must be in (0, 1]"),
         (["a", "--max-new-tokens", "0", "--model", SMALL], None, "max_new_tokens is 0"),
