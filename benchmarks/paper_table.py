@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from shoal import reference
+from shoal import catalog
 from shoal.eval.harness import compare
 from shoal.methods.d3 import D3
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or Hub id; the packaged model if none")
+    parser.add_argument("--model", help="folder, Hub id or name; SmolLM2-135M-Instruct if none")
     parser.add_argument("--data", metavar="DIR", type=Path, help="holds gsm8k/ and bbh/; the Hub's data sets if none")
     parser.add_argument("--tasks", default="gsm8k,bbh", help="gsm8k, bbh, bbh_<task>")
     parser.add_argument("--limit", metavar="N", type=int, help="documents per task; all if none")
@@ -61,7 +61,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, task: str) -> dict[str, Any]:
     """Full depth and D3 on one task, paired document by document."""
-    model = reference.find(args.model)
+    model = catalog.find(args.model)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     known = PUBLISHED.get(layers, PUBLISHED[32])[task.partition("_")[0]]
     wanted = known["mean"] if layers in PUBLISHED else known["mean"] * layers / 32

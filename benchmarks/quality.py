@@ -1,4 +1,4 @@
-"""Measure everything that docs/evidence.md reports, on the packaged model or any other.
+"""Measure everything that docs/evidence.md reports, on shoal-reference or any other model.
 
     python benchmarks/quality.py --data DIR
     python benchmarks/quality.py --data DIR --quick --out quick
@@ -23,9 +23,8 @@ from pathlib import Path
 import quality_dial
 from quality_tables import between, merged, tables, times_of
 
-from shoal import reference
-
 ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "models"
 FAST = ["--dtype", "bfloat16", "--batch", "16"]  # how the comparisons run
 EXACT = ["--dtype", "float32", "--batch", "64"]  # how the model is calibrated
 
@@ -48,7 +47,7 @@ def main() -> int:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="DIR", type=Path, required=True, help="holds gsm8k/, wikitext2/, novels/")
-    parser.add_argument("--model", metavar="M", help="folder or Hub id; the packaged model if none")
+    parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"))
     parser.add_argument("--work", metavar="DIR", type=Path, default=Path("build/quality"), help="outcomes of items")
     parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
@@ -69,8 +68,8 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     dial = ["--measure", "answers", "--methods", quality_dial.methods(small)]
     texts = ["eval", "--suite", "novels,wikitext2", "--data", str(data), "--n", few, "--measure", "loss"]
     rest = ["--card", str(card), "--controls"]
-    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common, "--model", reference.LAYERSKIP,
-               "--loss-groups", "constant,budgets", "--controls", "1.25"]
+    trained = ["eval", "--suite", "known", "--n", "24" if small else "1000", *common,
+               "--model", "shoal-reference-layerskip", "--loss-groups", "constant,budgets", "--controls", "1.25"]
     equations = ["eval", "--suite", "known_gsm8k_equations", "--n", "24" if small else "1000", *common]
     return [
         [
@@ -107,10 +106,10 @@ def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
 
 
 def shoal(args: argparse.Namespace, words: list[str]) -> None:
-    model = [] if args.model is None else ["--model", args.model]
+    model = [] if "--model" in words else ["--model", args.model]
     command = ["-m", "shoal", *words, *model]
     print("python", *command, flush=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {"SHOAL_MODELS": str(FIXTURES), **os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=env, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise SystemExit(f"failed with code {done.returncode}: shoal {' '.join(words)}")

@@ -41,7 +41,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl (.jsonl.gz) of problems")
     source.add_argument("--writer", help="folder or Hub id of a model that writes the text")
-    parser.add_argument("--model", help="folder or Hub id; the packaged model if none")
+    parser.add_argument("--model", help="folder, Hub id or name; SmolLM2-135M-Instruct if none")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py --minutes 25
     python benchmarks/serving.py --only streams,card,depth --minutes 10
-    python benchmarks/serving.py --model shoal-reference --quick --out quick --pictures quick
+    python benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
 
 Every stage but two is one `shoal bench --serve` command, which is printed and stands in its result:
 
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", metavar="T", type=float, default=25.0, help="for all stages together: what is "
                         "left is shared out, and a stage begins no round that would end later; each does one at least")
     parser.add_argument("--shape", metavar="S", help="1b (default), or another shape of `shoal bench`")
-    parser.add_argument("--model", metavar="M", help="folder or Hub id instead; shoal-reference is the packaged one")
+    parser.add_argument("--model", metavar="M", help="folder, Hub id or name instead")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", metavar="N", type=int, help="most rounds of every stage")
     parser.add_argument("--new-tokens", metavar="N", type=int, default=64, help="of answers of one length")
@@ -159,7 +159,7 @@ def shoal(words: list[str]) -> None:
 
 def measure_cards(args: argparse.Namespace) -> None:
     """Cost cards for some numbers of rows, from contexts as long as those of the load."""
-    from shoal import reference
+    from shoal import catalog
     from shoal.bench import report
     from shoal.bench.subject import Subject
     from shoal.bench.system import Setting
@@ -167,7 +167,7 @@ def measure_cards(args: argparse.Namespace) -> None:
     from shoal.cli import env
     from shoal.engine.device import as_dtype
 
-    what = Subject(model=reference.find(args.model)) if args.model else Subject(args.shape or "1b")
+    what = Subject(model=catalog.find(args.model)) if args.model else Subject(args.shape or "1b")
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]

@@ -1,5 +1,8 @@
 """Run what a Markdown document shows: its Python, its shell commands, and the output that it claims.
 
+Where a document names no model, the small one of the fixtures answers, since a page of examples is run often; the other
+fixtures are found by their names. The README runs on the models that a reader has.
+
 Fenced blocks run in order, the Python ones in one namespace. A `text` block holds the exact output of the block before
 it. A Python block whose first line is a path in a comment is that file; a method file joins the registry while the
 document runs. `<!-- not run: reason -->` before a block leaves it out.
@@ -18,7 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 import shoal.methods
+from shared_models import FIXTURES, REFERENCE
+from shoal import catalog
 from shoal.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,14 +61,19 @@ def blocks(markdown: str) -> list[Block]:
     return found
 
 
-def run_document(path: Path, folder: Path) -> int:
+def run_document(path: Path, folder: Path, *, real: bool = False) -> int:
     """Run a document with `folder` as the working directory; how many blocks ran.
+
+    Args:
+        path: the document.
+        folder: an empty folder.
+        real: whether the models are those that a reader has, not the fixtures.
 
     Raises:
         AssertionError: a command failed, or an output is not the one shown.
     """
     todo = blocks(path.read_text(encoding="utf-8"))
-    with _working_in(folder), registered(folder), _namespace() as names:
+    with _working_in(folder), registered(folder), _models(real), _namespace() as names:
         for block in todo:
             output = _output(block, folder, names)
             shown = output if block.expected is None else block.expected
@@ -77,6 +89,15 @@ def _working_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+@contextlib.contextmanager
+def _models(real: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not real:
+            patch.setenv("SHOAL_MODELS", str(FIXTURES))
+            patch.setattr(catalog, "DEFAULT", REFERENCE)
+        yield
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Where the small trained models and the data lie, and how a test skips without them.
 
-One model is part of the package. The others are looked for in `../shared` beside the repository, or where SHOAL_SHARED
-points.
+Three small models lie in `tests/fixtures`. The others are looked for in `../shared` beside the repository, or where
+SHOAL_SHARED points. The published model that `shoal.load()` takes is there once `make setup` has brought its package.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from shoal import reference
+import shoal
+from shoal import catalog
 
 STORIES = "stories260K"
 BABY = "babyllama361"
-REFERENCE = reference.NAME
+REFERENCE = "shoal-reference"
+"""Solves arithmetic problems of its kind in 24 thin layers; see its README."""
+LAYERSKIP = "shoal-reference-layerskip"
+"""The same, trained on with layer dropout and an early-exit loss: its first layers can guess ahead."""
+DRAFT = "shoal-reference-draft"
+"""A model a twentieth as large with the same tokens, to guess ahead for the others."""
+FIXTURES = Path(__file__).resolve().parent / "fixtures" / "models"
 
 
 def shared_root() -> Path:
@@ -39,7 +46,8 @@ def data_path(*parts: str) -> Path:
 
 
 def _folder(name: str) -> Path:
-    return reference.path() if name == REFERENCE else shared_root() / "models" / name
+    fixture = FIXTURES / name
+    return fixture if fixture.is_dir() else shared_root() / "models" / name
 
 
 def _require(path: Path, inside: str = "") -> Path:
@@ -54,6 +62,16 @@ def needs_model(name: str) -> pytest.MarkDecorator:
     path = _folder(name)
     return pytest.mark.skipif(not (path / "config.json").exists(), reason=f"{path} is absent (SHOAL_SHARED is not set "
                               f"to a folder with models/{name}, and none lies beside the repository)")
+
+
+def default_model() -> str:
+    """The file of the published model that Shoal takes by default; skips the test if it is absent."""
+    try:
+        return catalog.find()
+    except shoal.Unsupported as absent:
+        if absent.why != catalog.ABSENT:
+            raise
+        pytest.skip(str(absent))
 
 
 def load_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import test_matrix
 from documents import ROOT, blocks, registered, run_document
 from shoal import methods
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "fixtures").rglob("*.md")])
 RUN = [path for path in PAGES if path.name != "README.md" or path.parent != ROOT]
 RUN = [path for path in RUN if blocks(path.read_text(encoding="utf-8"))]
 

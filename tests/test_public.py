@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,9 @@ def test_each_name_is_its_home_s_own():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'D4'"):
         getattr(shoal, "D4")  # noqa: B009
+
+
+def test_the_package_stays_small():
+    found = Path(shoal.__file__).parent.rglob("*")
+    files = [path for path in found if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 5 * 10**6

@@ -5,7 +5,8 @@
 
 The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
 benchmarks/drafts, in the order of their names, and what benchmarks/serving.py wrote into benchmarks/serving. The tables
-go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. The README has the real models alone;
+shapes with random weights are in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from shoal.bench.load import page as load
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
+_NOTHING = """
+No real model has been measured for this table yet. Shapes with random weights have: [benchmarks](benchmarks/README.md).
+"""
 _MARKS = re.compile(r"(<!-- benchmarks:begin -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL)
 
 
@@ -39,8 +43,11 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     """Every document that is written here, with its text."""
     paths = sorted(results.glob("*.json"), key=lambda path: path.stem)
     reports = [(path, json.loads(path.read_text("utf-8"))) for path in paths]
-    pages = {ROOT / "README.md": short, ROOT / "benchmarks" / "README.md": long}
-    found = {page: "\n".join(make(*report) for report in reports) for page, make in pages.items()}
+    real = [report for report in reports if report[1]["subject"]["kind"] == "model"]
+    found = {
+        ROOT / "README.md": "\n".join(short(*report) for report in real) or _NOTHING,
+        ROOT / "benchmarks" / "README.md": "\n".join(long(*report) for report in reports),
+    }
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}

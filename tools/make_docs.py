@@ -3,8 +3,8 @@
     python tools/make_docs.py            writes them
     python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
 
-Written are docs/methods.md and docs/structure.md, and in README.md the table between the `methods` marks. The facts
-come from the classes and from the first paragraph of each file.
+Written are docs/methods.md and docs/structure.md. The facts come from the classes and from the first paragraph of each
+file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,6 @@ SOURCE = ROOT / "src" / "shoal"
 PROMISE = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy", None: "depends on its options"}
 SILENT = {
     "py.typed": "Tells type checkers that the package is annotated.",
-    "README.md": "The model card.",
-    "chat_template.jinja": "Its chat template: a message, a line break.",
-    "config.json": "The model's shape.",
-    "generation_config.json": "Its end-of-sequence and padding ids.",
-    "model.safetensors": "Its weights.",
-    "shoal.json": "Its calibration card: scores of the layers and the recommended removal order.",
-    "tokenizer.json": "Its tokenizer.",
-    "tokenizer_config.json": "Its special tokens.",
 }
 """Files that cannot say themselves what they are for."""
 NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"
@@ -51,20 +43,7 @@ def main(words: list[str]) -> int:
 
 def documents() -> dict[Path, str]:
     """Every document that is written here, with its text."""
-    readme = ROOT / "README.md"
-    return {
-        ROOT / "docs" / "methods.md": methods_page(),
-        ROOT / "docs" / "structure.md": structure_page(),
-        readme: between(readme.read_text("utf-8"), "methods", summary_table()),
-    }
-
-
-def between(text: str, mark: str, content: str) -> str:
-    """`text` with `content` between the lines `<!-- mark:begin -->` and `<!-- mark:end -->`."""
-    pattern = re.compile(rf"(<!-- {mark}:begin -->\n).*?(<!-- {mark}:end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"the marks <!-- {mark}:begin --> and <!-- {mark}:end --> are missing")
-    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    return {ROOT / "docs" / "methods.md": methods_page(), ROOT / "docs" / "structure.md": structure_page()}
 
 
 def summary_table() -> str:

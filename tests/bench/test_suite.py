@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers import PreTrainedModel
 
-from shoal import reference
+from shared_models import DRAFT, FIXTURES, REFERENCE
 from shoal.bench import suite, words, workloads
 from shoal.bench.drafts import PROBLEMS, Wish, measure
 from shoal.bench.replay import replayed
@@ -140,11 +140,12 @@ def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
 def test_every_peer_gives_the_model_s_own_answer() -> None:
     # transformers 5.0's own early exit ends in a TypeError
     peers = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
+    draft = str(FIXTURES / DRAFT)
     found = measure(
-        Subject(model=reference.find(None)),
+        Subject(model=str(FIXTURES / REFERENCE)),
         Setting("float32", None, "auto", "cpu", 1),
-        {"draft_model": DraftModel(draft=reference.DRAFT, length=3)},
-        Wish([PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=reference.DRAFT),
+        {"draft_model": DraftModel(draft=draft, length=3)},
+        Wish([PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
     )
     rows = {row["system"]: row for row in found["results"]}
     assert set(rows) == {suite.PLAIN, "draft_model", *peers}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shoal
+from shared_models import FIXTURES, REFERENCE
 from shoal.cli import correctness as command
 from shoal.cli import main
 
@@ -114,5 +115,5 @@ def test_one_wrong_method_fails_them_all(capsys, tiny_folder, monkeypatch):
 
 
 def test_the_end_of_the_context_ends_the_comparison(capsys):
-    code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500")
+    code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500", "--model", str(FIXTURES / REFERENCE))
     assert code == 0 and report["prompts"][0]["new_tokens"]["huggingface"] < 500

@@ -11,15 +11,19 @@ import sys
 import pytest
 
 import shoal
+from shared_models import FIXTURES, REFERENCE
 from shoal.cli import generate as command
 from shoal.cli import main
 
 QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
 
 
+SMALL = str(FIXTURES / REFERENCE)
+
+
 @pytest.fixture(scope="module")
-def packaged():
-    return shoal.load(dtype="float32")
+def small():
+    return shoal.load(SMALL, dtype="float32")
 
 
 def reported(capsys, *words: str) -> dict:
@@ -29,16 +33,16 @@ def reported(capsys, *words: str) -> dict:
     return json.loads(captured.out)
 
 
-def test_the_packaged_model_answers_through_its_chat_template(capsys, packaged):
-    found = reported(capsys, QUESTION, "--max-new-tokens", "40")
-    expected = packaged.generate(f"<s>{QUESTION}\n", max_new_tokens=40)
+def test_a_model_answers_through_its_chat_template(capsys, small):
+    found = reported(capsys, QUESTION, "--model", SMALL, "--max-new-tokens", "40")
+    expected = small.generate(f"<s>{QUESTION}\n", max_new_tokens=40)
     assert tuple(found["tokens"]) == expected.tokens and found["text"] == expected.text
     assert "9 * 5 = 45" in found["text"]
 
 
-def test_raw_leaves_the_prompt_alone(capsys, packaged):
-    found = reported(capsys, QUESTION, "--raw", "--max-new-tokens", "8")
-    assert tuple(found["tokens"]) == packaged.generate(QUESTION, max_new_tokens=8).tokens
+def test_raw_leaves_the_prompt_alone(capsys, small):
+    found = reported(capsys, QUESTION, "--model", SMALL, "--raw", "--max-new-tokens", "8")
+    assert tuple(found["tokens"]) == small.generate(QUESTION, max_new_tokens=8).tokens
 
 
 def test_report(capsys, tiny_folder):
@@ -62,7 +66,7 @@ def test_stream_and_report_agree(capsys, tiny_folder):
 def test_every_sampling_option_arrives(monkeypatch):
     words = ["hi", "--json", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4",
              "--repetition-penalty", "1.5", "--presence-penalty", "-1", "--frequency-penalty", "0.25",
-             "--stop", "x", "--stop", "yz", "--logprobs", "2", "--max-new-tokens", "7"]
+             "--stop", "x", "--stop", "yz", "--logprobs", "2", "--max-new-tokens", "7", "--model", SMALL]
     seen = {}
 
     def refuse(self, prompt, **options):
@@ -119,10 +123,10 @@ class Terminal(io.StringIO):
         (["a", "--file", "b"], None, "two prompts"),
         (["--file", "/no/such/file"], None, "cannot read /no/such/file: No such file or directory"),
         (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
-        (["a", "--device", "abacus"], None, "abacus"),
+        (["a", "--device", "abacus", "--model", SMALL], None, "abacus"),
         (["a", "--logprobs", "1"], None, "add --json"),
-        (["a", "--top-p", "3"], None, "top_p is 3.0; it must be in (0, 1]"),
-        (["a", "--max-new-tokens", "0"], None, "max_new_tokens is 0"),
+        (["a", "--top-p", "3", "--model", SMALL], None, "top_p is 3.0; it must be in (0, 1]"),
+        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "max_new_tokens is 0"),
     ],
 )
 def test_refusals(capsys, monkeypatch, words, stdin, message):
@@ -139,7 +143,8 @@ def test_a_broken_model_is_bad_input(capsys, tmp_path):
 
 
 def test_tint_changes_the_colour_and_not_the_text(capsys):
-    words = ["generate", QUESTION, "--method", "early_exit", "--exit-layer", "22", "--quiet", "--max-new-tokens", "6"]
+    words = ["generate", QUESTION, "--model", SMALL, "--method", "early_exit", "--exit-layer", "22", "--quiet",
+             "--max-new-tokens", "6"]
     assert main(words) == 0
     plain = capsys.readouterr().out
     assert main([*words, "--color", "always"]) == 0

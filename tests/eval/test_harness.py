@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT
+from shared_models import FIXTURES, REFERENCE
 from shoal.cli import main
 from shoal.eval.harness import _right
 
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; pip install 'shoal[eval]'")
 
+SMALL = str(FIXTURES / REFERENCE)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -38,7 +40,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_tasks_from_the_command_line(capsys, data):
     words = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method",
-             "d3", "--alpha", "0.8", "--dtype", "float32", "--json"]
+             "d3", "--alpha", "0.8", "--dtype", "float32", "--json", "--model", SMALL]
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["label"], row["task"]) for row in rows] == [
@@ -49,9 +51,9 @@ def test_tasks_from_the_command_line(capsys, data):
     assert "unknown task 'gsm9k'" in capsys.readouterr().err
 
 
-def test_the_papers_table_runs_on_the_packaged_model(data, tmp_path):
+def test_the_papers_table_runs_on_a_small_model(data, tmp_path):
     words = ["--data", str(data), "--limit", "2", "--dtype", "float32", "--max-new-tokens", "8", "--shots", "0",
-             "--json", str(tmp_path / "out.json")]
+             "--json", str(tmp_path / "out.json"), "--model", SMALL]
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "paper_table.py"), *words], capture_output=True,
                           text=True, env={"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin",
                                      "OMP_NUM_THREADS": "1"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal import reference
+from shoal import catalog, reference
 from shoal.bench import suite, words, workloads
 from shoal.bench.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
 from shoal.bench.subject import Subject
@@ -20,7 +20,7 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 
 PROBLEMS = "problems"
-"""Word problems that ship with the package: what its own model was trained for."""
+"""Word problems that ship with the package."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Wish:
         rounds: how often each text is decoded by each system.
         peers: names in `HF_OPTIONS`.
         exit_layer: of transformers' early exit; None for a third of the layers.
-        assistant: folder, Hub id or packaged name of the smaller model that transformers' drafts come from.
+        assistant: folder, Hub id or name of the smaller model that transformers' drafts come from.
     """
 
     workloads: Sequence[str]
@@ -119,7 +119,7 @@ def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> di
     layer = wish.exit_layer or max(1, engine.stack.num_layers // 3)
     filled: dict[str, Any] = {"assistant_early_exit": layer}
     if wish.assistant is not None:
-        small = Subject(model=reference.find(wish.assistant))
+        small = Subject(model=catalog.find(wish.assistant))
         filled["assistant_model"] = small.hf_model(as_dtype(setting.dtype), setting.device)
     speakers: dict[str, Speaker] = {}
     for peer in wish.peers:

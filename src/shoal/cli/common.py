@@ -22,7 +22,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def add_model(parser: Parser, dtype: str | None = None) -> None:
     """The options that say which model to load and how."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="M", help="folder, Hub id or GGUF file; the packaged model if none")
+    group.add_argument("--model", metavar="M", help="folder, Hub id, GGUF file or known name; "
+                       "SmolLM2-135M-Instruct if none")
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; "
                        "where not given, bfloat16 where the device computes it natively, else float32")
@@ -119,17 +120,17 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> E
     except Unsupported:
         raise
     except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way
-        raise ValueError(f"cannot load {args.model or 'the reference model'}: {error}") from error
+        raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
 
 
 def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     """The transformers model of the engine's checkpoint, for a comparison; the engine's own where it holds one."""
     if engine.model is not None:
         return engine.model
-    from shoal import reference
+    from shoal import catalog
     from shoal.engine.checkpoint import Checkpoint
 
-    files = Checkpoint(reference.find(args.model), args.revision, args.trust_remote_code)
+    files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
 
 

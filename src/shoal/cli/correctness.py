@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal import methods, reference
+from shoal import catalog, methods
 from shoal.cli import common
 from shoal.cli.divergence import TOLERANCE, Divergence, diverge
 from shoal.cli.parser import Parser
@@ -88,7 +88,7 @@ class _Judge:
 def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, Any]:
     """A report per exact method, and which could not run."""
     info = engine.info(args.max_new_tokens)
-    draft = args.with_draft or reference.find(args.model)
+    draft = args.with_draft or catalog.find(args.model)
     reports: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     for name in methods.names():

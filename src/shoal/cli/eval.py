@@ -110,14 +110,14 @@ def _harness(args: argparse.Namespace) -> int:
     """Compare through lm-evaluation-harness."""
     import torch
 
-    from shoal import reference
+    from shoal import catalog
     from shoal.engine.device import default_device
     from shoal.eval.harness import compare
     from shoal.eval.table import tasks_table
 
     device = torch.device(args.device) if args.device else default_device()
     rows = compare(
-        reference.find(args.model), _methods(args), _words(args.tasks), args.data, args.n,
+        catalog.find(args.model), _methods(args), _words(args.tasks), args.data, args.n,
         device=str(device), dtype=args.dtype or "auto", batch_size=args.batch, engine_backend=args.backend,
         truncation=True, revision=args.revision or "main", trust_remote_code=args.trust_remote_code,
         task_options={"gen_kwargs": f"max_gen_toks={args.max_new_tokens}", "random_seed": args.seed},

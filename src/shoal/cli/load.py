@@ -26,7 +26,7 @@ FAILED = 1
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    group = parser.add_argument_group("load on a server (by default with the packaged model; --context counts words)")
+    group = parser.add_argument_group("load on a server (by default with the default model; --context counts words)")
     group.add_argument("--serve", action="store_true", help="ask a server as many clients would, over HTTP; peers are "
                        "transformers and llama.cpp")
     group.add_argument("--url", metavar="URL", help="a server that runs already; otherwise one is started")

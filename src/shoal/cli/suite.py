@@ -23,10 +23,10 @@ def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     group = parser.add_argument_group("texts instead of random prompts (batch 1)")
     group.add_argument("--suite", choices=("spec",), help="what drafts bring on texts of different kinds: with --shape "
-                       "along recorded answers, otherwise as the model itself answers (default: the packaged one)")
+                       "along recorded answers, otherwise as the model itself answers (by default the default model)")
     group.add_argument("--data", metavar="DIR", type=Path, help="folder with the recorded texts")
     group.add_argument("--texts", metavar="A,...", help="chat, code, code_from_text, edit, maths, summary, quote, "
-                       "translation; problems: those of the packaged model")
+                       "translation; problems: word problems that ship with Shoal")
     group.add_argument("--items", metavar="N", type=int, default=4, help="texts of each kind")
     group.add_argument("--exit-at", metavar="N", type=int, help="layer of transformers' own early exit")
     group.add_argument("--assistant", metavar="M", help="smaller model that drafts for the peer hf-draft-model")
@@ -59,13 +59,13 @@ def _default() -> Mapping[str, Method]:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """What is measured; the packaged model if nothing is named."""
-    from shoal import reference
+    """What is measured; the default model if nothing is named."""
+    from shoal import catalog
     from shoal.bench.subject import Subject
 
     if args.shape is not None and args.model is not None:
         raise ValueError("--shape and --model exclude each other")
-    model = None if args.shape is not None else reference.find(args.model)
+    model = None if args.shape is not None else catalog.find(args.model)
     return Subject(args.shape, model, args.revision, args.trust_remote_code)
 
 

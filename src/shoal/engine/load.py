@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shoal import reference
+from shoal import catalog
 from shoal.engine import ranks
 from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
@@ -46,8 +46,8 @@ def load(
     """An engine for a decoder-only language model.
 
     Args:
-        model: folder, Hub id or `.gguf` file of a model in the Hugging Face format, or a loaded transformers model,
-            which is never changed. None is the small model that ships with Shoal, `shoal-reference`.
+        model: folder or Hub id of a model in the Hugging Face format, a `.gguf` file, a name that `catalog.find` knows,
+            or a loaded transformers model, which is never changed. None is `catalog.DEFAULT`, SmolLM2-135M-Instruct.
         tokenizer: a transformers tokenizer, or where to load one from; None takes the model's own.
         dtype: weights and computation; None is bfloat16 where the device computes it natively, else float32.
         device: None is CUDA where there is one, else the CPU.
@@ -69,13 +69,14 @@ def load(
     if quant is not None and backend == "hf":
         what = f"quant={quant!r} with backend 'hf'"
         raise Unsupported(what, "it runs the model's own weights", 'Use backend="packed"')
+    if model is None or isinstance(model, str | os.PathLike):
+        model = catalog.find(None if model is None else os.fspath(model))
     if tensor_parallel:
         _check_shared(model, backend, quant)
-    if isinstance(model, str | os.PathLike) or model is None:
+    if isinstance(model, str):
         where = device_of(device)
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
-        source = reference.find(None if model is None else os.fspath(model))
-        files = Checkpoint(source, revision, trust_remote_code)
+        files = Checkpoint(model, revision, trust_remote_code)
         if tensor_parallel:
             return _shared(files, tokenizer, kind, where)
         return _from_files(files, tokenizer, kind, where, quant, backend)
@@ -118,9 +119,9 @@ def _check_shared(model: Any, backend: Backend, quant: Quant | None) -> None:
         raise Unsupported(f"{what} with quant={quant!r}", "transformers' plans cut plain weights", remedy)
     if backend == "packed":
         raise Unsupported(f"{what} with backend 'packed'", "packed weights are laid out for one process", remedy)
-    if model is not None and not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str):
         raise Unsupported(f"{what} of a loaded model", "it is cut while it is loaded", "Give its folder or Hub id")
-    if model is not None and str(model).endswith(".gguf"):
+    if model.endswith(".gguf"):
         raise Unsupported(f"{what} of a GGUF file", "transformers' plans cut plain weights", "Use safetensors")
 
 

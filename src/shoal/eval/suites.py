@@ -84,11 +84,11 @@ def _table() -> dict[str, Suite]:
         Suite("gsm8k", "problems", "GSM8K test set; calibrates on its training set", _gsm8k),
         Suite("gsm8k_renumbered", "problems", "GSM8K training problems with new numbers, as equations",
               lambda data, part: _split(folder(data, "gsm8k") / "renumbered_heldout.jsonl", part)),
-        Suite("novels", "text", "chapters of novels that the packaged model was not trained on", _novels),
+        Suite("novels", "text", "chapters of novels, long out of copyright", _novels),
         Suite("wikitext2", "text", "Wikipedia articles", _wikitext2),
     ]
     kinds = [kind for kind in reference.PROBLEM_KINDS if kind != "calibration"]
-    suites += [Suite(kind, "problems", "problems that ship with the packaged model", _packaged(kind)) for kind in kinds]
+    suites += [Suite(kind, "problems", "word problems that ship with Shoal", _packaged(kind)) for kind in kinds]
     for name, about in (("known", "known problems with new numbers"), ("unseen", "problems never seen in training")):
         parts = [kind for kind in kinds if kind.startswith(name) and not kind.endswith("equations")]
         suites.append(Suite(name, "problems", f"{about}: {' and '.join(parts)}", _packaged(*parts)))

@@ -1,4 +1,4 @@
-"""The small language models that ship with the package, and the problems held out from their training."""
+"""The word problems that ship with the package: those held out from the training of the test model shoal-reference."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import gzip
 import json
 from pathlib import Path
 
-NAME = "shoal-reference"
-LAYERSKIP = "shoal-reference-layerskip"
-"""The same, trained on with layer dropout and an early-exit loss: its first layers can guess ahead."""
-DRAFT = "shoal-reference-draft"
-"""A model a twentieth as large with the same tokens, to guess ahead for the others."""
-NAMES = (NAME, LAYERSKIP, DRAFT)
 PROBLEM_KINDS = (
     "known_templates",
     "unseen_templates",
@@ -20,30 +14,6 @@ PROBLEM_KINDS = (
     "unseen_gsm8k",
     "calibration",
 )
-
-
-def path(name: str = NAME) -> Path:
-    """The folder of a packaged checkpoint, in the Hugging Face format.
-
-    Raises:
-        ValueError: no such model is packaged.
-        FileNotFoundError: the package was installed without its weights.
-    """
-    if name not in NAMES:
-        raise ValueError(f"there is no packaged model {name!r}; choose one of {', '.join(NAMES)}")
-    folder = Path(__file__).parent / name
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"the packaged model is missing from {folder}; reinstall shoal or name a model")
-    return folder
-
-
-def find(model: str | None) -> str:
-    """Where a model lies: a packaged one by its name, NAME for None; any other name stays as it is.
-
-    A folder of such a name in the working directory goes first.
-    """
-    packaged = model is None or (model in NAMES and not Path(model).exists())
-    return str(path(model or NAME)) if packaged else str(model)
 
 
 def problems(kind: str) -> list[dict[str, str]]:

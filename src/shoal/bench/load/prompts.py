@@ -1,4 +1,4 @@
-"""What the clients ask: recorded texts, the packaged model's problems, or made-up sentences of a given length."""
+"""What the clients ask: recorded texts, word problems, or made-up sentences of a given length."""
 
 from __future__ import annotations
 

