@@ -37,7 +37,11 @@ def write(subject: Subject, folder: Path, dtype: torch.dtype = torch.bfloat16) -
     from transformers import AutoTokenizer
 
     file = Path(str(subject.model))
-    subject.hf_model(dtype).save_pretrained(folder)
+    model = subject.hf_model(dtype)
+    # Dequantised as it is, the model still says that it came from a quantised file, and would not be saved.
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(folder)
     try:
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     except (KeyError, ValueError, OSError, TypeError):  # a file without a tokenizer is measured on random ids

@@ -17,6 +17,7 @@ class Facts:
 
     Attributes:
         bytes: of the whole file.
+        tensor_bytes: of all its tensors.
         layer_bytes: of all tensors of the layers.
         head_bytes: of the LM head, which may be the embedding.
         weights: numbers in all tensors.
@@ -24,6 +25,7 @@ class Facts:
     """
 
     bytes: int
+    tensor_bytes: int
     layer_bytes: int
     head_bytes: int
     weights: int
@@ -36,8 +38,8 @@ class Facts:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the file as a whole, its header included."""
-        return 8 * self.bytes / self.weights
+        """Over all tensors; the vocabulary is left out."""
+        return 8 * self.tensor_bytes / self.weights
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -63,4 +65,4 @@ def read(path: str | Path) -> Facts:
     head = sizes.get("output.weight", sizes.get("token_embd.weight", 0))
     layers = sum(size for name, size in sizes.items() if name.startswith("blk."))
     weights = sum(int(tensor.n_elements) for tensor in tensors)
-    return Facts(Path(path).stat().st_size, layers, head, weights, dict(matrices.most_common()))
+    return Facts(Path(path).stat().st_size, sum(sizes.values()), layers, head, weights, dict(matrices.most_common()))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, env, load, suite
+from shoal.cli import common, env, load, startup, suite
 from shoal.cli.parser import Parser, parse
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def add_arguments(parser: Parser) -> None:
                       "suite hf, hf-prompt-lookup, hf-early-exit, hf-draft-model; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
+    startup.add_arguments(parser)
     suite.add_arguments(parser)
     load.add_arguments(parser)
     how = parser.add_argument_group("procedure")
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         args.quant = "file" if str(args.model).endswith(".gguf") and not plain else "none"
     if args.serve or args.url is not None:
         return load.run(args, methods_from(args.methods or ""), _quants(args.quant))
+    if args.startup:
+        return startup.run(args)
     if args.suite is not None:
         return suite.run(args, methods_from(args.methods or ""), _quants(args.quant))
     import torch
