@@ -15,6 +15,7 @@ from shoal.bench.peers.llama_cpp import LlamaCpp, library
 from shoal.bench.peers.requantise import FTYPES, requantise
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import Setting
+from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
 from shoal.errors import unknown
 from shoal.model.kv import KVCache
@@ -64,7 +65,7 @@ def open_reader(name: str, subject: Subject, threads: int) -> Reader:
 
 class _Shoal:
     def __init__(self, subject: Subject, quant: str | None) -> None:
-        dtype = torch.float32 if quant == FILE else torch.bfloat16
+        dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
         self._engine: Engine = subject.engine(dtype, "cpu", "auto", quant)
         weights = getattr(self._engine.stack, "weights", None)
         held = 32.0 if weights is None else 8 * weights.nbytes / subject.weights()

@@ -200,15 +200,9 @@ def warm(path: Path) -> None:
 
 def text(found: Mapping[str, Any]) -> str:
     """A table for a terminal."""
-    from shoal.bench.table import aligned, spread
+    from shoal.bench.real import startup_rows
+    from shoal.bench.table import aligned
 
-    header = ["system", "start", "load s", "first token s", "peak MB", "PSS MB", "read from disk MB"]
-    rows = [
-        [row["system"], row["condition"], spread(row["load_seconds"], "{:.2f}"),
-         f"{row['first_token_seconds']['median']:.2f}",
-         *(f"{row[key]['median'] / 1e6:.0f}" for key in ("peak_bytes", "pss_bytes", "disk_bytes"))]
-        for row in found["results"]
-    ]
-    lines = aligned([header, *rows])
+    lines = aligned(startup_rows(found))
     lines += [f"not measured: {one['system']}: {one['reason']}" for one in found["not_measured"]]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in found["warnings"])])

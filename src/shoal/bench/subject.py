@@ -83,6 +83,10 @@ class Subject:
 
         return Checkpoint(self.dequantised or str(self.model), self.revision, self.trust_remote_code)
 
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer, or None."""
+        return self._files().tokenizer()
+
     def source(self, dtype: torch.dtype, device: str = "cpu") -> Source:
         """The weights by name.
 

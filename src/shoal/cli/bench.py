@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from shoal.bench.subject import Subject
     from shoal.methods.base import Method
 
+_TEXT = 1 << 17
+"""Characters of a text that prompts are cut from."""
+
 EXAMPLES = """examples:
   shoal bench --shape 135m --method d3 --mean 0.6
   shoal bench --shape 1b --quant none,int8,int4 --peer hf --peer llama.cpp --json 1b.json
@@ -156,7 +159,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     device = torch.device(args.device) if args.device is not None else default_device()
     dtype = args.dtype or str(default_dtype(device)).removeprefix("torch.")
     setting = Setting(dtype, backend=args.backend, device=str(device), threads=torch.get_num_threads())
-    text = None if args.text is None else args.text.read_text(encoding="utf-8")
+    text = None if args.text is None else args.text.read_text(encoding="utf-8")[:_TEXT]
     return Plan(args.rounds, args.minutes, setting, text=text)
 
 
