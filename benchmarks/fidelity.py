@@ -68,7 +68,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--minutes", type=float, help="most time that a system reads in this command, loading not counted")
+    parser.add_argument("--minutes", type=float, help="most time that a system reads in one go, loading not counted")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--join", action="store_true", help="read nothing, write the report")
     parser.add_argument("--only", help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""Measure real model files: speed, formats, loading, fidelity. Meant for an idle machine and about an hour.
+"""Measure real model files: speed, loading, fidelity, formats. Meant for an idle machine and about an hour.
 
-    python benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60]
-        [--models smollm2-135m,gemma3-270m,...] [--parts speed,startup,fidelity,formats] [--methods auto] [--dry-run]
+    python benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60] [--dry-run]
+        [--models smollm2-135m,...] [--parts speed,startup,fidelity,quantised,formats] [--methods auto]
 
 The files are looked for in $SHOAL_MODELS, else in ~/.cache/shoal-models. Each part of each model is a command of its
 own, which is printed, bounded in time by its share of `--minutes`, and writes benchmarks/real/MODEL-PART.json; a
@@ -30,12 +30,15 @@ MODELS = {
 }
 """Name -> file, and share of the time."""
 
-PARTS = {"speed": 0.35, "startup": 0.15, "fidelity": 0.35, "formats": 0.15}
+PARTS = {"speed": 0.3, "startup": 0.15, "fidelity": 0.2, "quantised": 0.25, "formats": 0.1}
 """Part -> share of the time."""
 
-FIDELITY = ("shoal", "llama.cpp", "shoal bf16", "shoal int8", "shoal int4", "llama.cpp Q8_0", "llama.cpp Q4_0",
-            "llama.cpp Q4_1", "llama.cpp Q4_K_M")
-"""Read in this order after the reference."""
+READERS = {
+    "fidelity": ("shoal", "llama.cpp"),
+    "quantised": ("shoal bf16", "shoal int8", "shoal int4", "llama.cpp Q8_0", "llama.cpp Q4_0", "llama.cpp Q4_1",
+                  "llama.cpp Q4_K_M"),
+}
+"""Part -> what reads the text after the reference, which has read it already in the second."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -93,8 +96,8 @@ def command_of(part: str, name: str, args: argparse.Namespace) -> list[str]:
         return [*bench, "--quant", "none,int8,int4", "--dtype", "bfloat16", "--peer", "llama.cpp", "--text", text,
                 "--context", "64", "--new-tokens", "96", *given]
     return [sys.executable, "benchmarks/fidelity.py", "--model", file, "--text", text, "--work", str(work),
-            "--tokens", str(args.tokens), "--systems", ",".join(FIDELITY),
-            "--minutes", f"{minutes / (1 + len(FIDELITY)):.2f}", "--json", report]
+            "--tokens", str(args.tokens), "--systems", ",".join(READERS[part]),
+            "--minutes", f"{minutes / (1 + len(READERS[part])):.2f}", "--json", report]
 
 
 def minutes_of(part: str, name: str, args: argparse.Namespace) -> float:
