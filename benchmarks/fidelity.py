@@ -63,7 +63,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text")
     parser.add_argument("--work", type=Path, required=True, help="folder for what has been read so far")
-    parser.add_argument("--systems", default=",".join(readers.SYSTEMS), help="separated by commas; the reference always")
+    parser.add_argument("--systems", default=",".join(readers.SYSTEMS), help="separated by commas")
     parser.add_argument("--dequantised", help="the file's weights as a folder of safetensors")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=512)

@@ -53,7 +53,7 @@ class Starter(ABC):
         first = time.perf_counter() - clock
         generate(prompt, new_tokens)
         last = time.perf_counter() - clock
-        after, peak = _memory(), (peak_memory() or held) - held
+        after, peak = _memory(), max(0, (peak_memory() or held) - held)
         grown = {key: after[key] - before[key] for key in after}
         return {"load_seconds": load_seconds, "first_token_seconds": first, "decode_seconds": last,
                 "loaded_bytes": loaded, "peak_bytes": peak, **grown}
