@@ -23,6 +23,9 @@ from shoal.bench.load import page as load
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
+_NOTHING = """
+No real model has been measured for this table yet. Shapes with random weights have: [benchmarks](benchmarks/README.md).
+"""
 _MARKS = re.compile(r"(<!-- benchmarks:begin -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL)
 
 
@@ -39,10 +42,11 @@ def main(words: list[str]) -> int:
 def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str]:
     """Every document that is written here, with its text."""
     files, shapes = _reports(results.parent / "real"), _reports(results)
-    found = {ROOT / "README.md": real.overview([report for _, report in files])}
+    overview = real.overview([report for _, report in files])
+    found = {ROOT / "README.md": overview or _NOTHING}
     found[ROOT / "benchmarks" / "README.md"] = "\n".join([
-        "\n## Real models", found[ROOT / "README.md"], *(long(*one) for one in files),
-        "\n## Random weights in the shape of a model\n", *(long(*one) for one in shapes),
+        "\n## Results on real models", overview, *(long(*one) for one in files),
+        "\n## Results on random weights in the shape of a model\n", *(long(*one) for one in shapes),
     ])
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))

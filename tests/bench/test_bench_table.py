@@ -74,6 +74,10 @@ def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
     assert "a chip" not in pages[ROOT / "README.md"], "random weights are not for the README"
 
 
+def test_a_table_without_reports_says_so(tool: ModuleType, tmp_path: Path) -> None:
+    assert "No real model has been measured" in tool.documents(tmp_path / "results")[ROOT / "README.md"]
+
+
 def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path) -> None:
     rows = [
         {"workload": "edit", "system": system, "times_faster": {"median": times}, "tokens_per_forward": per,

@@ -81,9 +81,8 @@ class ShoalStarter(Starter):
 
     def load(self) -> Generate:
         """See `Starter`."""
-        from shoal.engine.load import load
-
-        engine = load(str(self._subject.model), dtype=self._setting.dtype, device=self._setting.device)
+        dtype, device = as_dtype(self._setting.dtype), self._setting.device
+        engine = self._subject.engine(dtype, device, self._setting.backend, self._setting.quant)
         return lambda prompt, count: engine.generate(list(prompt), max_new_tokens=count, ignore_eos=True)
 
 

@@ -139,8 +139,8 @@ class _Samples:
 
     def _load(self, system: str, condition: str, cache: Path, number: int) -> dict[str, Any]:
         cache.mkdir(exist_ok=True)
-        setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, device=self._setting.device,
-                          threads=self._setting.threads)
+        setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, self._setting.backend,
+                          self._setting.device, self._setting.threads)
         self.roofs.append(roof.read_bandwidth(_ROOF_SECONDS, self._setting.device))
         worker: Caller = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from shoal.bench import gguf_facts, shapes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.checkpoint import shown_name
+from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.packed.shape import FAMILIES
@@ -101,15 +103,22 @@ class Subject:
         return cast("Source", source)
 
     def hf_model(self, dtype: torch.dtype, device: str = "cpu") -> Any:
-        """The transformers model."""
+        """The transformers model; of a GGUF file as transformers itself reads and dequantises it."""
         if self.shape is not None:
             return shapes.model_of(self.config, shapes.RandomWeights(self.config, dtype, device, self.seed), dtype)
+        if self.is_file and self.dequantised is None:
+            from transformers import AutoModelForCausalLM
+
+            file = Path(str(self.model))
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            return model.to(device).eval()
         return self._files().model(dtype).to(device).eval()
 
     def engine(self, dtype: torch.dtype, device: str, backend: Any, quant: Any) -> Engine:
         """Shoal's engine; a shape's is packed straight from its weights unless `backend` is "hf".
 
-        Of a GGUF file, `quant` "file" loads the file itself, another one the dequantised folder where there is one.
+        Of a GGUF file, `quant` "file" loads the file itself, another one the dequantised folder where there is one. A
+        number type that would be chosen anyway is left to `load`, as a user leaves it.
         """
         place = self.model if quant == FILE else self.dequantised or self.model
         quant = None if quant == FILE else quant
@@ -119,7 +128,8 @@ class Subject:
         if self.model is not None:
             from shoal.engine.load import load
 
-            return load(place, dtype=dtype, device=device, backend=backend, quant=quant, revision=self.revision,
+            usual = quant is None and place == self.model and dtype == default_dtype(torch.device(device))
+            return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant, revision=self.revision,
                         trust_remote_code=self.trust_remote_code)
         if backend != "hf":
             from shoal.model.packed.build import build
