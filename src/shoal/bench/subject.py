@@ -129,8 +129,8 @@ class Subject:
             from shoal.engine.load import load
 
             usual = quant is None and place == self.model and dtype == default_dtype(torch.device(device))
-            return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant, revision=self.revision,
-                        trust_remote_code=self.trust_remote_code)
+            return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant,
+                        revision=self.revision, trust_remote_code=self.trust_remote_code)
         if backend != "hf":
             from shoal.model.packed.build import build
 
