@@ -76,6 +76,16 @@ def test_all_systems_run_the_numbers_of_the_file(subject: Subject, logits: torch
 
 
 @needs_llama
+def test_llama_cpp_gets_the_file_and_no_copy(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a copy is made")
+
+    monkeypatch.setattr("shoal.bench.peers.llama_cpp.requantise", refuse)
+    monkeypatch.setattr("shoal.bench.peers.llama_cpp.write_gguf", refuse)
+    assert prepared(LlamaCpp, subject).generate([IDS], 2, None).tokens
+
+
+@needs_llama
 def test_other_types_are_made_from_the_file(subject: Subject, logits: torch.Tensor) -> None:
     errors = []
     for quant in (None, "int8", "int4"):
