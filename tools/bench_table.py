@@ -3,10 +3,10 @@
     python tools/bench_table.py            writes them
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
-The source are the reports that `shoal bench --json` wrote into benchmarks/results, and with `--suite spec` into
-benchmarks/drafts, in the order of their names, and what benchmarks/serving.py wrote into benchmarks/serving. The tables
-go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`. The README has the real models alone;
-shapes with random weights are in benchmarks/README.md.
+The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
+benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, with `--suite spec`
+those in benchmarks/drafts, and what benchmarks/serving.py wrote into benchmarks/serving. The README shows real models
+only. The tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import table
+from shoal.bench import real, table
 from shoal.bench.load import page as load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,18 +41,23 @@ def main(words: list[str]) -> int:
 
 def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str]:
     """Every document that is written here, with its text."""
-    paths = sorted(results.glob("*.json"), key=lambda path: path.stem)
-    reports = [(path, json.loads(path.read_text("utf-8"))) for path in paths]
-    real = [report for report in reports if report[1]["subject"]["kind"] == "model"]
-    found = {
-        ROOT / "README.md": "\n".join(short(*report) for report in real) or _NOTHING,
-        ROOT / "benchmarks" / "README.md": "\n".join(long(*report) for report in reports),
-    }
+    files, shapes = _reports(results.parent / "real"), _reports(results)
+    overview = real.overview([report for _, report in files])
+    found = {ROOT / "README.md": overview or _NOTHING}
+    found[ROOT / "benchmarks" / "README.md"] = "\n".join([
+        "\n## Results on real models", overview, *(long(*one) for one in files),
+        "\n## Results on random weights in the shape of a model\n", *(long(*one) for one in shapes),
+    ])
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
     found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
     return {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
+
+
+def _reports(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    paths = sorted(folder.glob("*.json"), key=lambda path: path.stem)
+    return [(path, json.loads(path.read_text("utf-8"))) for path in paths]
 
 
 def filled(text: str, content: str) -> str:
@@ -62,23 +67,10 @@ def filled(text: str, content: str) -> str:
     return _MARKS.sub(lambda found: f"{found[1]}{content}{found[2]}", text)
 
 
-def short(path: Path, report: dict[str, Any]) -> str:
-    """Generations at a glance."""
-    rows = [r for r in report["results"] if r["kind"] == "generate"]
-    header = ["weights and system", "prompts x tokens", "tokens/s", "of the roof", "layers", "times faster than"]
-    lines = [[
-        table.name(r, report["setting"]["dtype"]),
-        f"{r['rows']} x {r['context']}",
-        table.spread(r["tokens_per_second"], "{:.1f}"),
-        f"{100 * r['mbu']['median']:.0f} %",
-        f"{r['mean_layers']:.1f}",
-        table.ratios(r),
-    ] for r in rows]
-    return f"\n{intro(report)}\n\n{table.markdown(header, lines)}\n{notes(report)}"
-
-
 def long(path: Path, report: dict[str, Any]) -> str:
     """All there is, with the command."""
+    if "kind" in report:
+        return real.page(path.stem, report)
     parts = [f"\n### {path.stem}\n", intro(report), ""]
     parts += [f"{system}: {what}. " for system, what in table.systems(report).items()]
     parts += ["", "```sh", report["command"], "```"]

@@ -62,24 +62,20 @@ def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Pat
 
 
 def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
-    real = {**REPORT, "subject": {"name": "a model", "kind": "model"}}
-    for name, one in (("a", REPORT), ("b", real)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(one), encoding="utf-8")
-    pages = tool.documents(tmp_path)
-    assert "**a model** (model)" in pages[ROOT / "README.md"] and "**1b**" not in pages[ROOT / "README.md"]
-    for text in (pages[ROOT / "README.md"], pages[ROOT / "benchmarks" / "README.md"]):
-        assert "| shoal d3, bfloat16 | 1" in text and "| llama.cpp, BF16 | 1" in text
-        assert "a chip, 2 threads" in text and "50.0 GB/s (40.0-60.0)" in text and "commit 0123456" in text
-        assert "2030-01-02" in text and "2.0 (1.0-3.0)" in text and "90 %" in text and "hf 2.00" in text
-        assert "Warning: the machine was busy." in text
-    assert "Random weights say nothing" in pages[ROOT / "benchmarks" / "README.md"]
-    assert "Random weights say nothing" not in pages[ROOT / "README.md"]
-    assert "Not measured: vllm: no adapter" in pages[ROOT / "benchmarks" / "README.md"]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
+    pages = tool.documents(tmp_path / "results")
+    text = pages[ROOT / "benchmarks" / "README.md"]
+    assert "| shoal d3, bfloat16 | 1" in text and "| llama.cpp, BF16 | 1" in text
+    assert "a chip, 2 threads" in text and "50.0 GB/s (40.0-60.0)" in text and "commit 0123456" in text
+    assert "2030-01-02" in text and "2.0 (1.0-3.0)" in text and "90 %" in text and "hf 2.00" in text
+    assert "Warning: the machine was busy." in text and "Random weights say nothing" in text
+    assert "Not measured: vllm: no adapter" in text
+    assert "a chip" not in pages[ROOT / "README.md"], "random weights are not for the README"
 
 
 def test_a_table_without_reports_says_so(tool: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
-    assert "No real model has been measured" in tool.documents(tmp_path)[ROOT / "README.md"]
+    assert "No real model has been measured" in tool.documents(tmp_path / "results")[ROOT / "README.md"]
 
 
 def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import bench_file
 from bench_systems import SETTING
 from shoal.bench.worker import Local
 from shoal.cli import bench, main
@@ -56,6 +57,35 @@ def test_json_alone(capsys, quick):
     assert main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and json.loads(out)["results"][0]["system"] == "shoal"
+
+
+def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
+    file, text = bench_file.write(tmp_path / "tiny.gguf"), tmp_path / "a.txt"
+    text.write_text("the path to the north " * 5, encoding="utf-8")
+    words = ["--model", str(file), "--text", str(text), "--dtype", "float32", "--context", "8", "--new-tokens", "4",
+             "--prefill", "16", "--rounds", "1"]
+    assert main(["bench", *words]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["subject"]["kind"] == "GGUF file" and report["subject"]["file"]["types"] == {"F32": 30}
+    found = [(r["system"], r["quant"], r["kind"]) for r in report["results"]]
+    assert found == [(name, "file", kind) for kind in ("generate", "prefill") for name in ("shoal", "hf")]
+    assert report["results"][1]["tokens_as_full"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--startup"], "give one with --model"),
+        (["--startup", "--model", "nowhere.gguf"], "nowhere.gguf"),
+        (["--shape", "tiny", "--quant", "file"], "tiny is no GGUF file"),
+        (["--shape", "tiny", "--dequantised", "x"], "tiny is no GGUF file"),
+        (["--shape", "tiny", "--quant", "int3"], "none, int8, int4 and file"),
+        (["--shape", "tiny", "--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_options_of_files_that_cannot_be(capsys, words, message):
+    assert message in fails(capsys, *words)
 
 
 def test_a_model_from_files(capsys, quick, tiny_folder):

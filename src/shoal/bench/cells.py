@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         system: "shoal" or a peer's name.
-        quant: "int8", "int4" or None.
+        quant: "int8", "int4", "file" or None.
         job: what to do.
         method: of Shoal, as `Method.to_dict` gives it; None for a peer.
         label: of the method, for tables.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from shoal.bench.subject import Subject
+from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
 
@@ -16,8 +16,14 @@ _OVERHEAD = 2**29
 
 def needed(subject: Subject, settings: Iterable[Setting]) -> int:
     """Bytes that systems with these settings hold together, roughly."""
-    bits = (_BITS.get(setting.quant or "", as_dtype(setting.dtype).itemsize * 8) for setting in settings)
-    return sum(int(subject.weights() * each / 8) + _OVERHEAD for each in bits)
+    return sum(_weights(subject, setting) + _OVERHEAD for setting in settings)
+
+
+def _weights(subject: Subject, setting: Setting) -> int:
+    if setting.quant == FILE:
+        return subject.file.bytes
+    bits = _BITS.get(setting.quant or "", as_dtype(setting.dtype).itemsize * 8)
+    return int(subject.weights() * bits / 8)
 
 
 def available(meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -10,7 +10,7 @@ import torch
 
 from shoal import __version__
 from shoal.bench.subject import Subject
-from shoal.bench.system import About, Expected, Run, Setting, traffic_of
+from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal.calibrate.cost import measure
 from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
@@ -66,6 +66,12 @@ class Shoal:
                 times.append(time.perf_counter() - start)
         result = stream.results[0]
         return Run(tuple(times), result.tokens, result.stats.mean_layers, result.stats.ideal_speedup)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, by the model's own tokenizer."""
+        if self.engine.tokenizer is None:
+            raise NotMeasured("the model has no tokenizer, and the prompts are to be made from a text")
+        return list(self.engine.tokenizer(text)["input_ids"])
 
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
         """Time single forwards of the stack."""

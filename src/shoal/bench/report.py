@@ -66,11 +66,26 @@ def heading(machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any
     """What every report begins with."""
     return {
         "schema": SCHEMA,
-        "command": shlex.join(command),
+        "command": shown(command),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": dict(machine),
     }
+
+
+def shown(words: Sequence[str]) -> str:
+    """A command line without the folders of this machine: GGUF files stand in $SHOAL_MODELS, other files are named."""
+    return " ".join(_shown(word) for word in words)
+
+
+def _shown(word: str) -> str:
+    path = Path(word)
+    if not path.is_absolute():
+        return shlex.quote(word)
+    if path.suffix == ".gguf":
+        return f"$SHOAL_MODELS/{shlex.quote(path.name)}"
+    inside = path.is_relative_to(Path.cwd()) and path != Path.cwd()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path.name))
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:

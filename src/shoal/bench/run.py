@@ -15,7 +15,7 @@ from shoal.bench import idle, memory, peers, roof
 from shoal.bench.cells import OURS, Cell, Grid, in_order
 from shoal.bench.ours import Shoal
 from shoal.bench.outcome import Absent, Measured, Outcome
-from shoal.bench.subject import Subject
+from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, NotMeasured, Run, Setting
 from shoal.bench.worker import Factory, Worker
 
@@ -60,6 +60,7 @@ class Plan:
         minutes: a round is only begun if it should end within that time of the start; None for no limit.
         setting: number format, device, threads; `quant` comes from the cells.
         roof_bytes: size of the buffer that the roof is read from.
+        text: what the prompts are cut from, by the model's own tokenizer; None for random token ids.
         start: makes the process of a system.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     minutes: float | None = None
     setting: Setting = field(default_factory=lambda: Setting("bfloat16"))
     roof_bytes: int = roof.BUFFER
+    text: str | None = None
     start: Start = Worker
 
     def __post_init__(self) -> None:
@@ -87,13 +89,17 @@ def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
     factories: dict[str, Factory] = {OURS: Shoal}
     factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
-    settings = [replace(plan.setting, quant=quant) for _, quant in dict.fromkeys((c.system, c.quant) for c in cells)]
-    memory.check(subject, settings)
+    memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
     outcome = Outcome(absent=[Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()])
     with _Bench(subject, plan, factories, outcome) as bench:
         bench.prepare(cells)
         bench.rounds()
     return outcome
+
+
+def _held(plan: Plan, system: str, quant: str | None) -> Setting:
+    """How a system holds its weights: transformers runs a file's in the computation's type."""
+    return replace(plan.setting, quant=None if quant == FILE and system.startswith("hf") else quant)
 
 
 class _Bench:
@@ -106,6 +112,7 @@ class _Bench:
         self._lost: set[Key] = set()
         self._started = time.perf_counter()
         self._last_roof = 0.0
+        self._ids: list[int] = []
 
     def __enter__(self) -> _Bench:
         return self
@@ -209,13 +216,28 @@ class _Bench:
 
     def _once(self, cell: Cell, timeout: float | None = None) -> dict[str, Any]:
         worker, job = self._workers[cell.system, cell.quant], cell.job
-        prompts = prompts_for(job.rows, job.context, self._subject.text.vocab_size)
+        prompts = self._prompts(job.rows, job.context)
         if job.kind == "forward":
             seconds = worker.call("forward", prompts[0], job.positions, _FORWARDS, timeout=timeout)
             return {"seconds": _rounded(seconds)}
         run: Run = worker.call("generate", prompts, job.new_tokens, cell.method, timeout=timeout)
         return {"times": _rounded(run.times), "tokens": list(run.tokens), "mean_layers": run.mean_layers,
                 "ideal_speedup": run.ideal_speedup}
+
+    def _prompts(self, rows: int, length: int) -> list[list[int]]:
+        if self._plan.text is None:
+            return prompts_for(rows, length, self._subject.text.vocab_size)
+        if not self._ids:
+            ours = next(worker for (system, _), worker in self._workers.items() if system == OURS)
+            self._ids = ours.call("encode", self._plan.text)
+        return cut(self._ids, rows, length)
+
+
+def cut(ids: Sequence[int], rows: int, length: int) -> list[list[int]]:
+    """Prompts one after the other out of a text's tokens; ValueError where it is too short."""
+    if rows * length > len(ids):
+        raise ValueError(f"the text has {len(ids)} tokens; {rows} prompts of {length} need a longer one")
+    return [list(ids[row * length : (row + 1) * length]) for row in range(rows)]
 
 
 def _rounded(seconds: Sequence[float]) -> list[float]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shoal.bench import shapes
+from shoal.bench import gguf_facts, shapes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.checkpoint import shown_name
+from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.packed.shape import FAMILIES
 from shoal.model.windows import windows_of
+
+FILE = "file"
+"""The weight format of a GGUF file: its own numbers, as they are."""
+
+_COUNTED = (*FAMILIES, "gemma2", "gemma3_text", "olmo2")
+"""Model types whose layer holds the seven matrices that are counted here."""
 
 if TYPE_CHECKING:
     from shoal.model.packed.source import Source
@@ -27,10 +35,11 @@ class Subject:
 
     Attributes:
         shape: a name in `shapes.SHAPES`.
-        model: folder or Hub id.
+        model: folder, Hub id or `.gguf` file.
         revision: branch, tag or commit of `model`.
         trust_remote_code: whether the model's own Python code may run.
         seed: of a shape's weights.
+        dequantised: folder that holds the weights of a `.gguf` file as safetensors, for formats other than its own.
     """
 
     shape: str | None = None
@@ -38,6 +47,7 @@ class Subject:
     revision: str | None = None
     trust_remote_code: bool = False
     seed: int = 0
+    dequantised: str | None = None
 
     def __post_init__(self) -> None:
         if (self.shape is None) == (self.model is None):
@@ -60,10 +70,24 @@ class Subject:
         """The config of the decoder."""
         return self.config.get_text_config()
 
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a GGUF file."""
+        return str(self.model).endswith(".gguf")
+
+    @cached_property
+    def file(self) -> gguf_facts.Facts:
+        """What lies in the GGUF file; slow to read, so the parent of the processes asks for it once."""
+        return gguf_facts.read(str(self.model))
+
     def _files(self) -> Any:
         from shoal.engine.checkpoint import Checkpoint
 
-        return Checkpoint(str(self.model), self.revision, self.trust_remote_code)
+        return Checkpoint(self.dequantised or str(self.model), self.revision, self.trust_remote_code)
+
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer, or None."""
+        return self._files().tokenizer()
 
     def source(self, dtype: torch.dtype, device: str = "cpu") -> Source:
         """The weights by name.
@@ -79,21 +103,34 @@ class Subject:
         return cast("Source", source)
 
     def hf_model(self, dtype: torch.dtype, device: str = "cpu") -> Any:
-        """The transformers model."""
+        """The transformers model; of a GGUF file as transformers itself reads and dequantises it."""
         if self.shape is not None:
             return shapes.model_of(self.config, shapes.RandomWeights(self.config, dtype, device, self.seed), dtype)
+        if self.is_file and self.dequantised is None:
+            from transformers import AutoModelForCausalLM
+
+            file = Path(str(self.model))
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            return model.to(device).eval()
         return self._files().model(dtype).to(device).eval()
 
     def engine(self, dtype: torch.dtype, device: str, backend: Any, quant: Any) -> Engine:
-        """Shoal's engine; a shape's is packed straight from its weights unless `backend` is "hf"."""
+        """Shoal's engine; a shape's is packed straight from its weights unless `backend` is "hf".
+
+        Of a GGUF file, `quant` "file" loads the file itself, another one the dequantised folder where there is one. A
+        number type that would be chosen anyway is left to `load`, as a user leaves it.
+        """
+        place = self.model if quant == FILE else self.dequantised or self.model
+        quant = None if quant == FILE else quant
         if quant is not None and backend == "hf":
             what = f"quant={quant!r} with backend 'hf'"
             raise Unsupported(what, "it runs the model's own weights", 'Use backend "packed"')
         if self.model is not None:
             from shoal.engine.load import load
 
-            return load(self.model, dtype=dtype, device=device, backend=backend, quant=quant, revision=self.revision,
-                        trust_remote_code=self.trust_remote_code)
+            usual = quant is None and place == self.model and dtype == default_dtype(torch.device(device))
+            return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant,
+                        revision=self.revision, trust_remote_code=self.trust_remote_code)
         if backend != "hf":
             from shoal.model.packed.build import build
 
@@ -105,12 +142,14 @@ class Subject:
 
     def check(self) -> None:
         """Refuse a model whose bytes cannot be counted from its config; Unsupported."""
-        if self.text.model_type not in FAMILIES:
+        if self.text.model_type not in _COUNTED:
             raise Unsupported(
                 f"a benchmark of model type {self.text.model_type!r}",
                 "the bytes that a step reads are counted for Llama-shaped models alone",
-                f"Use one of {', '.join(FAMILIES)}, or a shape",
+                f"Use one of {', '.join(_COUNTED)}, or a shape",
             )
+        if self.is_file:
+            self.file  # noqa: B018 (read here, before the processes start, which inherit it)
 
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window per layer."""
@@ -150,7 +189,10 @@ class Subject:
     def facts(self) -> Iterator[tuple[str, Any]]:
         """What a report says about it."""
         yield "name", self.shape or shown_name(str(self.model))
-        yield "kind", "shape with random weights" if self.shape is not None else "model"
+        model = "GGUF file" if self.is_file else "model"
+        yield "kind", "shape with random weights" if self.shape is not None else model
+        if self.is_file:
+            yield "file", self.file.to_dict()
         yield "weights", self.weights()
         for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
                     "num_key_value_heads", "vocab_size", "tie_word_embeddings"):

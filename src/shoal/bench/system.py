@@ -23,7 +23,7 @@ class Setting:
 
     Attributes:
         dtype: of unquantised weights and of the computation.
-        quant: "int8", "int4" or None.
+        quant: "int8", "int4", "file" (a GGUF file's own numbers) or None.
         backend: Shoal's own choice of executor.
         device: such as "cpu" or "cuda:0".
         threads: CPU threads.
@@ -128,3 +128,10 @@ def traffic_of(subject: Subject, bits: float, kv_bytes: int) -> Traffic:
     layer, head = subject.layer_weights(), subject.head_weights()
     kv = subject.kv_entries() * kv_bytes
     return Traffic(layer * bits / 8, head * bits / 8, kv, subject.windows(), layer_weights=layer)
+
+
+def file_traffic(subject: Subject, kv_bytes: int) -> Traffic:
+    """Bytes of a GGUF file's tensors as they lie in it, KV entries of `kv_bytes` each."""
+    plain, facts = traffic_of(subject, 0.0, kv_bytes), subject.file
+    layer = facts.layer_bytes / subject.text.num_hidden_layers
+    return Traffic(layer, facts.head_bytes, plain.kv, plain.windows, plain.layer_weights)

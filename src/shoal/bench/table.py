@@ -64,7 +64,9 @@ def name(result: Result, dtype: str) -> str:
 def weights(result: Result, dtype: str) -> str:
     """What the weights are held in, in the system's own words where it has them."""
     first = str(result["detail"]).split(",")[0]
-    return first if result["system"] == "llama.cpp" else result["quant"] or dtype
+    if result["system"] == "llama.cpp":
+        return first
+    return dtype if result["system"] != "shoal" and result["quant"] == "file" else result["quant"] or dtype
 
 
 def _generation(result: Result, report: Mapping[str, Any]) -> Row:

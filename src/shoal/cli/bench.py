@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, env, load, suite
+from shoal.cli import common, env, load, startup, suite
 from shoal.cli.parser import Parser, parse
 
 if TYPE_CHECKING:
@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from shoal.bench.subject import Subject
     from shoal.methods.base import Method
 
+_TEXT = 1 << 17
+"""Characters of a text that prompts are cut from."""
+
 EXAMPLES = """examples:
   shoal bench --shape 135m --method d3 --mean 0.6
   shoal bench --shape 1b --quant none,int8,int4 --peer hf --peer llama.cpp --json 1b.json
   shoal bench --shape 135m --methods full,d3:mean=0.6,early_exit:exit_layer=20 --batch 1,8 --context 64,1024
   shoal bench --shape 1b --positions 1,8 --prefill 512 --minutes 10
+  shoal bench --model model.gguf --peer llama.cpp --peer hf --text prompt.txt --prefill 64,512
+  shoal bench --model model.gguf --startup --peer llama.cpp --peer hf
   shoal bench --suite spec --shape 1b --data DATA --methods prompt_lookup,aded
   shoal bench --suite spec --methods prompt_lookup:control=goodput --peer hf-prompt-lookup
   shoal bench --serve --concurrency 1,8 --peer transformers --rounds 1
@@ -40,12 +45,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--methods", metavar="A,B:KNOB=X", help="several at once; the plain loop is always there")
     what = parser.add_argument_group("weights")
     what.add_argument("--shape", metavar="S", help="random weights in the shape 135m (default), 1b, 7b, 13b or 70b")
-    what.add_argument("--model", metavar="M", help="folder or Hub id, instead of a shape")
+    what.add_argument("--model", metavar="M", help="folder, Hub id or .gguf file, instead of a shape")
     what.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     what.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
     what.add_argument("--dtype", choices=common.DTYPES, help="type of weights and computation; where not given, "
                       "bfloat16 where the device computes it natively, else float32")
-    what.add_argument("--quant", metavar="Q,...", default="none", help="weight formats: none, int8, int4")
+    what.add_argument("--quant", metavar="Q,...", help="weight formats: none, int8, int4, and of a GGUF file "
+                      "file: its own numbers in every system (default: file of a GGUF file, otherwise none)")
+    what.add_argument("--dequantised", metavar="DIR", help="a GGUF file's weights as safetensors, for formats other "
+                      "than its own; made for the time of the command where not given")
     what.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs Shoal's layers")
     what.add_argument("--device", metavar="D", help="such as cpu or cuda:0; where not given, CUDA where there is one")
     what.add_argument("--threads", metavar="N", type=int, help="CPU threads of every system; as torch chooses if none")
@@ -53,12 +61,14 @@ def add_arguments(parser: Parser) -> None:
     grid.add_argument("--batch", metavar="N,...", default="1", help="prompts decoded together")
     grid.add_argument("--context", metavar="N,...", default="64", help="tokens of each prompt")
     grid.add_argument("--new-tokens", metavar="N", type=int, default=64, help="tokens to decode")
+    grid.add_argument("--text", metavar="FILE", type=Path, help="cut the prompts from this text instead of random ids")
     grid.add_argument("--positions", metavar="N,...", help="also time forwards of so many positions")
     grid.add_argument("--prefill", metavar="N,...", help="also time prompts of so many tokens alone")
     grid.add_argument("--peer", metavar="P", action="append", help="hf, hf-static-compiled or llama.cpp, in a "
                       "suite hf, hf-prompt-lookup, hf-early-exit, hf-draft-model; can be repeated; "
                       "none for no other software (default: hf)")
     grid.add_argument("--no-compile", action="store_true", help="leave out what compiles")
+    startup.add_arguments(parser)
     suite.add_arguments(parser)
     load.add_arguments(parser)
     how = parser.add_argument_group("procedure")
@@ -72,20 +82,26 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     _check_outputs(args)
+    if args.quant is None:
+        plain = args.serve or args.url is not None or args.suite is not None
+        args.quant = "file" if str(args.model).endswith(".gguf") and not plain else "none"
     if args.serve or args.url is not None:
         return load.run(args, methods_from(args.methods or ""), _quants(args.quant))
+    if args.startup:
+        return startup.run(args)
     if args.suite is not None:
         return suite.run(args, methods_from(args.methods or ""), _quants(args.quant))
     import torch
 
-    from shoal.bench import report, run, table
+    from shoal.bench import dequantised, report, run, table
 
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"--threads is {args.threads}; it must be at least 1")
         torch.set_num_threads(args.threads)
     subject, grid, plan = _subject(args), _grid(args), _plan(args)
-    outcome = run.run(subject, grid, plan)
+    with dequantised.provided(subject, grid.quants) as whole:
+        outcome = run.run(whole, grid, plan)
     found = report.report(outcome, subject, grid, plan, machine=env.collect(), command=args.words)
     if args.json:
         report.write(found, Path(args.json))
@@ -112,7 +128,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     if args.shape is not None and args.model is not None:
         raise ValueError("--shape and --model exclude each other")
     shape = args.shape or (None if args.model is not None else "135m")
-    return Subject(shape, args.model, args.revision, args.trust_remote_code)
+    return Subject(shape, args.model, args.revision, args.trust_remote_code, dequantised=args.dequantised)
 
 
 def _grid(args: argparse.Namespace) -> Grid:
@@ -143,7 +159,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     device = torch.device(args.device) if args.device is not None else default_device()
     dtype = args.dtype or str(default_dtype(device)).removeprefix("torch.")
     setting = Setting(dtype, backend=args.backend, device=str(device), threads=torch.get_num_threads())
-    return Plan(args.rounds, args.minutes, setting)
+    text = None if args.text is None else args.text.read_text(encoding="utf-8")[:_TEXT]
+    return Plan(args.rounds, args.minutes, setting, text=text)
 
 
 def methods_from(text: str) -> dict[str, Method]:
@@ -185,8 +202,8 @@ def _peers(args: argparse.Namespace) -> list[str]:
 def _quants(text: str) -> list[str | None]:
     words = [word for word in text.split(",") if word]
     for word in words:
-        if word not in ("none", "int8", "int4"):
-            raise ValueError(f"--quant holds {word!r}; it takes none, int8 and int4, separated by commas")
+        if word not in ("none", "int8", "int4", "file"):
+            raise ValueError(f"--quant holds {word!r}; it takes none, int8, int4 and file, separated by commas")
     return [None if word == "none" else word for word in words]
 
 

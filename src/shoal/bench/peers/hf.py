@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal import compat
-from shoal.bench.subject import Subject
+from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal.engine.device import as_dtype
 
@@ -26,12 +26,13 @@ class HuggingFace:
 
     def prepare(self) -> About:
         """Load the model."""
-        if self.setting.quant is not None:
+        if self.setting.quant not in (None, FILE):
             raise NotMeasured(f"transformers runs these weights in {self.setting.dtype}, not in {self.setting.quant}")
         self.model = self.subject.hf_model(self.dtype, self.setting.device)
         traffic = self._traffic()
         weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
-        return About(compat.installed_version("transformers"), self.detail, weight_bytes)
+        detail = f"dequantised to {self.setting.dtype}, {self.detail}" if self.setting.quant == FILE else self.detail
+        return About(compat.installed_version("transformers"), detail, weight_bytes)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
         """Decode through `model.generate`; a streamer takes the times."""

@@ -16,8 +16,9 @@ import numpy as np
 from shoal import compat
 from shoal.bench.peers.ggml import BITS
 from shoal.bench.peers.gguf_file import KINDS, write_gguf
-from shoal.bench.subject import Subject
-from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal.bench.peers.requantise import requantise
+from shoal.bench.subject import FILE, Subject
+from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
 from shoal.engine.device import as_dtype
 
 _BATCH = 2048
@@ -30,38 +31,47 @@ class LlamaCpp:
 
     def __init__(self, subject: Subject, setting: Setting) -> None:
         self._subject, self._setting = subject, setting
-        self._kind = KINDS.get(setting.weights, "")
+        self._kind = subject.file.kinds if setting.quant == FILE else KINDS.get(setting.weights, "")
         self._api: Any = None
         self._model: Any = None
+        self._vocab = 0
         self._context: _Context | None = None
 
     def prepare(self) -> About:
-        """Write the weights as a GGUF file and load it."""
-        try:
-            from llama_cpp import llama_cpp as api
-        except ImportError as error:
-            hint = "install it with: pip install 'shoal[bench]'"
-            raise NotMeasured(f"the package llama-cpp-python is missing; {hint}") from error
+        """Load the subject's GGUF file, or one that is written for the purpose."""
+        api = library()
         if not self._kind:
             raise NotMeasured(f"llama.cpp has no weights in {self._setting.weights}")
         if self._setting.device != "cpu":
             raise NotMeasured("its adapter here runs on the CPU only")
         self._api = api
-        _start(api)
-        folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
-        try:
-            write_gguf(self._subject, folder / "model.gguf", self._kind, as_dtype(self._setting.dtype))
-            name = str(folder / "model.gguf").encode()
-            self._model = api.llama_model_load_from_file(name, api.llama_model_default_params())
-        finally:  # what is mapped into memory stays there without its name
-            shutil.rmtree(folder, ignore_errors=True)
-        if self._model is None:
-            raise NotMeasured("llama.cpp could not load the file that was written for it")
+        if self._setting.quant == FILE:
+            self._load(Path(str(self._subject.model)))
+        else:
+            self._load_written()
+        if not self._model:
+            raise NotMeasured("llama.cpp could not load the file")
+        self._vocab = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         traffic = self._traffic()
         weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
         system = api.llama_print_system_info().decode(errors="replace").strip()
         version = compat.installed_version("llama-cpp-python")
         return About(version, f"{self._kind}, KV F16, flash attention auto", weight_bytes, {"system_info": system})
+
+    def _load(self, path: Path) -> None:
+        self._model = self._api.llama_model_load_from_file(str(path).encode(), self._api.llama_model_default_params())
+
+    def _load_written(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
+        try:
+            target = folder / "model.gguf"
+            if self._subject.is_file:
+                requantise(self._api, Path(str(self._subject.model)), target, self._kind, self._setting.threads)
+            else:
+                write_gguf(self._subject, target, self._kind, as_dtype(self._setting.dtype))
+            self._load(target)
+        finally:  # what is mapped into memory stays there without its name
+            shutil.rmtree(folder, ignore_errors=True)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
         """Prefill all rows, then decode them together."""
@@ -109,6 +119,8 @@ class LlamaCpp:
         self._context = self._model = None
 
     def _traffic(self) -> Any:
+        if self._setting.quant == FILE:
+            return file_traffic(self._subject, _KV_BYTES)
         return traffic_of(self._subject, BITS[self._kind], _KV_BYTES)
 
     def _room(self, rows: int, length: int) -> _Context:
@@ -116,9 +128,19 @@ class LlamaCpp:
         if self._context is None or self._context.size != (rows, length):
             if self._context is not None:
                 self._context.close()
-            vocab = self._subject.text.vocab_size
-            self._context = _Context(self._api, self._model, rows, length, self._setting.threads, vocab)
+            self._context = _Context(self._api, self._model, rows, length, self._setting.threads, self._vocab)
         return self._context
+
+
+def library() -> Any:
+    """llama.cpp's functions, begun without a word; NotMeasured where the package is missing."""
+    try:
+        from llama_cpp import llama_cpp as api
+    except ImportError as error:
+        hint = "install it with: pip install 'shoal[bench]'"
+        raise NotMeasured(f"the package llama-cpp-python is missing; {hint}") from error
+    _start(api)
+    return api
 
 
 @cache

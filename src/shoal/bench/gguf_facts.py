@@ -1,0 +1,68 @@
+"""What lies in a GGUF file, as far as a benchmark has to know: bytes and types of its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A file in numbers.
+
+    Attributes:
+        bytes: of the whole file.
+        tensor_bytes: of all its tensors.
+        layer_bytes: of all tensors of the layers.
+        head_bytes: of the LM head, which may be the embedding.
+        weights: numbers in all tensors.
+        types: GGML's name of a type -> how many matrices are held in it, the most frequent first.
+    """
+
+    bytes: int
+    tensor_bytes: int
+    layer_bytes: int
+    head_bytes: int
+    weights: int
+    types: Mapping[str, int]
+
+    @property
+    def kinds(self) -> str:
+        """The types in words, such as "Q5_0 and Q6_K"."""
+        return " and ".join(self.types)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Over all tensors; the vocabulary is left out."""
+        return 8 * self.tensor_bytes / self.weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"bytes": self.bytes, "types": dict(self.types), "bits_per_weight": self.bits_per_weight}
+
+
+def read(path: str | Path) -> Facts:
+    """Read the tensor table of a file.
+
+    Raises:
+        Unsupported: the `gguf` package is missing, or the file is none of its kind.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise Unsupported(f"a benchmark of {path}", "the package gguf is missing", "pip install gguf") from error
+    try:
+        tensors = GGUFReader(path).tensors
+    except (ValueError, KeyError, IndexError) as error:
+        raise Unsupported(f"the file {path}", f"it is no whole GGUF file ({error})", "Download it again") from error
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in tensors}
+    matrices = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    head = sizes.get("output.weight", sizes.get("token_embd.weight", 0))
+    layers = sum(size for name, size in sizes.items() if name.startswith("blk."))
+    weights = sum(int(tensor.n_elements) for tensor in tensors)
+    return Facts(Path(path).stat().st_size, sum(sizes.values()), layers, head, weights, dict(matrices.most_common()))

@@ -1,0 +1,132 @@
+"""Systems that read a given text: logits of every position, and greedy continuations."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.bench import gguf_facts
+from shoal.bench.peers.llama_cpp import LlamaCpp, library
+from shoal.bench.peers.requantise import FTYPES, requantise
+from shoal.bench.subject import FILE, Subject
+from shoal.bench.system import Setting
+from shoal.engine.device import default_dtype
+from shoal.engine.engine import Engine
+from shoal.errors import unknown
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed
+
+REFERENCE = "reference"
+"""transformers on the file's numbers, dequantised to float32."""
+
+OURS = {"shoal": FILE, "shoal bf16": None, "shoal int8": "int8", "shoal int4": "int4"}
+"""Shoal on the file itself, and on the dequantised weights in formats of its own."""
+
+_LLAMA = "llama.cpp"
+SYSTEMS = (REFERENCE, *OURS, _LLAMA, *(f"{_LLAMA} {kind}" for kind in FTYPES))
+"""llama.cpp with a type: what its quantiser makes of the same dequantised weights, mixed as it does by default."""
+
+
+class Reader(Protocol):
+    """A model that reads."""
+
+    bits_per_weight: float
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """float32 [len(ids), V]: after each token, the scores of the next."""
+        ...
+
+    def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """The likeliest `count` tokens after `ids`, and how far the best logit was ahead of the second (or nothing)."""
+        ...
+
+
+def open_reader(name: str, subject: Subject, threads: int) -> Reader:
+    """Load a system.
+
+    Args:
+        name: one of `SYSTEMS`.
+        subject: a GGUF file, with its dequantised folder for Shoal's own formats.
+        threads: CPU threads of llama.cpp; torch's are the process's.
+    """
+    if name == REFERENCE:
+        return _Transformers(subject)
+    if name in OURS:
+        return _Shoal(subject, OURS[name])
+    if name not in SYSTEMS:
+        raise unknown("system", name, list(SYSTEMS))
+    return _Llama(subject, name.removeprefix(_LLAMA).strip(), threads)
+
+
+class _Shoal:
+    def __init__(self, subject: Subject, quant: str | None) -> None:
+        dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
+        self._engine: Engine = subject.engine(dtype, "cpu", "auto", quant)
+        weights = getattr(self._engine.stack, "weights", None)
+        held = 32.0 if weights is None else 8 * weights.nbytes / subject.weights()
+        self.bits_per_weight = subject.file.bits_per_weight if quant == FILE else held
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        stack, plan = self._engine.stack, self._engine.recipe("full", 1).plan
+        cache, pieces = KVCache(stack.windows, rows=1), []
+        for first in range(0, len(ids), stack.prefill_chunk):
+            tokens = list(ids[first : first + stack.prefill_chunk])
+            pieces.append(stack.forward([Feed(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
+            cache.commit(0, range(len(tokens)))
+        return torch.cat(pieces).float()
+
+    def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        found = self._engine.generate(list(ids), max_new_tokens=count, ignore_eos=True)
+        return list(found.tokens), []
+
+
+class _Transformers:
+    bits_per_weight = 32.0
+
+    def __init__(self, subject: Subject) -> None:
+        self._model = Subject(model=subject.model).hf_model(torch.float32)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        found: Tensor = self._model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return found
+
+    def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        prompt = torch.tensor([list(ids)])
+        out: Any = self._model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=1, max_new_tokens=count,
+            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+        )
+        best = torch.stack([logits[0] for logits in out.logits]).double().topk(2).values
+        return out.sequences[0, len(ids) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+
+
+class _Llama:
+    def __init__(self, subject: Subject, kind: str, threads: int) -> None:
+        if not kind:
+            self.bits_per_weight = subject.file.bits_per_weight
+            self._open(subject, threads)
+            return
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # mapped files stay without their names
+            target = Path(folder) / f"{kind}.gguf"
+            requantise(library(), Path(str(subject.model)), target, kind, threads, pure=False)
+            made = Subject(model=str(target))
+            self.bits_per_weight = gguf_facts.read(target).bits_per_weight
+            self._open(made, threads, subject)
+
+    def _open(self, file: Subject, threads: int, like: Subject | None = None) -> None:
+        if like is not None:
+            vars(file)["config"] = like.config  # read once, it takes seconds
+        self._system = LlamaCpp(file, Setting("float32", FILE, threads=threads))
+        self._system.prepare()
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        return torch.from_numpy(self._system.logits(ids).copy())
+
+    def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        return list(self._system.generate([ids], count, None).tokens), []

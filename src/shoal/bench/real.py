@@ -1,0 +1,172 @@
+"""Tables of real model files: speed, prompts, loading, memory and fidelity of Shoal, llama.cpp and transformers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.bench import table
+from shoal.bench.cells import OURS
+from shoal.bench.startup import AGAINST
+from shoal.bench.subject import FILE
+
+Report = Mapping[str, Any]
+Row = table.Row
+
+PEERS = {"llama.cpp": "llama.cpp", "hf": "transformers"}
+"""Column by column: a system's name in reports, and in tables."""
+
+HEADER = ["model", "what", "Shoal", *PEERS.values(), *(f"times better than {name}" for name in PEERS.values())]
+
+
+def overview(reports: Sequence[Report]) -> str:
+    """All files at a glance, as Markdown: a line per file and measurement. Empty without reports of files."""
+    rows = [row for name in _names(reports) for row in _rows(name, [r for r in reports if _name(r) == name])]
+    if not rows:
+        return ""
+    used = [report for report in reports if report.get("kind") == "startup" or _speed(report)]
+    lines = [*_machines(used), "", table.markdown(HEADER, rows), ""]
+    return "\n" + "\n".join([*lines, *(f"Warning: {warning}.\n" for warning in _warnings(used))])
+
+
+def page(stem: str, report: Report) -> str:
+    """One report of loading or fidelity in full, as Markdown."""
+    header, *rows = startup_rows(report) if report["kind"] == "startup" else fidelity_rows(report)
+    when = f"{report['date'][:10]}, {_commit(report)}"
+    lines = [f"\n### {stem}\n", f"**{_name(report)}**, {_machine(report)}, {when}.", ""]
+    lines += ["```sh", report["command"], "```", "", table.markdown(header, rows), ""]
+    lines += [f"- Not measured: {one['system']}: {one['reason']}." for one in report["not_measured"]]
+    lines += [f"\nWarning: {warning}." for warning in report.get("warnings", ())]
+    return "\n".join(lines) + "\n"
+
+
+def startup_rows(report: Report) -> list[Row]:
+    """Header and a row per system and way of starting."""
+    header = ["system", "start", "load s", "first token s", "peak MB", "of the file", "PSS MB", "read from disk MB",
+              "times faster to load than"]
+    return [header, *(_startup_row(row, report["model_bytes"]) for row in report["results"])]
+
+
+def _startup_row(row: Mapping[str, Any], size: int) -> Row:
+    faster = [f"{PEERS[key.split()[0]]} {value['median']:.2f}" for key, value in row["ratios"].items()
+              if key.endswith("load_seconds")]
+    return [
+        PEERS.get(row["system"], "Shoal"), row["condition"], table.spread(row["load_seconds"], "{:.2f}"),
+        f"{row['first_token_seconds']['median']:.2f}", _megabytes(row["peak_bytes"]["median"]),
+        f"{row['peak_bytes']['median'] / size:.2f}", _megabytes(row["pss_bytes"]["median"]),
+        _megabytes(row["disk_bytes"]["median"]), ", ".join(faster),
+    ]
+
+
+def fidelity_rows(report: Report) -> list[Row]:
+    """Header and a row per system."""
+    header = ["system", "bits per weight", "perplexity", "over the reference's", "tokens read",
+              "largest logit difference", "greedy texts equal, ties, wrong"]
+    return [header, *map(_fidelity_row, report["results"])]
+
+
+def _fidelity_row(row: Mapping[str, Any]) -> Row:
+    greedy, ratio = row["greedy"], row.get("ratio")
+    interval = f" ({row['ratio_low']:.4f}-{row['ratio_high']:.4f})" if "ratio_low" in row else ""
+    return [
+        row["system"], f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.3f}" if ratio is not None else "",
+        f"{ratio:.4f}{interval}" if ratio is not None else "", str(row["tokens"]),
+        f"{100 * row['logits']['relative']:.2g} %", f"{greedy['equal']}, {greedy['ties']}, {greedy['wrong']}",
+    ]
+
+
+def _names(reports: Iterable[Report]) -> list[str]:
+    return list(dict.fromkeys(map(_name, reports)))
+
+
+def _name(report: Report) -> str:
+    return str(report["subject"]["name"]).removesuffix(".gguf")
+
+
+def _speed(report: Report) -> list[Mapping[str, Any]]:
+    """Results on the file's own numbers."""
+    return [] if "kind" in report else [result for result in report["results"] if result["quant"] == FILE]
+
+
+def _rows(name: str, reports: Sequence[Report]) -> Iterator[Row]:
+    """A model's lines; its name stands in the first."""
+    shown = name
+    for report in reports:
+        made = _startup_lines(report) if report.get("kind") == "startup" else _speed_lines(_speed(report))
+        for what, *cells in made:
+            yield [shown, what, *cells]
+            shown = ""
+
+
+def _speed_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    for ours in results:
+        if ours["system"] != OURS or ours["kind"] == "forward" or ours["rows"] != 1:
+            continue
+        key = "tokens_per_second" if ours["kind"] == "generate" else "prompt_tokens_per_second"
+        same = {other["system"]: other for other in results
+                if all(other[part] == ours[part] for part in ("kind", "context", "rows", "new_tokens"))}
+        method = "" if ours["label"] == "full" else f" by {ours['label']}"
+        what = f"decode{method}, tokens/s" if ours["kind"] == "generate" else f"prompt of {ours['context']}, tokens/s"
+        cells = [_number(same[peer][key]["median"]) if peer in same else "" for peer in PEERS]
+        ratios = [_ratio(ours["ratios"].get(peer)) for peer in PEERS]
+        yield [what, _number(ours[key]["median"]), *cells, *ratios]
+
+
+def _startup_lines(report: Report) -> Iterator[Row]:
+    found = {(row["system"], row["condition"]): row for row in report["results"]}
+    wanted = [
+        ("first", "first load, s", "load_seconds"), ("cached", "load, s", "load_seconds"),
+        ("cold", "load from a cold disk, s", "load_seconds"), ("cached", "memory at most, MB", "peak_bytes"),
+    ]
+    for condition, what, key in wanted:
+        ours = found.get((OURS, condition))
+        if ours is not None:
+            rows = [ours, *(found.get((peer, AGAINST[condition])) for peer in PEERS)]
+            ratios = [_ratio(ours["ratios"].get(f"{peer} {key}")) for peer in PEERS]
+            yield [what, *("" if row is None else _measure(row[key]["median"], key) for row in rows), *ratios]
+
+
+def _measure(value: float, key: str) -> str:
+    return _megabytes(value) if key.endswith("bytes") else f"{value:.2f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.0f}"
+
+
+def _ratio(figure: Mapping[str, float] | None) -> str:
+    return "" if figure is None else table.spread(figure, "{:.2f}")
+
+
+def _machines(reports: Sequence[Report]) -> list[str]:
+    """A line per machine: what every figure below was measured on."""
+    lines = []
+    for machine in dict.fromkeys(map(_machine, reports)):
+        own = [report for report in reports if _machine(report) == machine]
+        roofs = [report["roof"] for report in own if "median" in report["roof"]]
+        roof = {"median": statistics.median(one["median"] / 1e9 for one in roofs),
+                "min": min(one["min"] / 1e9 for one in roofs), "max": max(one["max"] / 1e9 for one in roofs)}
+        rounds = sorted({report["rounds"]["done"] for report in own})
+        dates, commits = ({made(report): None for report in own} for made in (lambda r: r["date"][:10], _commit))
+        number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+        lines.append(f"{machine}, roof {table.spread(roof, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
+                     f"(smallest-largest), {', '.join(dates)}, {', '.join(commits)}.")
+    return lines
+
+
+def _machine(report: Report) -> str:
+    threads = report.get("setting", report["machine"]).get("threads", report["machine"].get("torch_threads"))
+    return f"{table.processor(report['machine'])}, {threads} threads"
+
+
+def _commit(report: Report) -> str:
+    return f"commit {(report['commit'] or 'unknown')[:7]}"
+
+
+def _warnings(reports: Sequence[Report]) -> list[str]:
+    return list(dict.fromkeys(f"{_name(report)}: {one}" for report in reports for one in report.get("warnings", ())))

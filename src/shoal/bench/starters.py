@@ -1,0 +1,158 @@
+"""Systems that load a model file once, in a process that has done its imports, and count seconds and memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from shoal.bench.subject import Subject
+from shoal.bench.system import NotMeasured, Setting
+from shoal.bench.worker import peak_memory, reset_peak_memory
+from shoal.engine.device import as_dtype
+
+Generate = Callable[[Sequence[int], int], object]
+"""Decodes that many tokens after a prompt, greedily."""
+
+_PROC = Path("/proc/self")
+
+
+class Starter(ABC):
+    """One system in a fresh process: `begin`, then `start`, once each."""
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self._subject, self._setting = subject, setting
+
+    def begin(self, cache: str) -> None:
+        """Do the imports; `cache` is the folder under which this user's caches are from now on."""
+        os.environ["XDG_CACHE_HOME"] = cache
+        self.imports()
+
+    def start(self, prompt: Sequence[int], new_tokens: int) -> dict[str, float]:
+        """Load, then decode.
+
+        Returns:
+            load_seconds; first_token_seconds and decode_seconds, from the beginning of the load; bytes above what
+            the process held before: loaded_bytes (resident after the load), peak_bytes (at most, decoding included),
+            and after decoding pss_bytes, private_bytes, shared_bytes (private and shared count resident pages, a
+            mapped file's too; pss splits shared ones between the processes that map them); disk_bytes (read from the
+            disk, not from the page cache).
+        """
+        reset_peak_memory()
+        before, held = _memory(), resident()
+        clock = time.perf_counter()
+        generate = self.load()
+        load_seconds = time.perf_counter() - clock
+        loaded = resident() - held
+        generate(prompt, 1)
+        first = time.perf_counter() - clock
+        generate(prompt, new_tokens)
+        last = time.perf_counter() - clock
+        after, peak = _memory(), max(0, (peak_memory() or held) - held)
+        grown = {key: after[key] - before[key] for key in after}
+        return {"load_seconds": load_seconds, "first_token_seconds": first, "decode_seconds": last,
+                "loaded_bytes": loaded, "peak_bytes": peak, **grown}
+
+    @abstractmethod
+    def imports(self) -> None:
+        """Import what the load needs, as a program would that is about to call it."""
+
+    @abstractmethod
+    def load(self) -> Generate:
+        """Load model and tokenizer."""
+
+    def close(self) -> None:  # noqa: B027 (a choice, not a duty)
+        """Free what was loaded; the process ends anyway."""
+
+
+class ShoalStarter(Starter):
+    """`shoal.load` of a file."""
+
+    def imports(self) -> None:
+        """Shoal and transformers."""
+        import transformers  # noqa: F401
+
+        from shoal.engine import load  # noqa: F401
+
+    def load(self) -> Generate:
+        """See `Starter`."""
+        dtype, device = as_dtype(self._setting.dtype), self._setting.device
+        engine = self._subject.engine(dtype, device, self._setting.backend, self._setting.quant)
+        return lambda prompt, count: engine.generate(list(prompt), max_new_tokens=count, ignore_eos=True)
+
+
+class HFStarter(Starter):
+    """transformers' `from_pretrained` of model and tokenizer."""
+
+    def imports(self) -> None:
+        """The library and its two classes."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    def load(self) -> Generate:
+        """See `Starter`."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path = Path(str(self._subject.model))
+        place, options = (path.parent, {"gguf_file": path.name}) if self._subject.is_file else (path, {})
+        AutoTokenizer.from_pretrained(place, **options)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=as_dtype(self._setting.dtype), **options).eval()
+
+        def generate(prompt: Sequence[int], count: int) -> object:
+            ids = torch.tensor([list(prompt)])
+            return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                                  eos_token_id=None, pad_token_id=0)
+
+        return generate
+
+
+class LlamaStarter(Starter):
+    """llama.cpp's model and a context."""
+
+    def imports(self) -> None:
+        """The library."""
+        from shoal.bench.peers.llama_cpp import library
+
+        library()
+
+    def load(self) -> Generate:
+        """See `Starter`."""
+        from shoal.bench.peers.llama_cpp import LlamaCpp
+
+        if not self._subject.is_file:
+            raise NotMeasured("llama.cpp loads GGUF files only")
+        system = LlamaCpp(self._subject, self._setting)
+        system.prepare()
+        return lambda prompt, count: system.generate([prompt], count, None)
+
+
+STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
+    {"shoal": ShoalStarter, "hf": HFStarter, "llama.cpp": LlamaStarter}
+)
+"""Name of a system -> how it starts."""
+
+
+def resident() -> int:
+    """Bytes that this process holds now; 0 where the system does not say."""
+    return _field(_PROC / "status", "VmRSS")
+
+
+def _memory() -> dict[str, float]:
+    """Counters of this process that only grow by what it holds; zeros where the system does not say."""
+    rollup = _PROC / "smaps_rollup"
+    private = _field(rollup, "Private_Clean") + _field(rollup, "Private_Dirty")
+    shared = _field(rollup, "Shared_Clean") + _field(rollup, "Shared_Dirty")
+    return {"pss_bytes": _field(rollup, "Pss"), "private_bytes": private, "shared_bytes": shared,
+            "disk_bytes": _field(_PROC / "io", "read_bytes", unit=1)}
+
+
+def _field(file: Path, name: str, unit: int = 1024) -> int:
+    try:
+        lines = file.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * unit for line in lines if line.startswith(f"{name}:")), 0)

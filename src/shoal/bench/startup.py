@@ -1,0 +1,208 @@
+"""From a file on disk to the first token: seconds and memory of loading, a fresh process for every sample.
+
+Shoal keeps repacked weights in the user's cache, so that its first load of a file is another than the next: `first`
+has an empty cache, `cached` a full one, both with the file in the page cache; `cold` comes before whatever the systems
+read has been in memory. Others know `warm` and `cold`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from shoal.bench import idle, roof
+from shoal.bench.cells import OURS, in_order
+from shoal.bench.run import Caller, Start, prompts_for
+from shoal.bench.starters import STARTERS
+from shoal.bench.subject import FILE, Subject
+from shoal.bench.summary import Figure, figure
+from shoal.bench.system import NotMeasured, Setting
+from shoal.bench.worker import Worker
+
+CONDITIONS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {OURS: ("first", "cached", "cold-first", "cold"), "llama.cpp": ("warm", "cold"), "hf": ("warm",)}
+)
+"""System -> conditions, in an order in which each finds the cache that it needs."""
+
+AGAINST: Mapping[str, str] = MappingProxyType({"first": "warm", "cached": "warm", "cold-first": "cold", "cold": "cold"})
+"""Condition of Shoal -> the one of others that it is compared with."""
+
+_ROOF_SECONDS = 0.2
+_PROMPT = 64
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured.
+
+    Attributes:
+        peers: names in `STARTERS`, besides Shoal.
+        rounds: samples of each system and condition.
+        minutes: a round is only begun if it should end within that time; None for no limit.
+        new_tokens: tokens decoded after the load.
+        start: makes the process of a system.
+    """
+
+    peers: Sequence[str] = ()
+    rounds: int = 3
+    minutes: float | None = None
+    new_tokens: int = 16
+    start: Start = Worker
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; it must be at least 1, and 3 to show a spread")
+        wrong = [name for name in self.peers if name not in STARTERS]
+        if wrong:
+            raise ValueError(f"peer is {wrong[0]!r}; startup is measured of {', '.join(STARTERS)}")
+
+
+def measure(subject: Subject, setting: Setting, wish: Wish) -> dict[str, Any]:
+    """Load again and again; JSON values.
+
+    Raises:
+        ValueError: a shape, which lies in no file, or a model that is not a local file or folder.
+    """
+    if subject.model is None or not Path(subject.model).exists():
+        raise ValueError(f"{subject.name} is no local file or folder; give one with --model")
+    subject.check()
+    samples, began, last = _Samples(subject, setting, wish), time.perf_counter(), 0.0
+    before = idle.watch(1.0)
+    rounds = 0
+    while rounds < wish.rounds and not _late(wish, time.perf_counter() - began, last):
+        clock = time.perf_counter()
+        samples.round(rounds)
+        rounds, last = rounds + 1, time.perf_counter() - clock
+    found = samples.results()
+    return {
+        "kind": "startup",
+        "rounds": {"asked": wish.rounds, "done": rounds, "stopped_early": rounds < wish.rounds},
+        "roof": {"unit": "bytes/s", **figure(samples.roofs), "readings": samples.roofs},
+        "idle": {"unit": "cores kept busy by other processes", "before": before, "busy_above": idle.BUSY},
+        "warnings": _warnings(before, rounds),
+        "model_bytes": sum(path.stat().st_size for path in files(Path(subject.model))),
+        "new_tokens": wish.new_tokens,
+        "prompt_tokens": _PROMPT,
+        "results": found,
+        "not_measured": [{"system": name, "quant": None, "what": None, "reason": why}
+                         for name, why in samples.absent.items()],
+    }
+
+
+def _late(wish: Wish, gone: float, last: float) -> bool:
+    return wish.minutes is not None and last > 0 and gone + last > 60 * wish.minutes
+
+
+def _warnings(busy: float | None, rounds: int) -> list[str]:
+    found = [] if rounds >= 3 else [f"{rounds} rounds show no spread; run at least 3"]
+    if busy is not None and busy > idle.BUSY:
+        found.append(f"the machine was busy: other processes used {busy:.2f} cores; these figures are not comparable")
+    return found
+
+
+class _Samples:
+    """All loads so far."""
+
+    def __init__(self, subject: Subject, setting: Setting, wish: Wish) -> None:
+        self._subject, self._setting, self._wish = subject, setting, wish
+        self._runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.absent: dict[str, str] = {}
+        self.roofs: list[float] = []
+
+    def round(self, number: int) -> None:
+        """Every system in every condition once; every other round takes the systems backwards."""
+        systems = in_order([OURS, *self._wish.peers], number)
+        for system in tqdm(systems, desc=f"round {number + 1}", disable=None):
+            with tempfile.TemporaryDirectory(prefix="shoal-bench-") as first:
+                self._system(system, number, Path(first))
+
+    def _system(self, system: str, number: int, cache: Path) -> None:
+        if system in self.absent:
+            return
+        try:
+            for condition in CONDITIONS[system]:
+                place = cache / "second" if condition == "cold-first" else cache / "first"
+                self._runs.setdefault((system, condition), []).append(self._load(system, condition, place, number))
+        except (NotMeasured, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            if system == OURS:
+                raise ValueError(f"Shoal itself could not be measured: {reason}") from error
+            self.absent[system] = reason
+
+    def _load(self, system: str, condition: str, cache: Path, number: int) -> dict[str, Any]:
+        cache.mkdir(exist_ok=True)
+        setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, self._setting.backend,
+                          self._setting.device, self._setting.threads)
+        self.roofs.append(roof.read_bandwidth(_ROOF_SECONDS, self._setting.device))
+        worker: Caller = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
+        try:
+            worker.call("begin", str(cache))
+            for path in (*files(Path(str(self._subject.model))), *files(cache)):
+                (drop if condition.startswith("cold") else warm)(path)
+            prompt = prompts_for(1, _PROMPT, self._subject.text.vocab_size)[0]
+            return {"round": number, **worker.call("start", prompt, self._wish.new_tokens)}
+        finally:
+            worker.stop()
+
+    def results(self) -> list[dict[str, Any]]:
+        """A JSON object per system and condition."""
+        return [
+            {
+                "system": system,
+                "condition": condition,
+                **{key: figure(run[key] for run in runs) for key in runs[0] if key != "round"},
+                "ratios": dict(self._ratios(system, condition)),
+                "runs": runs,
+            }
+            for (system, condition), runs in self._runs.items()
+            if runs and system not in self.absent
+        ]
+
+    def _ratios(self, system: str, condition: str) -> Iterator[tuple[str, Figure]]:
+        """Times that the load is faster than another's, and the other's peak over ours, round by round."""
+        for peer in self._wish.peers if system == OURS else ():
+            theirs = self._runs.get((peer, AGAINST[condition]), [])
+            for key in ("load_seconds", "peak_bytes"):
+                pairs = list(zip(theirs, self._runs[system, condition], strict=False))
+                if pairs:
+                    yield f"{peer} {key}", figure(b[key] / max(a[key], 1e-9) for b, a in pairs)
+
+
+def files(place: Path) -> list[Path]:
+    """A file, or all files below a folder."""
+    return [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+
+
+def drop(path: Path) -> None:
+    """Let the page cache forget a file; it is written out before, as changed pages stay."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def warm(path: Path) -> None:
+    """Read a file, so that it lies in the page cache."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 24):
+            pass
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A table for a terminal."""
+    from shoal.bench.real import startup_rows
+    from shoal.bench.table import aligned
+
+    lines = aligned(startup_rows(found))
+    lines += [f"not measured: {one['system']}: {one['reason']}" for one in found["not_measured"]]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in found["warnings"])])
