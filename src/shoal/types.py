@@ -89,6 +89,7 @@ class ModelInfo:
         companion: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
             model; None where there is no engine to work beside.
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
+        memory: what methods have learned about the model on this machine; the engine keeps it from request to request.
     """
 
     num_layers: int
@@ -100,6 +101,7 @@ class ModelInfo:
     tokenizer: Any = None
     companion: Callable[[Any], Any] | None = None
     fingerprint: Callable[[], str] | None = None
+    memory: dict[Any, Any] = field(default_factory=dict)
 
 
 def finite_logprob(value: float) -> float:

@@ -67,6 +67,9 @@ class Drafting:
         for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
             if row.recipe.proposer is not None and len(tree) > 1:
                 self._drafter(row.recipe.proposer).observe(row, tree, outcome)
+        for proposer in {id(p): p for row in tick.rows if (p := row.recipe.proposer) is not None}.values():
+            if (timed := getattr(self._drafter(proposer), "timed", None)) is not None:
+                timed(tick)
         for governor, group in _grouped(tick.rows, lambda row: row.recipe.controller, self._governor):
             governor.observe(_part(tick, group))
 

@@ -57,6 +57,14 @@ class Watcher(Drafter, Protocol):
         ...
 
 
+class Timed(Drafter, Protocol):
+    """A drafter that decides how much to guess by what ticks take."""
+
+    def timed(self, tick: Tick) -> None:
+        """Called after every tick that a row of its own was in, with all rows of that tick."""
+        ...
+
+
 class Proposer(Protocol):
     """Guesses tokens ahead. Immutable; `begin` makes the state for one batch of rows."""
 

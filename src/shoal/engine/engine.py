@@ -73,6 +73,7 @@ class Engine:
         self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
+        self._memory: dict[Any, Any] = {}
         self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
@@ -87,6 +88,7 @@ class Engine:
             tokenizer=self.tokenizer,
             companion=self._companions,
             fingerprint=lambda: self.fingerprint,
+            memory=self._memory,
         )
 
     @cached_property
