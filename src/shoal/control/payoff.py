@@ -17,7 +17,7 @@ from shoal.control.acceptance import Acceptance, expected_tokens
 if TYPE_CHECKING:
     from shoal.decode.recipe import Tick
 
-MARGIN = 1.04
+MARGIN = 1.08
 """Guesses are made where they promise that many times the tokens per second of a plain step."""
 _SLOPE = 0.08
 """Cost of a further position, as a share of a plain step, until it was measured."""

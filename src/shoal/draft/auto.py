@@ -87,9 +87,11 @@ class CautiousDrafter:
         followers = [self._followers[row] for row in rows]
         for row, follower in zip(rows, followers, strict=True):
             follower.read(row.tokens)
+        self._helped = 0
+        if self._helper is None and all(follower.place is None for follower in followers):
+            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
         lengths = self._lengths(followers, limits)
         trees = [_chain(*each) for each in zip(rows, followers, lengths, strict=True)]
-        self._helped = 0
         return trees if self._helper is None else self._with_help(self._helper, rows, limits, trees)
 
     def _lengths(self, followers: Sequence[Follower], limits: Sequence[int]) -> list[int]:

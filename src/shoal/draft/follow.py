@@ -7,17 +7,16 @@ with the next token, guessed or not: so the chance that a guess is kept is learn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import mul
 
 LONGEST = 32
 """Tokens beyond which a match counts as no longer."""
 _LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""Lengths of a match from which on its chance is counted apart."""
+"""Lengths of a match from which on its chance is counted apart: the longer it is, the likelier it goes on."""
 _CLASS = [sum(length >= least for least in _LENGTHS) - 1 for length in range(LONGEST + 1)]
-_PRIOR = (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9), (0.5, 0.6, 0.65, 0.7, 0.75, 0.85, 0.9, 0.93)
-"""Chances to begin with by length, where the last two tokens were followed by something else the time before, or by
-the same."""
+_PRIOR = (0.4, 0.5, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)
+"""Chances to begin with, by length."""
 _WEIGHT = 6.0
 """Tries that a chance to begin with counts for."""
 _FADE = 0.97
@@ -32,7 +31,7 @@ class Chances:
     """
 
     def __init__(self, start: Chances | None = None) -> None:
-        rates = [rate for kind in _PRIOR for rate in kind] if start is None else start.rates()
+        rates = list(_PRIOR) if start is None else start.rates()
         self._kept = [_WEIGHT * rate for rate in rates]
         self._tried = [_WEIGHT] * len(rates)
 
@@ -50,11 +49,6 @@ class Chances:
         self._tried[kind] = _FADE * self._tried[kind] + 1.0
 
 
-def kind_of(length: int, steady: bool) -> int:
-    """The kind of a match of `length` tokens, 2 at least; `steady` if its end was followed by the same before."""
-    return _CLASS[min(length, LONGEST)] + (len(_LENGTHS) if steady else 0)
-
-
 class Follower:
     """The passage that a text is repeating just now.
 
@@ -68,17 +62,15 @@ class Follower:
     Attributes:
         place: index of the token that is expected next; None where the last two tokens are new.
         length: tokens of the match, at most `LONGEST`; 0 without one.
-        steady: whether the last time that the two tokens at its end stood there the same token followed.
     """
 
-    __slots__ = ("_chances", "_others", "_places", "_prompt", "_read", "length", "place", "steady")
+    __slots__ = ("_chances", "_others", "_places", "_prompt", "_read", "length", "place")
 
     def __init__(self, chances: Sequence[Chances], prompt: int) -> None:
         self._chances, self._prompt = chances, prompt
-        self._places: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._places: dict[tuple[int, int], int] = {}
         self._read = self.length = 0
         self.place: int | None = None
-        self.steady = False
 
     def read(self, tokens: Sequence[int]) -> None:
         """Take in what is new of the text: what it was in the call before, and more."""
@@ -91,7 +83,7 @@ class Follower:
         if place is not None:
             hit = tokens[place] == token
             if at >= self._prompt:
-                kind = kind_of(self.length, self.steady)
+                kind = _CLASS[self.length]
                 for chances in self._chances:
                     chances.learn(kind, hit)
             self.place = place + 1 if hit else None
@@ -100,23 +92,20 @@ class Follower:
             return
         last = tokens[at - 1]
         if at > 1:
-            pair = (tokens[at - 2], last)
-            before = self._places.get(pair)
-            self._places[pair] = at, before is not None and tokens[before[0]] == token
+            self._places[tokens[at - 2], last] = at
         if self.place is None:
             self._take_up(tokens, (last, token), at)
 
     def _take_up(self, tokens: Sequence[int], pair: tuple[int, int], at: int) -> None:
         found = self._places.get(pair)
         if found is not None:
-            self.place, self.steady = found
-            self.length = matched(tokens, found[0], at)
+            self.place, self.length = found, matched(tokens, found, at)
 
     def chances(self, most: int) -> list[float]:
         """The chance that each of the next `most` guesses is kept along with all before it."""
         if self.place is None:
             return []
-        kinds = (kind_of(self.length + ahead, self.steady) for ahead in range(most))
+        kinds = (_CLASS[min(self.length + ahead, LONGEST)] for ahead in range(most))
         return list(accumulate((self._chances[0].rate(kind) for kind in kinds), mul))
 
 

@@ -34,6 +34,8 @@ class Auto(Method):
             raise ValueError(f"length is {self.length}; it must be at least 1 token. Plain decoding is method 'full'")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """All layers, and a proposer that all requests of one engine share, so that what one has learned serves the next."""
+        """All layers, and a proposer that all requests of an engine share: what one has learned serves the next."""
+        if not info.free:
+            return Recipe(DepthPlan.full(info.num_layers))
         proposer = info.memory.setdefault(self, Cautious(Payoff(), self.length))
         return Recipe(DepthPlan.full(info.num_layers), proposer)
