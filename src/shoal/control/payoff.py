@@ -143,7 +143,7 @@ class Payoff:
 
     def judged(self, kept: int, offered: int) -> None:
         """See `Judge`."""
-        self._helper.acceptance.observe(kept, offered)
+        self._helper.judged(kept, offered)
 
 
 class HelperRecord:
@@ -156,27 +156,38 @@ class HelperRecord:
     """
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
-        self.acceptance = Acceptance(prior=rate)
-        self._cost, self._most = cost, most
-        self._idle, self._pause = 0, _FIRST_PAUSE
+        self._acceptance = Acceptance(prior=rate)
+        self._cost, self._most, self._judged = cost, most, 0
+        self._left, self._pause = 0, _FIRST_PAUSE
 
     def length(self, times: ForwardTimes, rows: int, most: int) -> int:
-        """Guesses per row with the most tokens per second; one now and then where none pays."""
+        """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
+
+        Args:
+            times: of the model's forwards.
+            rows: that the helper would guess for.
+            most: guesses per row that there is room for.
+        """
+        if self._left > 0:
+            self._left -= 1
+            return min(1, most) if self._left == 0 else 0
         best, found = MARGIN, 0
-        for length in range(1, min(most, self._most) + 1):
+        for length in range(1, min(most, self._most, 1 + self._judged) + 1):
             cost = 1 + length * self._cost + times.added(rows, rows * length)
-            gain = expected_tokens(self.acceptance.rate, length) / cost
+            gain = expected_tokens(self._acceptance.rate, length) / cost
             if gain > best:
                 best, found = gain, length
         if found:
-            self._idle, self._pause = 0, _FIRST_PAUSE
-            return found
-        self._idle += 1
-        if self._idle < self._pause or most < 1:
-            return 0
-        self._idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
-        return 1
+            self._pause = _FIRST_PAUSE
+        else:
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return found
+
+    def judged(self, kept: int, offered: int) -> None:
+        """`kept` of `offered` guesses in a row were right."""
+        self._judged += 1
+        self._acceptance.observe(kept, offered)
 
     def took(self, share: float) -> None:
-        """A guess took that share of a plain step."""
-        self._cost += _NEW * (min(share, _STALL) - self._cost)
+        """A guess took that share of a plain step; the first one after a pause may have had to read all since."""
+        self._cost += _NEW * (min(share, 2 * self._cost) - self._cost)

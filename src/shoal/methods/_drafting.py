@@ -61,8 +61,8 @@ class DraftingMethod(Method):
         self.accepting()
 
     def unmeasured(self, info: ModelInfo) -> str | None:
-        """The notice of a method that drafts with the model's own layers, on a model whose layers nobody has measured."""
-        if info.scores or info.order is not None:
+        """The notice of a method that drafts with the model's own layers, on a model whose layers are not measured."""
+        if info.scores or info.skips or info.order is not None:
             return None
         return (
             f"{self.name} drafts with some of the model's own layers, and nothing is known about the layers of this "
