@@ -6,6 +6,7 @@ guesses what more positions add. What is known outlives the batch, so that later
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
 from collections import deque
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 MARGIN = 1.08
 """Guesses are made where they promise that many times the tokens per second of a plain step."""
 _SLOPE = 0.08
-"""Cost of a further position, as a share of a plain step, until it was measured."""
+"""Cost of a further position, as a share of a plain step of one row, until it was measured."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _STEPS, _WIDE = 15, 5
 """Measurements kept of plain steps, and of forwards of each size with guesses."""
-_STALL = 8.0
-"""Longest that a measurement may seem, in plain steps: the rest is somebody else's work."""
+_STALL = 2.0
+"""Most plain steps that a guess may seem to add: the rest is somebody else's work."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Steps until a helper that did not pay is tried again."""
+"""Steps until what did not pay is tried again: a helper, or likely guesses that were too dear. They double."""
+_LIKELY = 0.5
 _NEW = 0.2
 
 
@@ -47,7 +49,7 @@ class ForwardTimes:
             share = seconds / step - 1
             cells = self._added.setdefault(_load(rows), {})
             cell = cells.setdefault(_near(guesses), deque(maxlen=_WIDE))
-            cell.append(min(max(share, 0.0), _STALL))
+            cell.append(min(max(share, 0.0), _STALL * guesses))
             self._curves.pop(_load(rows), None)
 
     def known(self, rows: int) -> bool:
@@ -70,15 +72,24 @@ class ForwardTimes:
         below, least = curve[at - 1] if at else (0, 0.0)
         return least + (share - least) * (guesses - below) / (size - below)
 
+    def measured(self, rows: int) -> bool:
+        """Whether it is known what guesses add to a step of so many rows."""
+        return _load(rows) in self._added
+
+    def forget(self, rows: int) -> None:
+        """Take what guesses add to a step of so many rows for unknown again."""
+        self._added.pop(_load(rows), None)
+        self._curves.pop(_load(rows), None)
+
     def _curve(self, rows: int) -> list[tuple[int, float]]:
         """Points (guesses, share), both ascending."""
         load = _load(rows)
         if load not in self._curves:
-            cells, points, least = self._added.get(load, {}), [], 0.0
-            for size in sorted(cells):
-                least = max(least, statistics.median(cells[size]))
-                points.append((size, least))
-            self._curves[load] = points or [(_GRID[-1], _SLOPE * _GRID[-1])]
+            cells, points, least = self._added.get(load, {}), deque[tuple[int, float]](), math.inf
+            for size in sorted(cells, reverse=True):  # more positions take no less: what lies above is noise
+                least = min(least, statistics.median(cells[size]))
+                points.appendleft((size, least))
+            self._curves[load] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (rows - 1)))]
         return self._curves[load]
 
 
@@ -123,12 +134,22 @@ class Payoff:
 
     def __init__(self, helper: HelperRecord | None = None, times: ForwardTimes | None = None) -> None:
         self.times, self._helper = times or ForwardTimes(), helper or HelperRecord()
+        self._declined, self._pause = 0, _FIRST_PAUSE
 
     def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
         """See `Judge`; the first steps of a new number of rows are plain and tell what one costs."""
         if not self.times.known(rows):
             return [0] * len(chances)
-        return best_lengths(chances, self.times, room, rows)
+        lengths = best_lengths(chances, self.times, room, rows)
+        if any(lengths):
+            if self.times.measured(rows):  # else it is a trial
+                self._declined, self._pause = 0, _FIRST_PAUSE
+        elif max(map(max, filter(None, chances)), default=0.0) > _LIKELY:
+            self._declined += 1
+            if self._declined >= self._pause:
+                self._declined, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
+                self.times.forget(rows)
+        return lengths
 
     def helped(self, rows: int, room: int) -> int:
         """See `Judge`."""
