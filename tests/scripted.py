@@ -1,4 +1,4 @@
-"""A model whose answer is written down, on a machine whose clock goes by a formula: for what hangs on texts and times."""
+"""A model whose answer is written down, on a machine whose clock goes by a formula."""
 
 from __future__ import annotations
 
@@ -39,7 +39,17 @@ class Scripted:
         self.engine: Engine = engine_for(tiny("llama", dtype=torch.float32))
         self._first: dict[int, int] = {}
         monkeypatch.setattr(self.engine.stack, "forward", self._forward)
+        monkeypatch.setattr(KVCache, "select", self._select(KVCache.select))
         monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def _select(self, select: Callable[[KVCache, Sequence[int]], None]) -> Callable[[KVCache, Sequence[int]], None]:
+        """Rows move up when others leave, and so does what is known of them."""
+
+        def selected(cache: KVCache, rows: Sequence[int]) -> None:
+            self._first = {slot: self._first[row] for slot, row in enumerate(rows)}
+            select(cache, rows)
+
+        return selected
 
     def _forward(self, feeds: Sequence[Feed], cache: KVCache, *_: Any) -> Tensor:
         total = sum(len(feed.tokens) for feed in feeds)
