@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from drafts import draft_of
 from shoal.methods.aded import ADED
+from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
@@ -45,6 +46,7 @@ MATRIX: tuple[Method, ...] = (
     Schedule((2, 4, 1), (1, 3, 3)),
     Calibrated(Full()),
     Calibrated(Schedule((3, 2), (2, 5))),
+    Auto(),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
     ADED(),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.engine.load import load
     from shoal.errors import Unsupported
     from shoal.methods.aded import ADED
+    from shoal.methods.auto import Auto
     from shoal.methods.base import Method
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
@@ -40,6 +41,7 @@ __all__ = [
     "D3",
     "DEL",
     "RSD",
+    "Auto",
     "D3Spec",
     "DepthPlan",
     "DraftAndVerify",
@@ -69,6 +71,7 @@ __all__ = [
 
 _HOME = {
     "ADED": "shoal.methods.aded",
+    "Auto": "shoal.methods.auto",
     "D3": "shoal.methods.d3",
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",

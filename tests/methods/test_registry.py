@@ -19,6 +19,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import get, make, names
 from shoal.methods.aded import ADED
+from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
@@ -41,6 +42,7 @@ from shoal.types import ModelInfo
 
 SHIPPED = {
     "full": Full,
+    "auto": Auto,
     "d3": D3,
     "skipdecode": SkipDecode,
     "unified_layer_skipping": UnifiedLayerSkipping,
@@ -61,6 +63,7 @@ SHIPPED = {
 }
 CONFIGURED = [
     Full(),
+    Auto(7),
     D3(),
     D3(alpha=0.98, start=1, order=(3, 2, 4), core=5, horizon=9, rounding="ceil"),
     D3(start=1.0, mean=0.7),

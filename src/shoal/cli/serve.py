@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   shoal serve
+  shoal serve --model path/to/model --method full
   shoal serve --model path/to/model --method d3 --alpha 0.99 --port 8080
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
   shoal serve --model path/to/model --replicas 4
@@ -30,7 +31,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    common.add_method(parser)
+    common.add_method(parser, default="auto")
     common.add_model(parser)
     _add_address(parser)
     scheduling = common.add_scheduling(parser)

@@ -32,9 +32,9 @@ class Drafting:
 
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
         """A tree for every row: its root alone, unless its recipe has a proposer and there is room for guesses."""
-        trees = {row.slot: TokenTree.chain(row.tokens[-1:]) for row in rows}
+        trees: dict[int, TokenTree] = {}
         limits = self._limits(rows)
-        for drafter, group in _grouped(rows, lambda row: row.recipe.proposer, self._drafter):
+        for drafter, group in _grouped(rows, _proposer, self._drafter):
             allowed = [limits[row.slot] for row in group]
             if any(allowed):
                 try:
@@ -44,31 +44,41 @@ class Drafting:
                         self._cache.rollback(row.slot)
                 cut = map(TokenTree.cut, guesses, allowed)
                 trees.update(zip((row.slot for row in group), cut, strict=True))
-        return [trees[row.slot] for row in rows]
+        return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
     def watch(self, rows: Sequence[Row], trees: Sequence[TokenTree]) -> tuple[Tap, ...]:
         """What shows the hidden states of the coming forward to the drafters that want them; empty if nobody does."""
         taps: list[tuple[Tap, list[int]]] = []
-        for drafter, group in _grouped(rows, lambda row: row.recipe.proposer, self._drafter):
+        for drafter, group in _grouped(rows, _proposer, self._drafter):
             watch = getattr(drafter, "watch", None)
-            places = [place for place, row in enumerate(rows) if any(row is one for one in group)]
-            tap = None if watch is None else watch(group, [trees[place] for place in places])
-            if tap is not None:
-                taps.append((tap, places))
+            if watch is not None:
+                places = [place for place, row in enumerate(rows) if any(row is one for one in group)]
+                tap = watch(group, [trees[place] for place in places])
+                if tap is not None:
+                    taps.append((tap, places))
+        if not taps:
+            return ()
 
         def show(layer: int, hidden: Tensor) -> None:
             for tap, places in taps:
                 tap(layer, hidden if len(places) == len(rows) else hidden[places])
 
-        return (show,) if taps else ()
+        return (show,)
 
     def observe(self, tick: Tick) -> None:
         """Tell drafters and governors what became of a tick."""
         for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
             if row.recipe.proposer is not None and len(tree) > 1:
                 self._drafter(row.recipe.proposer).observe(row, tree, outcome)
-        for governor, group in _grouped(tick.rows, lambda row: row.recipe.controller, self._governor):
+        for drafter, _ in _grouped(tick.rows, _proposer, self._drafter):
+            timed = getattr(drafter, "timed", None)
+            if timed is not None:
+                timed(tick)
+        for governor, group in _grouped(tick.rows, _controller, self._governor):
             governor.observe(_part(tick, group))
+        meter = tick.rows[0].recipe.meter
+        if meter is not None and all(row.recipe.meter is meter for row in tick.rows):
+            meter.observe(tick)
 
     def keep(self, rows: Sequence[Row]) -> None:
         """Forget the workers whose last row has left: another part may come to live where theirs was."""
@@ -79,15 +89,16 @@ class Drafting:
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
         limits = {row.slot: row.stop.room - 1 if row.recipe.proposer is not None else 0 for row in rows}
-        for governor, group in _grouped(rows, lambda row: row.recipe.controller, self._governor):
+        for governor, group in _grouped(rows, _controller, self._governor):
             for row, most in zip(group, governor.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
 
     def _drafter(self, proposer: Proposer) -> Drafter:
-        if id(proposer) not in self._drafters:
-            self._drafters[id(proposer)] = proposer.begin(self._stack, self._cache)
-        return self._drafters[id(proposer)]
+        drafter = self._drafters.get(id(proposer))
+        if drafter is None:
+            drafter = self._drafters[id(proposer)] = proposer.begin(self._stack, self._cache)
+        return drafter
 
     def _governor(self, controller: Controller) -> Governor:
         if id(controller) not in self._governors:
@@ -95,8 +106,19 @@ class Drafting:
         return self._governors[id(controller)]
 
 
+def _proposer(row: Row) -> Proposer | None:
+    return row.recipe.proposer
+
+
+def _controller(row: Row) -> Controller | None:
+    return row.recipe.controller
+
+
 def _grouped(rows: Sequence[Row], part: Callable[[Row], Any], worker: Callable[[Any], T]) -> list[tuple[T, list[Row]]]:
     """Rows by the part of their recipe, with the worker for it; rows without that part are left out."""
+    if len(rows) == 1:  # the usual case, in which a step has no time for more
+        one = part(rows[0])
+        return [] if one is None else [(worker(one), list(rows))]
     parts = {id(p): p for row in rows if (p := part(row)) is not None}
     return [(worker(one), [row for row in rows if part(row) is one]) for one in parts.values()]
 

@@ -57,6 +57,14 @@ class Watcher(Drafter, Protocol):
         ...
 
 
+class Timed(Drafter, Protocol):
+    """A drafter that decides how much to guess by what ticks take."""
+
+    def timed(self, tick: Tick) -> None:
+        """Called after every tick that a row of its own was in, with all rows of that tick."""
+        ...
+
+
 class Proposer(Protocol):
     """Guesses tokens ahead. Immutable; `begin` makes the state for one batch of rows."""
 
@@ -101,6 +109,14 @@ class Controller(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Is shown the ticks of a method."""
+
+    def observe(self, tick: Tick) -> None:
+        """A tick in which that method alone decoded."""
+        ...
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The parts of a method.
@@ -111,6 +127,7 @@ class Recipe:
         rule: who decides what is kept (None: an exact match with the target's own choice, greedy or sampled).
         controller: how much is guessed (None: as much as the proposer likes).
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
+        meter: who is to see what guessing brings (None: nobody).
     """
 
     plan: DepthPlan
@@ -118,6 +135,7 @@ class Recipe:
     rule: Rule | None = None
     controller: Controller | None = None
     horizon: int | None = None
+    meter: Watch | None = None
 
     @property
     def exact_to(self) -> Exactness:

@@ -58,6 +58,8 @@ class TokenTree:
 
     def cut(self, depth: int) -> TokenTree:
         """The nodes at most `depth` away from the root."""
+        if len(self.tokens) == 1:
+            return self
         size = sum(d <= depth for d in self.depths)
         if size == len(self):
             return self

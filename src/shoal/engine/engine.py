@@ -6,6 +6,7 @@ tick by tick without touching each other.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
+from shoal.control.meter import Meter
 from shoal.decode.loop import Loop
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
+from shoal.draft.auto import Cautious
 from shoal.engine import fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from shoal.decode.recipe import Recipe
     from shoal.engine.session import Session
     from shoal.model.stack import Stack
+
+log = logging.getLogger(__name__)
 
 _RESERVE = 1024
 """Most generated positions for which KV memory is set aside at once; longer answers grow into more."""
@@ -73,6 +78,9 @@ class Engine:
         self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
+        self._memory: dict[Any, Any] = {}
+        self._meters: dict[str, Meter] = {}
+        self._said: set[str] = set()
         self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
@@ -87,6 +95,8 @@ class Engine:
             tokenizer=self.tokenizer,
             companion=self._companions,
             fingerprint=lambda: self.fingerprint,
+            memory=self._memory,
+            free=self.ranks.size == 1,
         )
 
     @cached_property
@@ -142,8 +152,23 @@ class Engine:
 
     def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
         """What a method makes of this model and a request of that length."""
-        recipe = make(method).recipe(self.info(max_new_tokens))
-        return replace(recipe, horizon=recipe.horizon or max_new_tokens)
+        chosen, info = make(method), self.info(max_new_tokens)
+        recipe = chosen.recipe(info)
+        if (notice := chosen.notice(info)) is not None:
+            self._say_once(notice)
+        return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
+
+    def _say_once(self, words: str) -> None:
+        """Log a warning that this engine has not given yet."""
+        if words not in self._said:
+            self._said.add(words)
+            log.warning(words)
+
+    def _meter(self, name: str, recipe: Recipe) -> Meter | None:
+        """Who says that a method loses time by guessing, unless it sees to that itself."""
+        if recipe.proposer is None or isinstance(recipe.proposer, Cautious):
+            return None
+        return self._meters.setdefault(name, Meter(name, self._say_once))
 
     def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
         """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""

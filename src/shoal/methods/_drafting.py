@@ -60,6 +60,16 @@ class DraftingMethod(Method):
             raise ValueError("rule is 'lenient', but margin is None; give the margin in nats, 0 or more")
         self.accepting()
 
+    def unmeasured(self, info: ModelInfo) -> str | None:
+        """The notice of a method that drafts with the model's own layers, on a model whose layers are not measured."""
+        if info.scores or info.skips or info.order is not None:
+            return None
+        return (
+            f"{self.name} drafts with some of the model's own layers, and nothing is known about the layers of this "
+            "model: its guesses may be poor and decoding slower than without them. Measure the layers with `shoal "
+            "calibrate`, or use method auto, which guesses only where that pays"
+        )
+
     def accepting(self) -> Rule | None:
         """The rule that the knobs name; None for an exact match."""
         if self.rule == "rejection":

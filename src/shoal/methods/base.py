@@ -59,6 +59,10 @@ class Method(ABC):
             Unsupported: the model lacks what the method needs.
         """
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """What a user should know before this method decodes on that model; None where there is nothing to say."""
+        return None
+
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
         """Names of the method's options."""

@@ -60,6 +60,10 @@ class D3Spec(DraftingMethod):
             if value is not None and not value > 0:
                 raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`."""
+        return self.unmeasured(info) if self.order == "auto" else None
+
     def recipe(self, info: ModelInfo) -> Recipe:
         """D3's plan over a block drafts."""
         num_layers, horizon = info.num_layers, self.length + 1

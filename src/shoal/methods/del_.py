@@ -49,6 +49,10 @@ class DEL(DraftingMethod):
             raise ValueError(f"head is {self.head}; it must be 0 layers or more, or None for the model's own")
         self._proposer((1,) if self.exits is None else self.exits, 0.0)
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`; exits that were named are taken for trained ones."""
+        return self.unmeasured(info) if self.exits is None else None
+
     def recipe(self, info: ModelInfo) -> Recipe:
         """A choice of prefixes drafts.
 

@@ -48,6 +48,10 @@ class DraftAndVerify(DraftingMethod):
         check_share("share", self.share)
         self._proposer(Skips(), 1)
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`."""
+        return self.unmeasured(info) if self.skip_attention is self.skip_mlp is None else None
+
     def recipe(self, info: ModelInfo) -> Recipe:
         """A plan without the sublayers drafts.
 

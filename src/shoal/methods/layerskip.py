@@ -41,6 +41,10 @@ class LayerSkip(DraftingMethod):
         if self.exit_layer is not None and self.exit_layer < 1:
             raise ValueError(f"exit_layer is {self.exit_layer}; it must be at least 1, the number of layers that draft")
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`; an exit layer that was named is taken for one that was trained."""
+        return self.unmeasured(info) if self.exit_layer is None else None
+
     def recipe(self, info: ModelInfo) -> Recipe:
         """A prefix of the stack drafts.
 

@@ -57,6 +57,10 @@ class Swift(DraftingMethod):
             raise ValueError(f"ratio is {self.ratio}; it must be in [0, 1), the share of the sublayers left out")
         self._proposer(0)
 
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`."""
+        return self.unmeasured(info)
+
     def recipe(self, info: ModelInfo) -> Recipe:
         """A search drafts.
 

@@ -12,7 +12,7 @@ class Settings:
 
     Attributes:
         model_name: the name under which clients ask for the model; another one is answered 404.
-        method: what decodes where a request names no method.
+        method: what decodes where a request names no method; the request's "full" is plain decoding.
         methods: names of the methods that requests may ask for; None for every one that loads nothing.
         api_keys: keys of which a request must carry one; without any, all are welcome.
         default_max_tokens: the limit of a chat answer that names none.
@@ -26,7 +26,7 @@ class Settings:
     """
 
     model_name: str = "shoal"
-    method: Any = "full"
+    method: Any = "auto"
     methods: frozenset[str] | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     default_max_tokens: int = 1024

@@ -43,7 +43,7 @@ async function load() {
   });
   at("method").replaceChildren(own, ...names);
   const known = new Set(model.methods.map((method) => method.name));
-  if (model.default_method === "full" && known.has("d3")) at("method").value = "d3";
+  if (["auto", "full"].includes(model.default_method) && known.has("d3")) at("method").value = "d3";
   choose();
 }
 

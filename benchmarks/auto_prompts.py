@@ -1,0 +1,85 @@
+"""Real requests of six kinds for `benchmarks/auto.py`, read from a data folder laid out like the project's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_DOCUMENT = 3000
+"""Characters of a document that a prompt holds."""
+
+
+def prompts(data: Path, kind: str, count: int, seed: int = 0) -> list[str]:
+    """`count` user messages of a kind, drawn with `seed`.
+
+    Raises:
+        ValueError: an unknown kind, or its file is not in `data`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    try:
+        found = list(KINDS[kind](data))
+    except FileNotFoundError as error:
+        raise ValueError(f"prompts of kind {kind!r} need {error.filename}, which is not there; see --data") from error
+    return random.Random(f"{seed}/{kind}").sample(found, min(count, len(found)))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    yield from map(json.loads, raw.decode("utf-8").splitlines())
+
+
+def _chat(data: Path) -> Iterator[str]:
+    wanted = {"writing", "roleplay", "stem", "humanities", "generic", "knowledge", "counterfactual", "common-sense"}
+    for path in (data / "mt_bench" / "question.jsonl", data / "vicuna" / "vicuna_bench.jsonl"):
+        yield from (item["turns"][0] for item in _lines(path) if item["category"] in wanted)
+
+
+def _programs(data: Path) -> Iterator[str]:
+    for item in _lines(data / "humaneval" / "HumanEval.jsonl.gz"):
+        yield item["prompt"].rstrip() + "\n" + item["canonical_solution"].rstrip()
+
+
+def _code(data: Path) -> Iterator[str]:
+    for item in _lines(data / "humaneval" / "HumanEval.jsonl.gz"):
+        yield f"Complete this Python function.\n\n```python\n{item['prompt'].rstrip()}\n```"
+    for item in _lines(data / "mbpp" / "mbpp.jsonl"):
+        yield f"{item['text']} Use Python."
+
+
+def _edits(data: Path) -> Iterator[str]:
+    for program in _programs(data):
+        names = re.findall(r"^def (\w+)\(", program, re.MULTILINE)
+        yield (f"```python\n{program}\n```\n\nWrite the whole function again with {names[-1]} renamed to "
+               f"{names[-1]}_checked and nothing else changed.")
+
+
+def _mathematics(data: Path) -> Iterator[str]:
+    yield from (item["question"] for item in _lines(data / "gsm8k" / "test.jsonl"))
+
+
+def _summaries(data: Path) -> Iterator[str]:
+    for story in _lines(data / "squality" / "v1-3" / "txt" / "dev.jsonl"):
+        document = " ".join(story["document"][:_DOCUMENT].split())
+        yield f"{document}\n\nSummarise this passage."
+
+
+def _retrieval(data: Path) -> Iterator[str]:
+    for item in _lines(data / "spec_bench" / "question_math_rag.jsonl"):
+        if item["category"] == "rag":
+            yield item["turns"][0][-_DOCUMENT - 1000:]
+
+
+KINDS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "chat": _chat,
+    "code": _code,
+    "edits": _edits,
+    "mathematics": _mathematics,
+    "summaries": _summaries,
+    "retrieval": _retrieval,
+}

@@ -1,0 +1,214 @@
+"""Whether guesses pay: what a forward over more positions costs here, and how many of them bring most tokens a second.
+
+Times are learned from every tick, per number of rows: a forward without guesses tells what a step costs, one with
+guesses what more positions add. What is known outlives the batch, so that later ones begin with it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.control.acceptance import Acceptance, expected_tokens
+
+if TYPE_CHECKING:
+    from shoal.decode.recipe import Tick
+
+MARGIN = 1.08
+"""Guesses are made where they promise that many times the tokens per second of a plain step."""
+_SLOPE = 0.08
+"""Cost of a further position, as a share of a plain step of one row, until it was measured."""
+_GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_STEPS, _WIDE = 15, 5
+"""Measurements kept of plain steps, and of forwards of each size with guesses."""
+_STALL = 2.0
+"""Most plain steps that a guess may seem to add: the rest is somebody else's work."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
+"""Steps until what did not pay is tried again: a helper, or likely guesses that were too dear. They double."""
+_LIKELY = 0.5
+_NEW = 0.2
+
+
+class ForwardTimes:
+    """Seconds of forwards of one model on this machine, by rows and by guesses on top of them."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[float]] = {}
+        self._added: dict[int, dict[int, deque[float]]] = {}
+        self._curves: dict[int, list[tuple[int, float]]] = {}
+
+    def observe(self, rows: int, guesses: int, seconds: float) -> None:
+        """A forward of so many rows, with so many guesses of all rows together."""
+        if guesses == 0:
+            self._steps.setdefault(rows, deque(maxlen=_STEPS)).append(seconds)
+        elif step := self.step(rows):
+            share = seconds / step - 1
+            cells = self._added.setdefault(_load(rows), {})
+            cell = cells.setdefault(_near(guesses), deque(maxlen=_WIDE))
+            cell.append(min(max(share, 0.0), _STALL * guesses))
+            self._curves.pop(_load(rows), None)
+
+    def known(self, rows: int) -> bool:
+        """Whether plain steps of so many rows were timed."""
+        return len(self._steps.get(rows, ())) > 1
+
+    def step(self, rows: int) -> float:
+        """Seconds of a plain step of so many rows; 0 before one was timed."""
+        steps = self._steps.get(rows)
+        return statistics.median(steps) if steps else 0.0
+
+    def added(self, rows: int, guesses: int) -> float:
+        """What so many guesses add to a step, as a share of it: straight lines between what was measured."""
+        curve = self._curve(rows)
+        at = bisect_left(curve, (guesses, -1.0))
+        if at == len(curve):
+            size, share = curve[-1]
+            return share * guesses / size
+        size, share = curve[at]
+        below, least = curve[at - 1] if at else (0, 0.0)
+        return least + (share - least) * (guesses - below) / (size - below)
+
+    def measured(self, rows: int) -> bool:
+        """Whether it is known what guesses add to a step of so many rows."""
+        return _load(rows) in self._added
+
+    def forget(self, rows: int) -> None:
+        """Take what guesses add to a step of so many rows for unknown again."""
+        self._added.pop(_load(rows), None)
+        self._curves.pop(_load(rows), None)
+
+    def _curve(self, rows: int) -> list[tuple[int, float]]:
+        """Points (guesses, share), both ascending."""
+        load = _load(rows)
+        if load not in self._curves:
+            cells, points, least = self._added.get(load, {}), deque[tuple[int, float]](), math.inf
+            for size in sorted(cells, reverse=True):  # more positions take no less: what lies above is noise
+                least = min(least, statistics.median(cells[size]))
+                points.appendleft((size, least))
+            self._curves[load] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (rows - 1)))]
+        return self._curves[load]
+
+
+def _load(rows: int) -> int:
+    """Numbers of rows that are taken together."""
+    return rows.bit_length()
+
+
+def _near(guesses: int) -> int:
+    return _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
+
+
+def best_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, rows: int) -> list[int]:
+    """Guesses per row with the most expected tokens per second; none where that is not worth it.
+
+    Args:
+        chances: for each row that may guess, the chance of each next guess to be kept with all before it, falling.
+        times: what forwards take.
+        room: most guesses of all rows together.
+        rows: rows of the forward, those without guesses included.
+    """
+    ranked = sorted(((chance, row) for row, some in enumerate(chances) for chance in some), reverse=True)[:room]
+    best, count, tokens = MARGIN, 0, float(rows)
+    for number, (chance, _) in enumerate(ranked, start=1):
+        tokens += chance
+        gain = tokens / rows / (1 + times.added(rows, number))
+        if gain > best:
+            best, count = gain, number
+    lengths = [0] * len(chances)
+    for _, row in ranked[:count]:
+        lengths[row] += 1
+    return lengths
+
+
+class Payoff:
+    """Times and the record of a helper: says how many guesses pay. See `shoal.draft.auto.Judge`.
+
+    Args:
+        helper: what is thought of a helper before it was tried.
+        times: of forwards; None for a machine that is yet unknown.
+    """
+
+    def __init__(self, helper: HelperRecord | None = None, times: ForwardTimes | None = None) -> None:
+        self.times, self._helper = times or ForwardTimes(), helper or HelperRecord()
+        self._declined, self._pause = 0, _FIRST_PAUSE
+
+    def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
+        """See `Judge`; the first steps of a new number of rows are plain and tell what one costs."""
+        if not self.times.known(rows):
+            return [0] * len(chances)
+        lengths = best_lengths(chances, self.times, room, rows)
+        if any(lengths):
+            if self.times.measured(rows):  # else it is a trial
+                self._declined, self._pause = 0, _FIRST_PAUSE
+        elif max(map(max, filter(None, chances)), default=0.0) > _LIKELY:
+            self._declined += 1
+            if self._declined >= self._pause:
+                self._declined, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
+                self.times.forget(rows)
+        return lengths
+
+    def helped(self, rows: int, room: int) -> int:
+        """See `Judge`."""
+        return self._helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
+
+    def observe(self, tick: Tick, helped: int) -> None:
+        """See `Judge`."""
+        rows, guesses = len(tick.rows), sum(map(len, tick.trees)) - len(tick.rows)
+        self.times.observe(rows, guesses, tick.target_seconds)
+        if helped and (step := self.times.step(rows)):
+            self._helper.took(tick.draft_seconds / step / helped)
+
+    def judged(self, kept: int, offered: int) -> None:
+        """See `Judge`."""
+        self._helper.judged(kept, offered)
+
+
+class HelperRecord:
+    """How often a helper's guesses are kept, what they cost, and when to try it again.
+
+    Args:
+        rate: chance that a guess is kept, to begin with.
+        cost: of a guess, as a share of a plain step, to begin with.
+        most: most guesses one after another.
+    """
+
+    def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
+        self._acceptance = Acceptance(prior=rate)
+        self._cost, self._most, self._judged = cost, most, 0
+        self._left, self._pause = 0, _FIRST_PAUSE
+
+    def length(self, times: ForwardTimes, rows: int, most: int) -> int:
+        """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
+
+        Args:
+            times: of the model's forwards.
+            rows: that the helper would guess for.
+            most: guesses per row that there is room for.
+        """
+        if self._left > 0:
+            self._left -= 1
+            return min(1, most) if self._left == 0 else 0
+        best, found = MARGIN, 0
+        for length in range(1, min(most, self._most, 1 + self._judged) + 1):
+            cost = 1 + length * self._cost + times.added(rows, rows * length)
+            gain = expected_tokens(self._acceptance.rate, length) / cost
+            if gain > best:
+                best, found = gain, length
+        if found:
+            self._pause = _FIRST_PAUSE
+        else:
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return found
+
+    def judged(self, kept: int, offered: int) -> None:
+        """`kept` of `offered` guesses in a row were right."""
+        self._judged += 1
+        self._acceptance.observe(kept, offered)
+
+    def took(self, share: float) -> None:
+        """A guess took that share of a plain step; the first one after a pause may have had to read all since."""
+        self._cost += _NEW * (min(share, 2 * self._cost) - self._cost)

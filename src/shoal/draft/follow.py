@@ -1,0 +1,115 @@
+"""Following an earlier passage of a growing text, and how often that predicts the next token.
+
+While the text repeats a passage, the token after it there is the guess for the token here. Whether it was right shows
+with the next token, guessed or not: so the chance that a guess is kept is learned without making one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+LONGEST = 32
+"""Tokens beyond which a match counts as no longer."""
+_LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
+"""Lengths of a match from which on its chance is counted apart: the longer it is, the likelier it goes on."""
+_CLASS = [sum(length >= least for least in _LENGTHS) - 1 for length in range(LONGEST + 1)]
+_PRIOR = (0.4, 0.5, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)
+"""Chances to begin with, by length."""
+_WEIGHT = 6.0
+"""Tries that a chance to begin with counts for."""
+_FADE = 0.97
+"""Weight that a try keeps with every later one of its kind."""
+
+
+class Chances:
+    """How often the token that followed a match before followed it again, by kind of match.
+
+    Args:
+        start: what is known already; it counts for a few tries.
+    """
+
+    def __init__(self, start: Chances | None = None) -> None:
+        rates = list(_PRIOR) if start is None else start.rates()
+        self._kept = [_WEIGHT * rate for rate in rates]
+        self._tried = [_WEIGHT] * len(rates)
+
+    def rates(self) -> list[float]:
+        """The estimate of each kind."""
+        return [kept / tried for kept, tried in zip(self._kept, self._tried, strict=True)]
+
+    def rate(self, kind: int) -> float:
+        """The estimate, in [0, 1]."""
+        return self._kept[kind] / self._tried[kind]
+
+    def learn(self, kind: int, hit: bool) -> None:
+        """Whether a match of that kind told the next token."""
+        self._kept[kind] = _FADE * self._kept[kind] + hit
+        self._tried[kind] = _FADE * self._tried[kind] + 1.0
+
+
+class Follower:
+    """The passage that a text is repeating just now.
+
+    A passage is followed as long as it tells the next token. After that, or without one, the latest earlier place of
+    the last two tokens is taken up. A token costs the same however long the text is.
+
+    Args:
+        chances: learns from the tokens of the answer.
+        prompt: leading tokens of which nothing is learned but where they stand.
+
+    Attributes:
+        place: index of the token that is expected next; None where the last two tokens are new.
+        length: tokens of the match, at most `LONGEST`; 0 without one.
+    """
+
+    __slots__ = ("_chances", "_others", "_places", "_prompt", "_read", "length", "place")
+
+    def __init__(self, chances: Sequence[Chances], prompt: int) -> None:
+        self._chances, self._prompt = chances, prompt
+        self._places: dict[tuple[int, int], int] = {}
+        self._read = self.length = 0
+        self.place: int | None = None
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take in what is new of the text: what it was in the call before, and more."""
+        for at in range(self._read, len(tokens)):
+            self._take(tokens, at)
+        self._read = len(tokens)
+
+    def _take(self, tokens: Sequence[int], at: int) -> None:
+        token, place = tokens[at], self.place
+        if place is not None:
+            hit = tokens[place] == token
+            if at >= self._prompt:
+                kind = _CLASS[self.length]
+                for chances in self._chances:
+                    chances.learn(kind, hit)
+            self.place = place + 1 if hit else None
+            self.length = min(self.length + 1, LONGEST) if hit else 0
+        if at == 0:
+            return
+        last = tokens[at - 1]
+        if at > 1:
+            self._places[tokens[at - 2], last] = at
+        if self.place is None:
+            self._take_up(tokens, (last, token), at)
+
+    def _take_up(self, tokens: Sequence[int], pair: tuple[int, int], at: int) -> None:
+        found = self._places.get(pair)
+        if found is not None:
+            self.place, self.length = found, matched(tokens, found, at)
+
+    def chances(self, most: int) -> list[float]:
+        """The chance that each of the next `most` guesses is kept along with all before it."""
+        if self.place is None:
+            return []
+        kinds = (_CLASS[min(self.length + ahead, LONGEST)] for ahead in range(most))
+        return list(accumulate((self._chances[0].rate(kind) for kind in kinds), mul))
+
+
+def matched(tokens: Sequence[int], place: int, at: int) -> int:
+    """How many tokens up to `at` stand before `place` as well, at most `LONGEST`."""
+    most = min(place, LONGEST)
+    return next((size for size in range(most) if tokens[place - 1 - size] != tokens[at - size]), most)

@@ -1,0 +1,164 @@
+"""How many guesses pay: against brute force, and in a simulated machine whose clock goes by a formula."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.control.payoff import MARGIN, ForwardTimes, HelperRecord, Payoff, best_lengths
+
+
+def measured(slope: float, jump: float = 0.0, rows: int = 1) -> ForwardTimes:
+    """Times of a machine where guesses add jump + slope * guesses to a step."""
+    times = ForwardTimes()
+    for _ in range(5):
+        times.observe(rows, 0, 2.0)
+        for guesses in (1, 2, 3, 4, 6, 8, 12, 16):
+            times.observe(rows, guesses, 2.0 * (1 + jump + slope * guesses))
+    return times
+
+
+def test_what_was_measured_is_found_between_and_beyond() -> None:
+    times = measured(0.1, 0.2)
+    for guesses in (1, 3, 5, 7, 16):
+        assert times.added(1, guesses) == pytest.approx(0.2 + 0.1 * guesses)
+    assert times.added(1, 32) == pytest.approx(2 * times.added(1, 16))
+    assert times.step(1) == 2.0 and times.step(2) == 0.0
+
+
+def test_before_anything_was_measured_a_slope_is_assumed() -> None:
+    times = ForwardTimes()
+    assert 0 < times.added(1, 1) < 0.2 and times.added(1, 8) == pytest.approx(8 * times.added(1, 1))
+    assert not times.known(1)
+    times.observe(1, 4, 1.0)  # without a plain step to compare with
+    assert times.added(1, 8) == pytest.approx(8 * times.added(1, 1))
+
+
+def test_a_stall_is_outvoted() -> None:
+    times = measured(0.05)
+    times.observe(1, 4, 500.0)
+    times.observe(1, 0, 500.0)
+    assert times.added(1, 4) == pytest.approx(0.2) and times.step(1) == 2.0
+
+
+def test_noise_in_one_size_does_not_raise_the_others() -> None:
+    times = ForwardTimes()
+    for _ in range(3):
+        times.observe(1, 0, 1.0)
+    times.observe(1, 1, 4.0)
+    times.observe(1, 8, 1.4)
+    assert times.added(1, 1) <= times.added(1, 8) == pytest.approx(0.4)
+
+
+def brute_force(chances: list[list[float]], times: ForwardTimes, room: int, rows: int) -> float:
+    """The best gain over all combinations of lengths."""
+    best = 1.0
+    for lengths in itertools.product(*(range(len(some) + 1) for some in chances)):
+        if sum(lengths) <= room:
+            tokens = rows + sum(sum(some[:length]) for some, length in zip(chances, lengths, strict=True))
+            best = max(best, tokens / rows / (1 + (times.added(rows, sum(lengths)) if any(lengths) else 0)))
+    return best
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.floats(0.02, 0.99), st.integers(0, 4)), min_size=1, max_size=3),
+    st.floats(0, 0.8),
+    st.floats(0, 1.5),
+    st.integers(0, 9),
+    st.integers(0, 2),
+)
+def test_lengths_are_those_of_brute_force(
+    rows: list[tuple[float, int]], slope: float, jump: float, room: int, beside: int
+) -> None:
+    chances = [[rate**place for place in range(1, most + 1)] for rate, most in rows]
+    total = len(rows) + beside
+    times = measured(slope, jump, total)
+    lengths = best_lengths(chances, times, room, total)
+    assert all(length <= len(some) for length, some in zip(lengths, chances, strict=True)) and sum(lengths) <= room
+    best = brute_force(chances, times, room, total)
+    if any(lengths):
+        tokens = total + sum(sum(some[:length]) for some, length in zip(chances, lengths, strict=True))
+        assert tokens / total / (1 + times.added(total, sum(lengths))) == pytest.approx(best) and best > MARGIN
+    else:
+        assert best <= MARGIN + 1e-9
+
+
+def test_where_positions_are_dear_nothing_is_guessed() -> None:
+    certain = [[1.0] * 15]
+    assert best_lengths(certain, measured(1.0), 63, 1) == [0]
+    assert best_lengths(certain, measured(0.1), 63, 1) == [15]
+    assert best_lengths([[0.3, 0.09]], measured(0.02, 0.5), 63, 1) == [0]
+
+
+class Machine:
+    """Plays ticks of a payoff whose machine adds `slope` of a step per guess."""
+
+    def __init__(self, slope: float, **record: Any) -> None:
+        self.payoff, self.slope = Payoff(HelperRecord(**record) if record else None), slope
+        self.guesses: list[int] = []
+
+    def tick(self, chances: list[float]) -> int:
+        lengths = self.payoff.lengths([chances], 1, 63)
+        self.payoff.times.observe(1, lengths[0], 1 + self.slope * lengths[0])
+        self.guesses.append(lengths[0])
+        return lengths[0]
+
+
+def test_the_first_steps_are_plain() -> None:
+    machine = Machine(0.01)
+    for _ in range(4):
+        machine.tick([0.9, 0.8, 0.7])
+    assert machine.guesses[:2] == [0, 0] and machine.guesses[2] > 0
+
+
+def test_dear_guesses_are_tried_seldom_and_more_and_more_so() -> None:
+    machine = Machine(1.2)
+    for _ in range(4000):
+        machine.tick([0.9, 0.8, 0.7])
+    tries = [place for place, guesses in enumerate(machine.guesses) if guesses]
+    assert 1 < len(tries) < 12
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries) if later - earlier > 8]
+    assert gaps == sorted(gaps) and gaps[0] > 100
+
+
+def test_what_became_cheap_is_found_again() -> None:
+    machine = Machine(1.2)
+    for number in range(2000):
+        machine.slope = 1.2 if number < 300 else 0.02
+        machine.tick([0.9, 0.8, 0.7])
+    assert all(machine.guesses[-200:])
+
+
+def helped(rate: float, cost: float, ticks: int, believed: float = 0.7) -> tuple[float, list[int]]:
+    """Seconds per token against plain decoding with a helper, and what it was asked for."""
+    payoff, dice = Payoff(HelperRecord(believed, 0.4)), random.Random(1)
+    asked, seconds, tokens = [], 0.0, 0
+    for _ in range(ticks):
+        length = payoff.helped(1, 63)
+        kept = next((place for place in range(length) if dice.random() >= rate), length)
+        spent = 1 + 0.02 * length
+        payoff.times.observe(1, length, spent)
+        if length:
+            payoff.judged(kept, min(kept + 1, length))
+            payoff._helper.took(cost)
+        asked.append(length)
+        seconds, tokens = seconds + spent + cost * length, tokens + kept + 1
+    return seconds / tokens, asked
+
+
+def test_a_good_helper_is_used_and_a_bad_one_put_off() -> None:
+    good, _ = helped(0.9, 0.1, 400)
+    bad, asked = helped(0.1, 0.4, 1000)
+    assert good < 0.45
+    assert bad < 1.02 and sum(map(bool, asked)) < 20 and max(asked[:3]) <= 1
+
+
+def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
+    seconds, _ = helped(0.95, 0.1, 3000, believed=0.1)
+    assert seconds < 0.7

@@ -1,0 +1,175 @@
+"""`auto`: quiet where the text is new, awake where it repeats, and never where times say that it cannot pay."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafts import draft_of
+from families import VOCAB, tiny
+from scripted import Scripted
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import Unsupported
+from shoal.methods.auto import Auto
+from shoal.types import ModelInfo, Result
+
+
+def new_text(length: int, seed: int) -> list[int]:
+    """Random tokens; pairs come again by chance only."""
+    dice = random.Random(seed)
+    return [dice.randrange(1, VOCAB) for _ in range(length)]
+
+
+def repeating(length: int, seed: int, period: int = 25) -> list[int]:
+    """A passage over and over."""
+    passage = random.Random(seed).sample(range(1, VOCAB), period)
+    return [passage[place % period] for place in range(length)]
+
+
+def cheap(rows: int, tokens: int) -> float:
+    return 1 + 0.02 * (tokens - 1)
+
+
+def dear(rows: int, tokens: int) -> float:
+    return 1.0 * tokens
+
+
+def answer(machine: Scripted, text: list[int], prompt: int = 30, **options: object) -> Result:
+    result = machine.engine.generate(
+        text[:prompt], method=Auto(**options), max_new_tokens=len(text) - prompt, ignore_eos=True
+    )
+    assert list(result.tokens) == text[prompt:]
+    return result
+
+
+def test_on_new_text_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = new_text(430, 1)
+    result = answer(Scripted(monkeypatch, [text], cheap), text)
+    assert result.stats.target_forwards >= 390
+    assert result.stats.drafted < 60  # by chance a pair of tokens comes again
+    again = Scripted(monkeypatch, [text], cheap)
+    seconds = answer(again, text).stats
+    assert again.now < 1.03 * (cheap(1, 30) + 399) and seconds.new_tokens == 400
+
+
+def test_on_repeated_text_it_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = repeating(430, 2)
+    machine = Scripted(monkeypatch, [text], cheap)
+    result = answer(machine, text)
+    assert result.stats.target_forwards < 400 / 8 and machine.now < 400 / 5
+    assert result.stats.accepted / result.stats.drafted > 0.9
+
+
+def test_it_wakes_up_in_the_middle_and_goes_quiet_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = new_text(100, 3)
+    text = [*copied, *new_text(100, 4), *copied, *new_text(200, 5)]
+    machine = Scripted(monkeypatch, [text], cheap)
+    result = answer(machine, text, prompt=110)
+    plain = [tokens for _, tokens in machine.forwards[1:]]
+    assert result.stats.target_forwards < 390 - 70
+    assert sum(tokens > 4 for tokens in plain[-150:]) < 10
+
+
+def test_it_never_guesses_where_a_forward_over_more_positions_costs_what_it_brings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = repeating(480, 6)
+    machine = Scripted(monkeypatch, [text], dear)
+    result = answer(machine, text)
+    assert result.stats.target_forwards >= 450 - 45
+    assert sum(tokens > 1 for _, tokens in machine.forwards[1:]) <= 5  # a trial, after longer and longer pauses
+    assert machine.now < 1.05 * (450 + 30)
+
+
+def test_what_was_learned_serves_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = repeating(430, 7)
+    machine = Scripted(monkeypatch, [text], dear)
+    answer(machine, text)
+    machine.forwards.clear()
+    answer(machine, text)
+    assert sum(tokens > 1 for _, tokens in machine.forwards[1:]) <= 2
+
+
+def test_the_length_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = repeating(230, 8)
+    machine = Scripted(monkeypatch, [text], cheap)
+    answer(machine, text, length=3)
+    assert max(tokens for _, tokens in machine.forwards[1:]) == 4
+
+
+def test_rows_of_a_batch_are_told_apart_and_the_width_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [[row, *(repeating(229, row) if row % 2 else new_text(229, row))] for row in range(1, 13)]
+    machine = Scripted(monkeypatch, texts, cheap)
+    results = machine.engine.generate(
+        [text[:30] for text in texts], method="auto", max_new_tokens=200, ignore_eos=True
+    )
+    assert [list(result.tokens) for result in results] == [text[30:] for text in texts]
+    forwards = [result.stats.target_forwards for result in results]
+    assert max(forwards[::2]) < 80 and min(forwards[1::2]) > 180
+    limit = machine.engine.stack.prefill_chunk
+    assert max(tokens for _, tokens in machine.forwards[1:]) <= limit
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 4}], ids=str)
+def test_rows_that_join_and_leave_give_what_plain_decoding_gives(options: dict[str, object]) -> None:
+    engine = engine_for(tiny("llama", dtype=torch.float64))
+    prompts = [[4, 8, 15, 8] * size + [size] for size in (2, 5, 3, 7, 4)]
+    plain = [engine.generate(prompt, max_new_tokens=20 + number, **options) for number, prompt in enumerate(prompts)]
+    with Scheduler(engine, max_rows=3, start=False) as scheduler:
+        tickets = []
+        for number, prompt in enumerate(prompts):
+            method = "full" if number == 3 else "auto"  # the switch of one request
+            tickets.append(scheduler.submit(prompt, method=method, max_new_tokens=20 + number, **options))
+            scheduler.turn()
+        for _ in range(200):
+            scheduler.turn()
+        assert [ticket.results[0].tokens for ticket in tickets] == [result.tokens for result in plain]
+        assert tickets[3].results[0].stats.drafted == 0
+
+
+def test_a_draft_model_helps_where_the_text_gives_no_guess() -> None:
+    engine = engine_for(tiny("llama", dtype=torch.float64))
+    plain = engine.generate([[5, 17, 80], [60, 2, 33, 9]], max_new_tokens=40)
+    method = Auto(draft=draft_of("llama", 0.0))
+    drafted = engine.generate([[5, 17, 80], [60, 2, 33, 9]], method=method, max_new_tokens=40)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=str)
+def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) -> None:
+    class Calibrated(Engine):
+        def info(self, max_new_tokens: int = 256) -> ModelInfo:
+            return replace(super().info(max_new_tokens), skips=((1, 2, 3, 4), (1, 2, 3, 4)))
+
+    base = engine_for(tiny("llama", dtype=torch.float64))
+    engine = Calibrated(base.stack, eos_token_ids=base.eos_token_ids, model=base.model)
+    prompts = [[5, 17, 80, 3, 41], [60, 2, 33]]
+    plain = engine.generate(prompts, max_new_tokens=60, **sampling)
+    found = engine.generate(prompts, method="auto", max_new_tokens=60, **sampling)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert found[0].stats.draft_forwards > 0
+
+
+def test_where_processes_must_decide_alike_it_is_plain_decoding() -> None:
+    recipe = Auto().recipe(ModelInfo(6, free=False))
+    assert recipe.proposer is None and recipe.exact_to == "full"
+
+
+def test_requests_of_one_engine_share_what_they_learn() -> None:
+    info = ModelInfo(6)
+    one, other = Auto().recipe(info), Auto().recipe(info)
+    assert one.proposer is other.proposer is not None
+    assert Auto(length=3).recipe(info).proposer is not one.proposer
+    assert Auto().recipe(ModelInfo(6)).proposer is not one.proposer
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="length is 0"):
+        Auto(length=0)
+    with pytest.raises(Unsupported, match="auto with a loaded"):
+        Auto(draft=torch.nn.Linear(1, 1)).to_dict()
