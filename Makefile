@@ -40,7 +40,7 @@ $(ALL_STAMP): $(STAMP)
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
-	$(BIN)/shoal generate --method prompt_lookup --control goodput "$(QUESTION)"
+	$(BIN)/shoal generate --method auto "$(QUESTION)"
 
 lint: $(STAMP) ## Style, types, direction of imports
 	$(BIN)/ruff check .
