@@ -115,6 +115,7 @@ def test_wrong_storage(model: NativeModel) -> None:
         ({"head_dim": 15}, "15"),
         ({"rotary_dim": 18}, "18"),
         ({"rotary_dim": 7}, "7"),
+        ({"attention_cap": -1.0}, "caps are -1.0"),
     ],
 )
 def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
@@ -138,6 +139,9 @@ def wrong_parts() -> list[tuple[dict[str, Any], str]]:
         ({"input_norm": torch.ones(48).double()}, "float64"),
         ({"input_norm": None}, "must be given"),
         ({"q_norm": torch.ones(48)}, r"\[16\]"),
+        ({"q_norm": torch.ones(64), "k_norm": torch.ones(16)}, r"k_norm is .*\[32\]"),
+        ({"attention_out_norm": torch.ones(47)}, r"attention_out_norm is .*\[47\]"),
+        ({"post_norm": None, "attention_out_norm": torch.ones(48)}, "must be given"),
         ({"o_bias": torch.ones(96)[::2]}, "contiguous"),
         ({"cos": table}, "together"),
         ({"cos": table[:, :4].contiguous(), "sin": table}, r"\[20, 4\]"),

@@ -197,8 +197,7 @@ class NativeModel:
         struct.gate_up = self._gate_up(parts_of(layer.gate_up))
         struct.down = self._matrix("down", layer.down, spec.hidden, spec.ffn)
         lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * spec.ffn}
-        struct.wide_norms = layer.q_norm is not None and len(layer.q_norm) != spec.head_dim
-        wide = bool(struct.wide_norms)
+        struct.wide_norms = wide = layer.q_norm is not None and spec.heads > 1 and len(layer.q_norm) == query
         lengths |= {"q_norm": query if wide else spec.head_dim, "k_norm": kv if wide else spec.head_dim}
         for name in (field.name for field in fields(layer)[4:12]):
             setattr(struct, name, self._vector(name, getattr(layer, name), lengths.get(name, spec.hidden)))
