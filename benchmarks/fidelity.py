@@ -91,13 +91,13 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     if len(begun["losses"]) == len(pieces) and "greedy" in begun:
         return
     reader = readers.open_reader(name, subject, torch.get_num_threads())
-    until = None if args.minutes is None else time.perf_counter() + 60 * args.minutes
     if "greedy" not in begun:
         logits = reader.logits(pieces[0][:PROBE])
         numpy.save(args.work / f"{slug(name)}.npy", logits.float().numpy())
         begun["greedy"] = [reader.greedy(piece[:PROMPT], ANSWER) for piece in pieces[:PROMPTS]]
         begun["bits_per_weight"], begun["threads"] = reader.bits_per_weight, torch.get_num_threads()
         record.write_text(json.dumps(begun), encoding="utf-8")
+    until = None if args.minutes is None else time.perf_counter() + 60 * args.minutes
     fidelity.read(reader, pieces, record, about, until)
 
 
