@@ -1,23 +1,21 @@
 """Woven matrices kept on disk, so that a model is woven once and then shared by all processes that map it.
 
 They lie in the user's cache folder under the SHA-256 of the file that they were made from and of the sources that
-define their layout. Reading a file of a gigabyte to hash it takes a second, so the hash of a file is kept too, by its
-path, size and time of change.
+define their layout.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.file_hash import known_sha256, sha256
 from shoal.model.packed import native
 
 _DATA, _INDEX = "weights.bin", "index.json"
@@ -45,7 +44,7 @@ class Repacked:
         self._path = path
         self._kept = _read(path)
         self._room = None if self._kept is not None else _Room.make(expected)
-        self._hash = None if self._room is None else _Hash(path)
+        self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(sha256, path)  # beside the weaving
         self._records: dict[str, dict[str, Any]] = {}
         self._spare = native.Arena()
 
@@ -155,7 +154,7 @@ class _Kept:
 
 def _read(path: Path) -> _Kept | None:
     """What is kept of a file, or None where nothing is or it is damaged."""
-    known = _known_hash(path)
+    known = known_sha256(path)
     if known is None:
         return None
     folder = _folder(known)
@@ -182,53 +181,6 @@ def _mapped(number: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-class _Hash:
-    """The SHA-256 of a file, worked out beside the packing."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._stat = path, _stat(path)
-        self._digest = ""
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        hasher = hashlib.sha256()
-        with self._path.open("rb", buffering=0) as file:
-            while piece := file.read(1 << 20):
-                hasher.update(piece)
-        self._digest = hasher.hexdigest()
-
-    def result(self) -> str:
-        """The digest, which is noted for the next time if the file has not changed meanwhile."""
-        self._thread.join()
-        if self._digest and _stat(self._path) == self._stat:
-            note = _note(self._path)
-            note.parent.mkdir(parents=True, exist_ok=True)
-            partial = note.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"stat": self._stat, "sha256": self._digest}), encoding="utf-8")
-            os.replace(partial, note)
-        return self._digest
-
-
-def _known_hash(path: Path) -> str | None:
-    """The SHA-256 of a file that has not changed since it was worked out."""
-    try:
-        note = json.loads(_note(path).read_text(encoding="utf-8"))
-        return str(note["sha256"]) if note["stat"] == _stat(path) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _stat(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
-
-
-def _note(path: Path) -> Path:
-    """Where the hash of a file is noted."""
-    return cache_folder() / "files" / (hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32] + ".json")
 
 
 def _folder(digest: str) -> Path:
