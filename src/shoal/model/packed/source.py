@@ -1,4 +1,4 @@
-"""Where weights come from, by their names: a loaded model, safetensors read layer by layer, or blocks of a GGUF file."""
+"""Where weights come from, by their names: a loaded model, safetensors layer by layer, or blocks of a GGUF file."""
 
 from __future__ import annotations
 
