@@ -141,6 +141,12 @@ def test_damaged_files(tmp_path: Path) -> None:
         shoal.load(tmp_path / "folder.gguf")
 
 
+def test_heads_that_do_not_divide(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", extra={"llama.attention.head_count_kv": 3})
+    with pytest.raises(ValueError, match="4 heads and 3 key-value heads"):
+        shoal.load(tmp_path / "tiny.gguf")
+
+
 def test_a_part_of_several(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "tiny.gguf", extra={"split.count": 3})
     with pytest.raises(ValueError, match="one part of several"):

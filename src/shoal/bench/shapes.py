@@ -89,6 +89,10 @@ class RandomWeights:
         """All tensors, in the order of the model."""
         return tuple(self._shapes)
 
+    def blocks(self, name: str) -> None:
+        """See `Source`."""
+        return None
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
         return name in self._shapes

@@ -186,7 +186,7 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
         "intermediate_size": metadata.whole("feed_forward_length"),
         "num_hidden_layers": _layers(file, metadata),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(metadata, heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
@@ -203,6 +203,14 @@ def _layers(file: GgufFile, metadata: Metadata) -> int:
         raise ValueError(f"the GGUF file {file.path.name!r} announces {layers} layers and has {tensors} tensors; "
                          "each layer has several. Convert the model again")
     return layers
+
+
+def _kv_heads(metadata: Metadata, heads: int) -> int:
+    count = metadata.whole("attention.head_count_kv", heads)
+    if heads % count:
+        raise ValueError(f"the GGUF file has {heads} heads and {count} key-value heads; these must divide those. "
+                         "Convert the model again")
+    return count
 
 
 def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and where each tensor lies, read with bounds checked before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing is believed:
-every count and length is compared with the bytes that are left before it is used, so a damaged file costs no more
-memory than its own size. Long arrays stay in the file (`Strings`, `memoryview`) until someone asks for their items.
+every count and length is compared with the bytes that are left before it is used, so what a damaged file announces is
+never allocated. Long arrays stay in the file (`Strings`, `memoryview`) until someone asks for their items.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_KEY_BYTES, _NAME_BYTES, _DIMENSIONS = 65535, 255, 4
+_KEY_BYTES, _NAME_BYTES, _TEXT_BYTES, _DIMENSIONS = 65535, 255, 1 << 20, 4
 _ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 _AGAIN = "Fetch the file again"
@@ -209,7 +209,7 @@ class _Reader:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
         if kind == _STRING:
-            return self._string(key, self._end)
+            return self._string(key, _TEXT_BYTES)
         if kind == _ARRAY:
             return self._array(key)
         raise self._wrong(f"metadata entry {_short(key)} has type {kind}", "it must be 0 to 12")
@@ -297,14 +297,12 @@ class _Reader:
         return value  # type: ignore[no-any-return]  # a bool or float where the file says so
 
     def _string(self, what: str, most: int) -> str:
-        size = self._scalar("Q")
-        if size > min(most, self._end - self._at):
-            raise self._wrong(f"{_short(what)} has {size} bytes",
-                              f"it must have at most {min(most, self._end - self._at)}")
-        raw = self._buffer[self._at : self._at + size]
-        self._at += size
+        size, most = self._scalar("Q"), min(most, max(256, self._end // 4), self._end - self._at)
+        if size > most:
+            raise self._wrong(f"{_short(what)} has {size} bytes", f"it must have at most {most}")
+        start, self._at = self._at, self._at + size
         try:
-            return raw.decode()
+            return str(memoryview(self._buffer)[start : self._at], "utf-8")
         except UnicodeDecodeError as error:
             raise _not_text(what, error) from None
 

@@ -1,4 +1,4 @@
-"""Where weights come from, by their names in the checkpoint: a loaded model, or safetensors read layer by layer."""
+"""Where weights come from, by their names: a loaded model, safetensors layer by layer, or blocks of a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
+
+from shoal.model.gguf.blocks import Blocks
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -23,7 +25,11 @@ class Source(Protocol):
         ...
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor; may share memory with the model it belongs to."""
+        """The tensor; may share memory with the model or file it belongs to, so it must not be written to."""
+        ...
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The quantised blocks of a matrix, or None where there is none of that name or it is not kept in blocks."""
         ...
 
 
@@ -39,6 +45,10 @@ class ModelSource:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See `Source`."""
+        return None
 
 
 class FileSource:
@@ -65,6 +75,10 @@ class FileSource:
         with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def blocks(self, name: str) -> Blocks | None:
+        """See `Source`."""
+        return None
 
 
 class HalvesPaired:
