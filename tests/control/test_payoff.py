@@ -117,6 +117,15 @@ def test_the_first_steps_are_plain() -> None:
     assert machine.guesses[:2] == [0, 0] and machine.guesses[2] > 0
 
 
+def test_trials_grow_step_by_step() -> None:
+    machine = Machine(0.01)
+    for _ in range(8):
+        machine.tick([0.99**place for place in range(1, 16)])
+    tried = [guesses for guesses in machine.guesses if guesses]
+    assert tried[0] <= 3 and tried[-1] == 15
+    assert all(later <= 2 * max(tried[:place]) for place, later in enumerate(tried) if place)
+
+
 def test_dear_guesses_are_tried_seldom_and_more_and_more_so() -> None:
     machine = Machine(1.2)
     for _ in range(4000):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from drafts import draft_of
 from generate_calls import an_eos, batch, generate
 from shoal.methods.aded import ADED
+from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
@@ -19,6 +20,7 @@ from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
 
 METHODS = {
+    "auto": Auto(),
     "prompt_lookup": PromptLookup(min_ngram=1),
     "aded": ADED(),
     "draft_model": DraftModel(draft_of("llama")),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
 from families import VOCAB, tiny
 from scripted import Scripted
@@ -130,6 +131,14 @@ def test_rows_that_join_and_leave_give_what_plain_decoding_gives(options: dict[s
             scheduler.turn()
         assert [ticket.results[0].tokens for ticket in tickets] == [result.tokens for result in plain]
         assert tickets[3].results[0].stats.drafted == 0
+
+
+def test_turns_of_a_chat_are_those_of_plain_decoding() -> None:
+    engine = engine_for(tiny("llama", dtype=torch.float64), chat_tokenizer())
+    chats = [engine.session(method=method, max_new_tokens=16) for method in ("full", "auto")]
+    for message in ("one two one two one two", "one two one two", "and one two one two one"):
+        plain, found = (chat.send(message) for chat in chats)
+        assert found.tokens == plain.tokens
 
 
 def test_a_draft_model_helps_where_the_text_gives_no_guess() -> None:

@@ -17,7 +17,7 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.types import ModelInfo
 
-BY_TOKENS = ("aded", "full", "prompt_lookup")
+BY_TOKENS = ("aded", "auto", "full", "prompt_lookup")
 """Methods whose guesses depend on the text alone."""
 
 

@@ -30,6 +30,8 @@ _STALL = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
 """Steps until what did not pay is tried again: a helper, or likely guesses that were too dear. They double."""
 _LIKELY = 0.5
+_TRIAL = 3
+"""Guesses of a first trial; then up to twice as many as were timed."""
 _NEW = 0.2
 
 
@@ -72,9 +74,9 @@ class ForwardTimes:
         below, least = curve[at - 1] if at else (0, 0.0)
         return least + (share - least) * (guesses - below) / (size - below)
 
-    def measured(self, rows: int) -> bool:
-        """Whether it is known what guesses add to a step of so many rows."""
-        return _load(rows) in self._added
+    def widest(self, rows: int) -> int:
+        """The most guesses whose cost was measured, of so many rows; 0 before any was."""
+        return max(self._added.get(_load(rows), (0,)))
 
     def forget(self, rows: int) -> None:
         """Take what guesses add to a step of so many rows for unknown again."""
@@ -140,9 +142,10 @@ class Payoff:
         """See `Judge`; the first steps of a new number of rows are plain and tell what one costs."""
         if not self.times.known(rows):
             return [0] * len(chances)
+        room = min(room, max(_TRIAL, rows, 2 * self.times.widest(rows)))
         lengths = best_lengths(chances, self.times, room, rows)
         if any(lengths):
-            if self.times.measured(rows):  # else it is a trial
+            if self.times.widest(rows):  # else it is a trial
                 self._declined, self._pause = 0, _FIRST_PAUSE
         elif max(map(max, filter(None, chances)), default=0.0) > _LIKELY:
             self._declined += 1
