@@ -84,6 +84,8 @@ class ModelInfo:
         scores: calibrated cost of dropping each layer, one tuple of L numbers per kind of score
             (`influence`, `leave_one_out`); low means cheap to drop.
         order: the removal order that the model's calibration card recommends, if it has one.
+        bears: the mean depth in layers that the model bears by its calibration card, if it has one that says so.
+        skips: layers whose attention, and layers whose MLP, drafts best leave out, by the card.
         can_split: whether attention and MLP of a layer can be dropped apart.
         tokenizer: the model's tokenizer, where it has one.
         companion: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
@@ -96,6 +98,8 @@ class ModelInfo:
     head_layers: float = 0.0
     scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     order: str | tuple[int, ...] | None = None
+    bears: float | None = None
+    skips: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     can_split: bool = False
     tokenizer: Any = None
     companion: Callable[[Any], Any] | None = None

@@ -6,6 +6,7 @@ tick by tick without touching each other.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from shoal.decode.loop import Loop
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
-from shoal.engine import fingerprint
+from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions
 from shoal.engine.memory import naming
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from shoal.decode.recipe import Recipe
     from shoal.engine.session import Session
     from shoal.model.stack import Stack
+
+log = logging.getLogger(__name__)
 
 _RESERVE = 1024
 """Most generated positions for which KV memory is set aside at once; longer answers grow into more."""
@@ -69,7 +72,8 @@ class Engine:
         model: Any = None,
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
-        self.eos_token_ids, self.card = eos_token_ids, card or Card()
+        self.eos_token_ids = eos_token_ids
+        self._card, self._looked, self._missed = card or Card(), False, False
         self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
@@ -83,11 +87,28 @@ class Engine:
             head_layers=self.stack.head_layers,
             scores=self.card.layer_scores,
             order=self.card.order,
+            bears=self.card.bears,
+            skips=self.card.skips,
             can_split=self.stack.can_split,
             tokenizer=self.tokenizer,
             companion=self._companions,
             fingerprint=lambda: self.fingerprint,
         )
+
+    @property
+    def card(self) -> Card:
+        """What is known about the layers: from beside the model, else from the cards of known models.
+
+        Those are looked through when the first request wants to know. Setting it puts another card in its place.
+        """
+        if self._card.empty and not self._looked:
+            self._looked = True
+            self._card = cards.find(self)
+        return self._card
+
+    @card.setter
+    def card(self, card: Card) -> None:
+        self._card, self._looked = card, True
 
     @cached_property
     def fingerprint(self) -> str:
@@ -142,8 +163,21 @@ class Engine:
 
     def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
         """What a method makes of this model and a request of that length."""
-        recipe = make(method).recipe(self.info(max_new_tokens))
+        chosen = make(method)
+        recipe = chosen.recipe(self.info(max_new_tokens))
+        if chosen.wants_card and self.card.empty:
+            self._say_that_a_card_is_missing(chosen.name)
         return replace(recipe, horizon=recipe.horizon or max_new_tokens)
+
+    def _say_that_a_card_is_missing(self, method: str) -> None:
+        """Once per engine."""
+        if not self._missed:
+            self._missed = True
+            log.warning(
+                "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
+                "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
+                "once, or with `shoal calibrate`", method, self.model_name or "this model",
+            )
 
     def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
         """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""

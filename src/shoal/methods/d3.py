@@ -24,7 +24,8 @@ class D3(Method):
     are ours. Skipped layers store no KV: with nested sets none is ever missed.
 
     Attributes:
-        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for a mean depth of 85 % of L.
+        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model bears by its
+            calibration card, 85 % of L for a model without one.
         start: a float in [0, 1] is the share of the horizon without decay, an int that many tokens.
         order: a name in `shoal.depth.order.ORDERS`, or the flex layers in the order in which they are dropped.
         core: number of layers that always run; None for max(4, L/8).
@@ -68,13 +69,19 @@ class D3(Method):
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         core = core_for(num_layers, self.core, self.order, info.order)
         removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
-        alpha = self._solve(num_layers, horizon, core.size) if self.alpha is None else self.alpha
+        alpha = self._solve(num_layers, horizon, core.size, info.bears) if self.alpha is None else self.alpha
         budget = PowerLaw(alpha, self.start, self.rounding)
         return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
 
-    def _solve(self, num_layers: int, horizon: int, core: int) -> float:
+    @property
+    def wants_card(self) -> bool:
+        """See `Method`."""
+        return self.order == "auto" or self.alpha is self.mean is None
+
+    def _solve(self, num_layers: int, horizon: int, core: int, bears: float | None = None) -> float:
         if self.mean is None:
-            mean = max(_GENTLE * num_layers, lowest_mean(num_layers, horizon, self.start, core, self.rounding))
+            gentle = _GENTLE * num_layers if bears is None else bears
+            mean = max(gentle, lowest_mean(num_layers, horizon, self.start, core, self.rounding))
         else:
             mean = self.mean * num_layers if self.mean <= 1 else self.mean
         return solve_alpha(num_layers, mean, horizon, self.start, core, self.rounding)
