@@ -98,12 +98,13 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_eval(once: None, model: str, problems: str) -> None:
     words = ["--suite", problems, "--n", "2", "--loss-n", "2", "--method", "d3", "--mean", "0.9", *TOKENS]
     found = report("eval", "--model", model, *words, "--json")
-    assert len(found["suites"]) == 1 and re.fullmatch("[0-9a-f]{16}", found["model"]["fingerprint"])
+    assert len(found["suites"]) == 1 and re.fullmatch("[0-9a-f]{16}", found["fingerprint"])
 
 
 def test_calibrate_ends_in_time(once: None, model: str, problems: str, tmp_path: Path) -> None:
     words = ["--suite", problems, "--loss-n", "2", "--answer-n", "2", "--metric", "perplexity", "--no-timing"]
-    made = report("calibrate", "--model", model, *words, "--minutes", "0.1", "--out", str(tmp_path / "c.json"), "--json")
+    words += ["--minutes", "0.1", "--out", str(tmp_path / "card.json"), "--json"]
+    made = report("calibrate", "--model", model, *words)
     assert made["trials"]["cut_short"] and len(made["layer_scores"]["leave_one_out"]) == 30
 
 
@@ -123,12 +124,13 @@ def test_env() -> None:
 
 def test_serve_answers(model: str) -> None:
     words = [sys.executable, "-m", "shoal", "serve", "--model", model, "--port", "0", "--max-rows", "2"]
+    words += ["--served-model-name", "smollm2"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"at (http[^\s,]+)", line)))
-        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8,
-                "temperature": 0}
+        asked = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": "smollm2", "messages": asked, "max_tokens": 8, "temperature": 0}
         request = urllib.request.Request(f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as answer:

@@ -3,8 +3,8 @@
 
     python tools/make_card.py MODEL --data DATA --name SmolLM2-135M-Instruct --weights Q4_1 --out src/shoal/cards/x.json
 
-Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads wikitext2's valid part
-and novels instead. No test set of an evaluation is read.
+Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads wikitext2's
+valid part and novels instead. No test set of an evaluation is read.
 """
 
 from __future__ import annotations

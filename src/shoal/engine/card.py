@@ -52,9 +52,10 @@ class Card:
             scores = {kind: tuple(map(float, values)) for kind, values in data.get("layer_scores", {}).items()}
             order, skips = data.get("order"), data.get("skips")
             bears = data.get("bears", {}).get("mean_layers")
-            chosen = None if skips is None else tuple(tuple(map(int, skips[part])) for part in ("attention", "mlp"))
+            chosen = None if skips is None else (tuple(map(int, skips["attention"])), tuple(map(int, skips["mlp"])))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is no calibration card ({error}); calibrate this model or remove the file") from None
+            why = f"{name} is no calibration card ({error}); calibrate this model or remove the file"
+            raise ValueError(why) from error
         for kind, values in scores.items():
             if len(values) != num_layers:
                 raise ValueError(
@@ -64,7 +65,7 @@ class Card:
         if bears is not None and not (_number(bears) and 0 < bears <= num_layers):
             raise ValueError(f"{name} says the model bears {bears!r} layers; it must be in (0, {num_layers}]")
         removal = tuple(order) if isinstance(order, list) else order
-        return cls(scores, removal, bears, chosen)  # type: ignore[arg-type]
+        return cls(scores, removal, bears, chosen)
 
 
 def _number(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Cards of models that are known: those that ship with Shoal, and those in the user's cache.
 
 A card is found by the model's fingerprint. A quantised file has other values than the original, so there is a second
-key: a hash of the norm vectors, which quantised files keep whole. Together with the sizes it tells models apart; weights
-tuned without their norms have the same, so such a match is said.
+key: a hash of the norm vectors, which quantised files keep whole. Together with the sizes it tells models apart;
+weights tuned without their norms have the same, so such a match is said.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def sizes_of(stack: Stack) -> dict[str, int]:
 
 
 def norm_keys(stack: Stack) -> tuple[str, ...]:
-    """Hashes of the layers' norm weights as they are and less 1, as some formats store 1 + w; none where there are none.
+    """Hashes of the layers' norm weights as they are and less 1, as some formats store 1 + w; none without norms.
 
     Values are rounded to bfloat16. Two models are alike where any of their keys are equal.
     """

@@ -26,7 +26,8 @@ class DraftAndVerify(DraftingMethod):
         skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for those of the model's card, and
             `share` where it has none.
         skip_mlp: layers whose MLP does not draft.
-        share: without sets, here or in a card, the share of all sublayers left out, evenly spaced between the first and the last layer.
+        share: without sets, here or in a card, the share of all sublayers left out, evenly spaced between the first and
+            the last layer.
         length: most tokens to guess at a time.
         greedy_stop: the threshold at first, for greedy rows.
         sampled_stop: the threshold at first, for sampled rows.
