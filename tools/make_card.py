@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40, help="sets of sublayers tried; 0 for none")
+    parser.add_argument("--seconds", type=float, help="most time for the layers; what there is by then counts")
     parser.add_argument("--no-chat", action="store_true", help="a base model: read texts instead of asking")
     args = parser.parse_args()
     began = time.monotonic()
@@ -50,7 +51,7 @@ def main() -> None:
         texts = read(engine, args.data, count, args.answer)
         source = "wikitext2 (valid) and novels"
     print(f"{sum(len(a) for _, a in texts)} tokens of answers after {time.monotonic() - began:.0f} s", flush=True)
-    card = measure_card(engine, texts, Budget(None, args.tokens, args.answer, args.every), source=source)
+    card = measure_card(engine, texts, Budget(args.seconds, args.tokens, args.answer, args.every), source=source)
     card["model"] |= {"name": args.name, "weights": args.weights}
     card["measured"]["machine"] = cpu_name()
     write(card, args.out)
