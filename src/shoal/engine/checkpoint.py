@@ -88,7 +88,7 @@ class Checkpoint:
 
 @contextmanager
 def _no_bars_into_pipes() -> Iterator[None]:
-    """transformers converts GGUF files under a bar that its own settings do not reach: on a terminal only."""
+    """Transformers converts GGUF files under a bar that its own settings do not reach: on a terminal only."""
     from transformers import modeling_gguf_pytorch_utils as converter
 
     bar = getattr(converter, "tqdm", None)

@@ -24,8 +24,8 @@ class D3(Method):
     are ours. Skipped layers store no KV: with nested sets none is ever missed.
 
     Attributes:
-        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model bears
-            by its calibration card; 85 % of L where no card says so.
+        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model
+            bears by its calibration card; 85 % of L where no card says so.
         start: a float in [0, 1] is the share of the horizon without decay, an int that many tokens.
         order: a name in `shoal.depth.order.ORDERS`, or the flex layers in the order in which they are dropped.
         core: number of layers that always run; None for max(4, L/8).
