@@ -34,6 +34,10 @@ SILENT = {
     "shoal.json": "Its calibration card: scores of the layers and the recommended removal order.",
     "tokenizer.json": "Its tokenizer.",
     "tokenizer_config.json": "Its special tokens.",
+    "smollm2-135m-instruct.json": "What the layers of SmolLM2-135M-Instruct are worth.",
+    "gemma-3-270m.json": "What the layers of Gemma 3 270M are worth.",
+    "qwen2.5-coder-0.5b-instruct.json": "What the layers of Qwen2.5-Coder-0.5B-Instruct are worth.",
+    "qwen2.5-coder-1.5b-instruct.json": "What the layers of Qwen2.5-Coder-1.5B-Instruct are worth.",
 }
 """Files that cannot say themselves what they are for."""
 NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"

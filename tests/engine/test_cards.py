@@ -1,4 +1,4 @@
-"""Cards of known models: found by fingerprint, by norm vectors with a word about it, in the cache; broken ones named."""
+"""Cards of known models: found by fingerprint, by norm vectors with a word about it, in the cache; broken ones."""
 
 from __future__ import annotations
 

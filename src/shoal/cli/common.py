@@ -129,13 +129,15 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> E
 
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
     """See to it that a method that leaves layers out knows what they are worth; say where that is from."""
-    from shoal.calibrate import quick_card
+    from shoal.calibrate.layer_card import quick_card
+    from shoal.engine.checkpoint import shown_name
 
     if not engine.card.empty:
         if engine.card.borrowed:
             print(f"using {engine.card.origin}", file=sys.stderr)
         return
-    name = engine.model_name or "this model"
+    engine.misses_card = False  # said here, with what the command line offers
+    name = shown_name(engine.model_name) or "this model"
     if args.no_card:
         print(f"nothing is known about the layers of {name}: they are left out by their position, which may cost "
               "several times the quality of a measured order (without --no-card it is measured once)", file=sys.stderr)

@@ -47,7 +47,7 @@ def find(engine: Engine) -> Card:
     A file in the cache that cannot be read is named in a warning and left where it is.
     """
     sizes = sizes_of(engine.stack)
-    like = [(path, data) for path, data in _all() if data.get("model", {}).get("sizes") == sizes]
+    like = [(path, data) for path, data in _all() if data["model"].get("sizes") == sizes]
     if not like:
         return Card()
     norms = norm_keys(engine.stack)
@@ -161,9 +161,12 @@ def _all() -> Iterator[tuple[Path, dict[str, Any]]]:
     own = sorted(cached().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [*own, *sorted(SHIPPED.glob("*.json"))]:
         try:
-            yield path, load_json(path)
+            data = load_json(path)
         except ValueError as error:
             log.warning("%s", error)
+            continue
+        if isinstance(data.get("model"), dict):
+            yield path, data
 
 
 def _origin(path: Path, data: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ class Engine:
 
     Attributes:
         ranks: the processes that share the model.
+        misses_card: whether a method that could use a card and finds none is still to be warned about, once.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Engine:
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
-        self._card, self._looked, self._missed = card or Card(), False, False
+        self._card, self._looked = card or Card(), False
+        self.misses_card = True
         self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
@@ -171,8 +173,8 @@ class Engine:
 
     def _say_that_a_card_is_missing(self, method: str) -> None:
         """Once per engine."""
-        if not self._missed:
-            self._missed = True
+        if self.misses_card:
+            self.misses_card = False
             log.warning(
                 "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
                 "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
