@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from shoal.calibrate.divergence import Divergence, Judged, Text
 from shoal.calibrate.own_texts import answered, asked
-from shoal.depth.order import ascending, default_core, removal_order
+from shoal.depth.order import ascending, default_core
 from shoal.depth.solve import lowest_mean
 from shoal.engine import cards
 from shoal.engine.card import BEARABLE, FORMAT, Card
 from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 
-_LADDER = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Mean numbers of layers left out at which the model's tolerance is measured, gentlest first."""
 _ANSWERING = 0.3
 _BEARING = 0.25
@@ -95,7 +95,7 @@ def measure_card(
         found = _Found(layers)
         _layers(engine, texts, budget, found, left(1 - _BEARING), bar)
         order = ascending(found.scores(), range(layers), layers)  # of all layers: the core is for a method to choose
-        curve = _curve(engine, texts[: found.texts], budget, found, left(1.0), bar)
+        curve = _curve(engine, texts[: found.texts], budget, order, left(1.0), bar)
         bar.update(max(0.0, 1.0 - bar.n))
     return {
         "format": FORMAT,
@@ -103,7 +103,7 @@ def measure_card(
         "order": list(order),
         "layer_scores": {"leave_one_out": _rounded(found.scores()), "influence": _rounded(found.influence())},
         "agreement": _rounded(part.agreement for part in found.without),
-        "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve), "curve": curve},
+        "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve) if curve else None, "curve": curve},
         "bytes": _bytes(engine),
         "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": found.texts,
                      "tokens": found.without[0].tokens, "source": source, **_circumstances(engine)},
@@ -146,7 +146,7 @@ def _layers(
         for layer in range(layers):
             if found.texts and not wanted():
                 return
-            if not found.texts and not wanted() and layer < layers // 2:
+            if not found.texts and not wanted() and 4 * layer < 3 * layers:
                 raise OutOfTime("the time does not suffice to leave out each layer on a single text; give more of it")
             parts.append(judged.without(layer))
             bar.update(0.75 * (len(text[1]) - 1) / (goal * layers))
@@ -160,27 +160,28 @@ def _layers(
 
 
 def _curve(
-    engine: Engine, texts: Sequence[Text], budget: Budget, found: _Found, wanted: Callable[[], bool], bar: Any
+    engine: Engine, texts: Sequence[Text], budget: Budget, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
 ) -> list[list[float]]:
-    """KL and agreement of D3 by leave-one-out at falling mean depths, until it is more than the model bears."""
-    layers = engine.stack.num_layers
-    order = removal_order("leave_one_out", layers, *default_core(layers), {"leave_one_out": found.scores()})
-    judged = [Judged(engine.stack, text, budget.every) for text in texts[: max(1, len(texts) // 2)] if wanted()]
-    points: list[list[float]] = []
-    core, shortest = default_core(layers).size, min((len(text.text[1]) for text in judged), default=1)
-    for fewer in _LADDER:
-        if not judged or not wanted() or layers - fewer < lowest_mean(layers, shortest, 0.0, core):
+    """[mean depth, KL, agreement] of D3 in this order, deepest first, up to where it is more than the model bears."""
+    layers, core = engine.stack.num_layers, default_core(engine.stack.num_layers)
+    removal = tuple(layer for layer in order if layer in core.flex(layers))
+    shortest = min(len(answer) for _, answer in texts)
+    least = lowest_mean(layers, shortest, 0.0, core.size)
+    sums, depths = {layers - fewer: Divergence() for fewer in _LADDER if layers - fewer >= least}, dict[float, float]()
+    for text in texts[: max(1, len(texts) // 2)]:
+        if not wanted():
             break
-        sums = Divergence()
-        for text in judged:
-            tokens = len(text.text[1])
-            method = D3(mean=layers - fewer, order=order, horizon=tokens)
-            sums.add(text.under(engine.recipe(method, tokens).plan))
-        points.append([layers - fewer, round(sums.mean, 4), round(sums.agreement, 4)])
-        bar.update(0.25 / len(_LADDER))
-        if sums.mean > 2 * BEARABLE:
-            break
-    return points
+        judged, tokens = Judged(engine.stack, text, budget.every), len(text[1])
+        for mean in list(sums):
+            plan = engine.recipe(D3(mean=mean, order=removal, horizon=tokens), tokens).plan
+            sums[mean].add(judged.under(plan))
+            depths[mean] = plan.mean_depth(tokens)  # floors make it a little more than what was asked for
+            if sums[mean].mean > 2 * BEARABLE:  # the deeper cuts are worse still
+                sums = {kept: part for kept, part in sums.items() if kept >= mean}
+                break
+        bar.update(0.25 / len(texts))
+    return [[round(depths[mean], 2), round(part.mean, 4), round(part.agreement, 4)]
+            for mean, part in sums.items() if part.tokens]
 
 
 def _rounded(values: Any) -> list[float]:

@@ -69,8 +69,11 @@ class D3(Method):
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         core = core_for(num_layers, self.core, self.order, info.order)
         removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
-        alpha = self._solve(num_layers, horizon, core.size, info.bears) if self.alpha is None else self.alpha
-        budget = PowerLaw(alpha, self.start, self.rounding)
+        if self.alpha is None and self.mean is None and info.bears is not None:
+            budget = self._bearable(num_layers, horizon, core.size, info.bears)
+        else:
+            alpha = self._solve(num_layers, horizon, core.size) if self.alpha is None else self.alpha
+            budget = PowerLaw(alpha, self.start, self.rounding)
         return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
 
     @property
@@ -78,10 +81,18 @@ class D3(Method):
         """See `Method`."""
         return self.order == "auto" or self.alpha is self.mean is None
 
-    def _solve(self, num_layers: int, horizon: int, core: int, bears: float | None = None) -> float:
+    def _bearable(self, num_layers: int, horizon: int, core: int, mean: float) -> PowerLaw:
+        """The schedule of a mean depth; where that is less than a layer below L, the decay begins later.
+
+        From the token at which it begins at least one layer is gone, since the formula floors.
+        """
+        start = mean - (num_layers - 1) if self.start == 0 and mean > num_layers - 1 else self.start
+        mean = max(mean, lowest_mean(num_layers, horizon, start, core, self.rounding))
+        return PowerLaw(solve_alpha(num_layers, mean, horizon, start, core, self.rounding), start, self.rounding)
+
+    def _solve(self, num_layers: int, horizon: int, core: int) -> float:
         if self.mean is None:
-            gentle = _GENTLE * num_layers if bears is None else bears
-            mean = max(gentle, lowest_mean(num_layers, horizon, self.start, core, self.rounding))
+            mean = max(_GENTLE * num_layers, lowest_mean(num_layers, horizon, self.start, core, self.rounding))
         else:
             mean = self.mean * num_layers if self.mean <= 1 else self.mean
         return solve_alpha(num_layers, mean, horizon, self.start, core, self.rounding)
