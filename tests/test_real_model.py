@@ -78,6 +78,15 @@ def test_methods_and_plan(once: None, model: str) -> None:
     assert "30 layers" in said("plan", "--model", model)[0]
 
 
+def test_its_card_ships(loaded: Any) -> None:
+    """By fingerprint where the file is the one that was calibrated, else by its norm vectors."""
+    card = loaded.card
+    assert "ships with Shoal" in card.origin and sorted(card.order) == list(range(30))
+    assert card.bears is not None and 25 < card.bears <= 30
+    last = loaded.plan("d3", max_new_tokens=64)[-1]
+    assert set(range(30)) - set(last) <= set(card.order[:5])
+
+
 def test_correctness(once: None, model: str) -> None:
     said("correctness", "--model", model, "--method", "d3", "--mean", "0.9", "--max-new-tokens", "4")
 

@@ -96,7 +96,7 @@ class Judged:
                             for a, b in pairs])
 
     def _forward(self, plan: DepthPlan, start: Start | None, tap: Callable[[int, Tensor], None]) -> None:
-        self.stack.forward([Feed(0, self._answer, self._steps, plan)], self._cache, tap, start)
+        self.stack.forward([Feed(0, self._answer, self._steps, plan)], self._cache, tap, start=start)
         self._cache.rollback(0)
 
     def _judge(self, plan: DepthPlan, start: Start | None) -> Divergence:

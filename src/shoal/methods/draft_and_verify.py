@@ -70,7 +70,7 @@ class DraftAndVerify(DraftingMethod):
     def _skips(self, info: ModelInfo) -> Skips:
         if self.skip_attention is not None or self.skip_mlp is not None:
             return Skips(self.skip_attention or (), self.skip_mlp or ())
-        if info.skips is not None and info.can_split:
+        if info.skips is not None and any(info.skips) and info.can_split:
             return Skips(*info.skips)
         count = min(round(self.share * 2 * info.num_layers), len(sublayers(info.num_layers)))
         skips = Skips.spread(info.num_layers, count if info.can_split else count // 2)

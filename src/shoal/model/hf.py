@@ -71,7 +71,7 @@ class HFStack:
 
     @torch.no_grad()
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, start: Start | None = None
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         hidden = self._hidden(feeds, cache) if start is None else start.hidden.clone()

@@ -123,7 +123,7 @@ class Stack(Protocol):
         ...
 
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, start: Start | None = None
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
     ) -> Tensor:
         """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
 

@@ -86,11 +86,11 @@ class NativeStack(PackedStack):
         self._reach = len(rotary.cos)
 
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, start: Start | None = None
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         if start is not None or not _fits(feeds):
-            return super().forward(feeds, cache, tap, start)
+            return super().forward(feeds, cache, tap, start=start)
         work = self._work(feeds)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
             return super().forward(feeds, cache, tap)

@@ -59,7 +59,7 @@ class PackedStack:
 
     @torch.no_grad()
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, start: Start | None = None
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         if self.graphs is not None and tap is None and start is None:
