@@ -140,7 +140,7 @@ def test_serve_answers(model: str) -> None:
         url = next(found[1] for line in process.stderr if (found := re.search(r"at (http[^\s,]+)", line)))
         asked = [{"role": "user", "content": "What is the capital of France?"}]
         body = {"model": "smollm2", "messages": asked, "max_tokens": 8, "temperature": 0}
-        request = urllib.request.Request(f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(),
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as answer:
             assert "Paris" in json.load(answer)["choices"][0]["message"]["content"]
