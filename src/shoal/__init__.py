@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shoal.calibrate.layer_card import quick_card
     from shoal.decode.recipe import Recipe
     from shoal.depth.plan import DepthPlan
     from shoal.engine.engine import Engine
@@ -67,6 +68,7 @@ __all__ = [
     "VocabTrim",
     "__version__",
     "load",
+    "quick_card",
 ]
 
 _HOME = {
@@ -99,6 +101,7 @@ _HOME = {
     "Unsupported": "shoal.errors",
     "VocabTrim": "shoal.methods.vocabtrim",
     "load": "shoal.engine.load",
+    "quick_card": "shoal.calibrate.layer_card",
 }
 
 

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@pytest.fixture(autouse=True)
+def _cards_of_nobody(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cards; only those marked measure a model that is not known."""
+    from shoal.cli import common
+    from shoal.engine import cards
+
+    monkeypatch.setattr(cards, "cached", lambda: tmp_path / "cards")
+    if "measures_layers" not in request.fixturenames:
+        monkeypatch.setattr(common, "_know_layers", lambda *_: None)
+
+
+@pytest.fixture
+def measures_layers() -> None:
+    """A command may measure the layers of a model that is not known."""
 
 
 @pytest.fixture(scope="session")

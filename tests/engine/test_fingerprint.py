@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
-from shoal.engine.fingerprint import of_model
+from shared_models import FIXTURES
+from shoal.engine.fingerprint import of_model, spread_places
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -41,3 +43,39 @@ def test_other_weights_have_another(tmp_path):
     with torch.no_grad():
         one.model.layers[1].mlp.up_proj.weight.mul_(1.1)
     assert of_model(one, "") != before
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("shoal-reference", "a0a058a6a08f819d"),
+        ("shoal-reference-layerskip", "ba5f6591e85ab62f"),
+        ("shoal-reference-draft", "ec5ff1b8816261ff"),
+    ],
+)
+def test_cards_in_the_world_stay_valid(name, known):
+    assert of_model(None, str(FIXTURES / name)) == known
+
+
+@pytest.mark.parametrize("length", [49152 * 576, 151936 * 896, 262144 * 640, 2**24 + 1, 2**31 + 3])
+def test_places_in_large_tensors_lie_within_and_reach_both_ends(length):
+    """Float32 spacing gives `length` itself as the last place of the embeddings of common models."""
+    places = spread_places(length)
+    assert len(places) == 16 and places[0] == 0 and places[-1] == length - 1
+    assert places == sorted(set(places))
+    steps = [later - earlier for earlier, later in zip(places, places[1:], strict=False)]
+    assert max(steps) - min(steps) <= 1
+
+
+def test_places_of_small_tensors_are_those_of_float32_spacing():
+    for length in (*range(1, 600), 4096, 65536, 199_999):
+        assert spread_places(length) == torch.linspace(0, length - 1, min(16, length)).long().tolist()
+    assert spread_places(0) == []
+
+
+def test_a_model_with_a_large_tensor_has_a_fingerprint():
+    class Large:
+        def state_dict(self):
+            return {"embedding": torch.zeros(1).expand(151936 * 896)}
+
+    assert len(of_model(Large(), "")) == 16

@@ -41,6 +41,8 @@ from shoal.methods.schedule import Schedule
 
 Metric = Literal["accuracy", "perplexity", "agreement"]
 METRICS = ("accuracy", "perplexity", "agreement")
+_SCORING, _SEARCHING = 0.25, 0.6
+"""Shares of the minutes for leaving out each layer, and of what is left then for the search where answers follow."""
 _STEEPEST = 0.5
 """Rise of the loss in nats per token beyond which nothing is searched: perplexity 1.65 times as high."""
 
@@ -56,7 +58,8 @@ class Aim:
         loss_items: samples on which losses are measured.
         answer_items: samples on which answers are judged.
         core: layers that always run; None for max(4, L/8).
-        minutes: end the search then, and say so in the card; None for never.
+        minutes: end then, layers and answers included, and say so in the card; None for never. Of the samples as many
+            are taken as leave time for the search.
     """
 
     metric: Metric = "accuracy"
@@ -104,7 +107,9 @@ class Found:
     judged: list[dict[str, Any]] = field(default_factory=list)
 
 
-def search(evaluator: Evaluator, items: Sequence[Item], aim: Aim, progress: bool | None = None) -> Found:
+def search(
+    evaluator: Evaluator, items: Sequence[Item], aim: Aim, progress: bool | None = None, began: float | None = None
+) -> Found:
     """Search for the schedule that saves most within the aim.
 
     Args:
@@ -112,25 +117,45 @@ def search(evaluator: Evaluator, items: Sequence[Item], aim: Aim, progress: bool
         items: the calibration items, in an order that a seed gave.
         aim: see `Aim`.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
+        began: `time.monotonic()` from which the minutes count; None for now.
     """
+    deadline = None if aim.minutes is None else (time.monotonic() if began is None else began) + 60 * aim.minutes
     engine, layers = evaluator.engine, evaluator.engine.stack.num_layers
     core = default_core(layers) if aim.core is None else Core(aim.core - aim.core // 2, aim.core // 2)
     if aim.trials < 2 * layers:
         raise ValueError(f"trials is {aim.trials}; a model of {layers} layers needs at least {2 * layers}")
     samples = evaluator.samples(items[: aim.loss_items])
     with tqdm(total=aim.trials, desc="schedules", disable=None if progress is None else not progress) as bar:
+        if deadline is not None:
+            samples = _affordable(evaluator, samples, layers, deadline)
         meter = Meter(evaluator.decoder, samples, layers, aim.trials, None, evaluator.batch, bar.update)
         scores = {
             "leave_one_out": tuple(leave_one_out(meter, range(layers))),
             "influence": influence(engine, [(s.prompt, s.reference) for s in samples]),
         }
-        if aim.minutes is not None:
-            meter.deadline = time.monotonic() + 60 * aim.minutes
+        if deadline is not None:
+            share = 1.0 if aim.metric == "perplexity" else _SEARCHING
+            meter.deadline = time.monotonic() + share * (deadline - time.monotonic())
         found = Found(scores, orders(layers, core, scores)["leave_one_out"], meter)
         with suppress(OutOfTrials):
             _search(found, meter, core, scores)
-    _choose(found, evaluator, items, aim)
+    evaluator.decoder.deadline = deadline
+    try:
+        _choose(found, evaluator, items, aim)
+    except TimeoutError:  # what was not judged is not recommended
+        found.meter.cut_short = True
+    finally:
+        evaluator.decoder.deadline = None
     return found
+
+
+def _affordable(evaluator: Evaluator, samples: list[Sample], layers: int, deadline: float) -> list[Sample]:
+    """As many samples, of all lengths, as leave most of the time for the search; one at least."""
+    middle = samples[len(samples) // 2]
+    each = Meter(evaluator.decoder, [middle], layers, 1).seconds(middle) * (layers + 1)
+    left = max(0.0, deadline - time.monotonic())
+    count = max(1, min(len(samples), int(_SCORING * left / max(each, 1e-9))))
+    return [samples[(2 * number + 1) * len(samples) // (2 * count)] for number in range(count)]
 
 
 def _search(found: Found, meter: Meter, core: Core, scores: dict[str, tuple[float, ...]]) -> None:
@@ -206,7 +231,7 @@ def card(
         "chosen": None if found.chosen is None else point(found.chosen),
         "quality": found.quality,
         "judged": found.judged,
-        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "loss_items": aim.loss_items,
+        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "loss_items": len(found.meter.samples),
                  "answer_items": aim.answer_items, "seed": seed},
         "order": list(found.order),
         "orders": [point(trial) for trial in found.orders],

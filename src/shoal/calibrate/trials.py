@@ -47,9 +47,9 @@ class Meter:
         samples: the calibration samples.
         num_layers: L.
         trials: how many schedules may be tried.
-        deadline: `time.monotonic()` after which no pass begins; None for never.
+        deadline: `time.monotonic()` after which no batch begins; None for never.
         batch: samples in one pass.
-        told: called with the number of schedules tried since the last call.
+        told: called with the number of schedules tried since the last call, in parts where there are many samples.
     """
 
     decoder: Decoder
@@ -58,7 +58,7 @@ class Meter:
     trials: int
     deadline: float | None = None
     batch: int = 64
-    told: Callable[[int], object] = lambda _: None
+    told: Callable[[float], object] = lambda _: None
     used: int = 0
     cut_short: bool = False
     _full: float | None = field(default=None, repr=False)
@@ -80,9 +80,7 @@ class Meter:
         Raises:
             OutOfTrials: they are more than the trials that are left, or the time is over.
         """
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            self.cut_short = True
-            raise OutOfTrials("time")
+        self._check_time()
         if self.used + len(schedules) > self.trials:
             raise OutOfTrials("trials")
         found: list[float] = []
@@ -90,7 +88,6 @@ class Meter:
         for start in range(0, len(schedules), _TOGETHER):
             part = schedules[start : start + _TOGETHER]
             found += [loss - base for loss in self._losses([LayerTable.of(self.plan(s)) for s in part])]
-            self.told(len(part))
         self.used += len(schedules)
         return found
 
@@ -106,11 +103,26 @@ class Meter:
         """The schedule's plan."""
         return schedule.recipe(ModelInfo(self.num_layers)).plan
 
+    def seconds(self, sample: Sample) -> float:
+        """How long one schedule takes on one sample; a first pass that does not count makes what is made once."""
+        for _ in range(2):
+            began = time.monotonic()
+            self.decoder.losses([sample.prompt], [sample.reference], [LayerTable.full(self.num_layers)])
+        return time.monotonic() - began
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.cut_short = True
+            raise OutOfTrials("time")
+
     def _losses(self, tables: Sequence[LayerTable]) -> list[float]:
         sums = [0.0] * len(tables)
         for start in range(0, len(self.samples), self.batch):
+            if self._full is not None:
+                self._check_time()
             part = self.samples[start : start + self.batch]
             scored = self.decoder.losses([s.prompt for s in part], [s.reference for s in part], tables)
             added = [sum(float(row.double().sum()) for row in rows) for rows in scored]
             sums = [total + more for total, more in zip(sums, added, strict=True)]
+            self.told(len(tables) * len(part) / len(self.samples))
         return [total / self.tokens for total in sums]

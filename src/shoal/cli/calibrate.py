@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def add_arguments(parser: Parser) -> None:
     data.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     how = parser.add_argument_group("procedure")
     how.add_argument("--trials", metavar="N", type=int, default=400, help="most schedules to try")
-    how.add_argument("--minutes", metavar="T", type=float, help="end the search then; the card says that it was cut")
+    how.add_argument("--minutes", metavar="T", type=float, help="end the command then, about, "
+                     "and take as many items as fit; the card says what was cut")
     how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
     how.add_argument("--out", metavar="CARD.json", type=Path, default=Path("card.json"), help="where the card goes")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from shoal.eval import suites
     from shoal.eval.evaluate import Evaluator
 
+    began = time.monotonic()
     aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
     suite = suites.get(_suite(args))
     if suite.kind == "text" and aim.metric != "perplexity":
@@ -73,10 +76,12 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
+    _tell("reading the model")
     engine = common.load_engine(args)
+    _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
-    found = search(evaluator, items, aim)
+    found = search(evaluator, items, aim, began=began)
     made = card(engine, found, aim, seed=args.seed, suite=suite.name, items=items, measured=measured,
                 versions=_versions())
     if measured:
@@ -90,6 +95,12 @@ def run(args: argparse.Namespace) -> int:
         print(_text(made, args.out))
     common.print_json(made)
     return 0
+
+
+def _tell(words: str) -> None:
+    """What goes on, for who looks on."""
+    if sys.stderr.isatty():
+        print(f"{words} ...", file=sys.stderr)
 
 
 def _suite(args: argparse.Namespace) -> str:

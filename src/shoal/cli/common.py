@@ -38,6 +38,8 @@ def add_method(parser: Parser, default: str = "full") -> None:
     parser.default_method = default
     parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
                         help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
+    parser.add_argument("--no-card", action="store_true", help="measure no layers of a model that is not known: leave "
+                        "them out by their position, which may cost several times the quality")
     parser.method_options = parser.add_argument_group()
 
 
@@ -114,13 +116,43 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> E
 
     _hush_libraries()
     try:
-        return load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
+        engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
                     revision=args.revision, trust_remote_code=args.trust_remote_code,
                     tensor_parallel=tensor_parallel)
     except Unsupported:
         raise
     except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way
         raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
+    if not tensor_parallel and getattr(getattr(args, "method", None), "wants_card", False):
+        _know_layers(engine, args)
+    return engine
+
+
+def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
+    """See to it that a method that leaves layers out knows what they are worth; say where that is from."""
+    from shoal.calibrate.layer_card import quick_card
+    from shoal.engine.checkpoint import shown_name
+
+    if not engine.card.empty:
+        if engine.card.borrowed:
+            print(f"using {engine.card.origin}", file=sys.stderr)
+        return
+    engine.misses_card = False  # said here, with what the command line offers
+    name = shown_name(engine.model_name) or "this model"
+    if args.no_card:
+        print(f"nothing is known about the layers of {name}: they are left out by their position, which may cost "
+              "several times the quality of a measured order (without --no-card it is measured once)", file=sys.stderr)
+        return
+    print(f"nothing is known about the layers of {name} yet: measuring them once, a minute at most (--no-card leaves "
+          "that out)", file=sys.stderr)
+    try:
+        card = quick_card(engine)
+    except (ValueError, OSError) as error:
+        print(f"they could not be measured and are left out by their position: {error}", file=sys.stderr)
+        return
+    if card.bears is not None:
+        print(f"done: {name} bears {card.bears:g} of {engine.stack.num_layers} layers on average; kept for the next "
+              "time", file=sys.stderr)
 
 
 def load_peer(args: argparse.Namespace, engine: Engine) -> Any:

@@ -73,10 +73,13 @@ def _accelerators() -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
+    from shoal.engine import cards
     from shoal.engine.device import default_device, default_dtype
 
     device = default_device()
-    return {"default_device": str(device), "default_dtype": str(default_dtype(device)).removeprefix("torch.")}
+    return {"cards_shipped": [path.stem for path in sorted(cards.SHIPPED.glob("*.json"))],
+            "cards_cached": len(list(cards.cached().glob("*.json"))),
+            "default_device": str(device), "default_dtype": str(default_dtype(device)).removeprefix("torch.")}
 
 
 def _text(value: Any) -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal import methods
 from shoal.cli import common
 from shoal.cli.parser import Parser
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
 
 EXAMPLES = """examples:
   shoal methods
@@ -39,13 +42,31 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
-    info = common.load_engine(args).info() if args.model else None
+    engine = common.load_engine(args) if args.model else None
+    info = None if engine is None else engine.info()
     rows = [describe(name, info) for name in methods.names()]
     if args.json:
-        common.print_json({"methods": rows, "model": args.model})
+        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine)})
     else:
         print("\n\n".join(_text(row) for row in rows))
+        if engine is not None:
+            print(f"\n{_said(engine)}")
     return 0
+
+
+def _card(engine: Engine) -> dict[str, Any]:
+    """What is known about the model's layers."""
+    card = engine.card
+    return {"origin": card.origin or None, "borrowed": card.borrowed, "bears": card.bears, "empty": card.empty}
+
+
+def _said(engine: Engine) -> str:
+    card = engine.card
+    if card.empty:
+        return ("Nothing is known about this model's layers: depth methods drop them by position. The first use of one "
+                "with `shoal generate` measures them.")
+    bears = "" if card.bears is None else f" It bears {card.bears:g} of {engine.stack.num_layers} layers on average."
+    return f"What its layers are worth is known: {card.origin}.{bears}"
 
 
 def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:

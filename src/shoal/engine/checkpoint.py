@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +60,8 @@ class Checkpoint:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options, **options)
+        with _no_bars_into_pipes():
+            return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options, **options)
 
     def weights(self) -> Source | None:
         """The weights by name, or None where they lie neither in safetensors nor in a GGUF file that Shoal reads."""
@@ -87,6 +92,22 @@ class Checkpoint:
         if folder.is_dir() and not any(folder.glob("*token*")):
             return None
         return AutoTokenizer.from_pretrained(self.place, **self._options)
+
+
+@contextmanager
+def _no_bars_into_pipes() -> Iterator[None]:
+    """Transformers converts GGUF files under a bar that its own settings do not reach: on a terminal only."""
+    from transformers import modeling_gguf_pytorch_utils as converter
+
+    bar = getattr(converter, "tqdm", None)
+    if bar is None or sys.stderr.isatty():
+        yield
+        return
+    vars(converter)["tqdm"] = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        vars(converter)["tqdm"] = bar
 
 
 def shown_name(model: str) -> str:

@@ -21,7 +21,7 @@ from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.draft.auto import Cautious
-from shoal.engine import fingerprint
+from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions
 from shoal.engine.memory import naming
@@ -61,6 +61,7 @@ class Engine:
 
     Attributes:
         ranks: the processes that share the model.
+        misses_card: whether a method that could use a card and finds none is still to be warned about, once.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Engine:
         model: Any = None,
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
-        self.eos_token_ids, self.card = eos_token_ids, card or Card()
+        self.eos_token_ids = eos_token_ids
+        self._card, self._looked = card or Card(), False
+        self.misses_card = True
         self.ranks = ALONE
         self._turn = threading.RLock()
         self._companions = Companions(self)
@@ -91,6 +94,8 @@ class Engine:
             head_layers=self.stack.head_layers,
             scores=self.card.layer_scores,
             order=self.card.order,
+            bears=self.card.bears,
+            skips=self.card.skips,
             can_split=self.stack.can_split,
             tokenizer=self.tokenizer,
             companion=self._companions,
@@ -98,6 +103,21 @@ class Engine:
             memory=self._memory,
             free=self.ranks.size == 1,
         )
+
+    @property
+    def card(self) -> Card:
+        """What is known about the layers: from beside the model, else from the cards of known models.
+
+        Those are looked through when the first request wants to know. Setting it puts another card in its place.
+        """
+        if self._card.empty and not self._looked:
+            self._looked = True
+            self._card = cards.find(self)
+        return self._card
+
+    @card.setter
+    def card(self, card: Card) -> None:
+        self._card, self._looked = card, True
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,6 +176,8 @@ class Engine:
         recipe = chosen.recipe(info)
         if (notice := chosen.notice(info)) is not None:
             self._say_once(notice)
+        elif chosen.wants_card and self.card.empty:
+            self._say_that_a_card_is_missing(chosen.name)
         return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
 
     def _say_once(self, words: str) -> None:
@@ -169,6 +191,16 @@ class Engine:
         if recipe.proposer is None or isinstance(recipe.proposer, Cautious):
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
+
+    def _say_that_a_card_is_missing(self, method: str) -> None:
+        """Once per engine."""
+        if self.misses_card:
+            self.misses_card = False
+            log.warning(
+                "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
+                "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
+                "once, or with `shoal calibrate`", method, self.model_name or "this model",
+            )
 
     def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
         """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""

@@ -65,7 +65,16 @@ def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         flat = tensor.detach().flatten()
-        picked = flat[torch.linspace(0, max(len(flat) - 1, 0), min(_VALUES, len(flat))).long()]
+        picked = flat[spread_places(len(flat))]
         values = picked.float().to(torch.bfloat16).view(torch.int16).tolist()
         digest.update(f"{name}{tuple(tensor.shape)}{values}".encode())
     return digest.hexdigest()[:16]
+
+
+def spread_places(length: int, count: int = _VALUES) -> list[int]:
+    """Up to `count` evenly spaced places of a tensor of `length` values, both ends among them; all of a short one.
+
+    Whole numbers: in float32 the last place of more than 2^24 values may round past the end.
+    """
+    count = min(count, length)
+    return [place * (length - 1) // max(count - 1, 1) for place in range(count)]

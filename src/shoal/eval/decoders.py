@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,13 @@ class Answered:
 
 
 class Decoder(Protocol):
-    """Answers prompts and scores references, some rows at a time."""
+    """Answers prompts and scores references, some rows at a time.
+
+    Attributes:
+        deadline: `time.monotonic()` after which `answers` gives up with a TimeoutError; None for never.
+    """
+
+    deadline: float | None
 
     def answers(self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int) -> list[Answered]:
         """Greedy answers."""
@@ -83,15 +90,22 @@ class EngineDecoder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.deadline: float | None = None
 
     def answers(self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int) -> list[Answered]:
         """See `Decoder`."""
         if who.method is None:
             raise _not_nested(who.label)
-        results = self.engine.generate(
-            [list(prompt) for prompt in prompts], method=who.method, max_new_tokens=max_new_tokens
-        )
-        return [Answered(list(r.tokens), self._layers(r.stats)) for r in results]
+        rows = [list(prompt) for prompt in prompts]
+        with self.engine.stream(rows, method=who.method, max_new_tokens=max_new_tokens) as stream:
+            for _ in stream:
+                self.check_time()
+            return [Answered(list(r.tokens), self._layers(r.stats)) for r in stream.results]
+
+    def check_time(self) -> None:
+        """TimeoutError after the deadline."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise TimeoutError("no time is left for answers")
 
     def _layers(self, stats: Stats) -> float:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""
@@ -127,7 +141,9 @@ class LockstepDecoder(EngineDecoder):
         """See `Decoder`."""
         if not who.only_plan or (self._native and who.method is not None):
             return super().answers(prompts, who, max_new_tokens)
-        rows = self._lockstep.generate(prompts, who.table, max_new_tokens, self.engine.eos_token_ids)
+        rows = self._lockstep.generate(
+            prompts, who.table, max_new_tokens, self.engine.eos_token_ids, each_step=self.check_time
+        )
         return [Answered(tokens, who.table.layer_tokens(len(tokens))) for tokens in rows]
 
     def losses(

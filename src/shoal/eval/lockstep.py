@@ -7,7 +7,7 @@ tokens in float32). It also runs tables of layers that are not nested, which no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +57,16 @@ class Lockstep:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], table: LayerTable, max_new_tokens: int, eos: frozenset[int]
+        self, prompts: Sequence[Sequence[int]], table: LayerTable, max_new_tokens: int, eos: frozenset[int],
+        each_step: Callable[[], None] = lambda: None,
     ) -> list[list[int]]:
-        """Greedy tokens of each prompt, the end-of-sequence token included where one came."""
+        """Greedy tokens of each prompt, the end-of-sequence token included where one came; `each_step` may raise."""
         outputs: list[list[int]] = [[] for _ in prompts]
         state, logits = self._prefill(prompts, max_new_tokens)
         rows = list(range(len(prompts)))
         ends = torch.tensor(sorted(eos), device=self.device)
         for step in range(1, max_new_tokens + 1):
+            each_step()
             tokens = logits.argmax(-1)
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 if row >= 0:

@@ -63,6 +63,12 @@ class Method(ABC):
         """What a user should know before this method decodes on that model; None where there is nothing to say."""
         return None
 
+    @property
+    def wants_card(self) -> bool:
+        """Whether something that is left open here follows from the model's calibration card, or else from a guess."""
+        inner = getattr(self, "inner", None)
+        return isinstance(inner, Method) and inner.wants_card
+
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
         """Names of the method's options."""

@@ -24,7 +24,8 @@ class D3(Method):
     are ours. Skipped layers store no KV: with nested sets none is ever missed.
 
     Attributes:
-        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for a mean depth of 85 % of L.
+        alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model
+            bears by its calibration card; 85 % of L where no card says so.
         start: a float in [0, 1] is the share of the horizon without decay, an int that many tokens.
         order: a name in `shoal.depth.order.ORDERS`, or the flex layers in the order in which they are dropped.
         core: number of layers that always run; None for max(4, L/8).
@@ -68,9 +69,26 @@ class D3(Method):
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         core = core_for(num_layers, self.core, self.order, info.order)
         removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
-        alpha = self._solve(num_layers, horizon, core.size) if self.alpha is None else self.alpha
-        budget = PowerLaw(alpha, self.start, self.rounding)
+        if self.alpha is None and self.mean is None and info.bears is not None:
+            budget = self._bearable(num_layers, horizon, core.size, info.bears)
+        else:
+            alpha = self._solve(num_layers, horizon, core.size) if self.alpha is None else self.alpha
+            budget = PowerLaw(alpha, self.start, self.rounding)
         return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
+
+    @property
+    def wants_card(self) -> bool:
+        """See `Method`."""
+        return self.order == "auto" or self.alpha is self.mean is None
+
+    def _bearable(self, num_layers: int, horizon: int, core: int, mean: float) -> PowerLaw:
+        """The schedule of a mean depth; where that is less than a layer below L, the decay begins later.
+
+        From the token at which it begins at least one layer is gone, since the formula floors.
+        """
+        start = mean - (num_layers - 1) if self.start == 0 and mean > num_layers - 1 else self.start
+        mean = max(mean, lowest_mean(num_layers, horizon, start, core, self.rounding))
+        return PowerLaw(solve_alpha(num_layers, mean, horizon, start, core, self.rounding), start, self.rounding)
 
     def _solve(self, num_layers: int, horizon: int, core: int) -> float:
         if self.mean is None:

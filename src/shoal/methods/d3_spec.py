@@ -73,6 +73,11 @@ class D3Spec(DraftingMethod):
         plan = lay_out(PowerLaw(alpha, self.start, self.rounding), removal, num_layers, horizon, horizon)
         return self.verified(Shallow(plan, self.length, self.stop), info)
 
+    @property
+    def wants_card(self) -> bool:
+        """See `Method`."""
+        return self.order == "auto" or super().wants_card
+
     def _solve(self, num_layers: int, core: int) -> float:
         """The alpha whose guesses run the wanted mean of layers; the schedule's token 0 runs all of them."""
         horizon = self.length + 1

@@ -23,9 +23,11 @@ class DraftAndVerify(DraftingMethod):
     guesses are accepted and falls while enough are.
 
     Attributes:
-        skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for `share`.
+        skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for those of the model's card, and
+            `share` where it has none.
         skip_mlp: layers whose MLP does not draft.
-        share: without sets, the share of all sublayers left out, evenly spaced between the first and the last layer.
+        share: without sets, here or in a card, the share of all sublayers left out, evenly spaced between the first and
+            the last layer.
         length: most tokens to guess at a time.
         greedy_stop: the threshold at first, for greedy rows.
         sampled_stop: the threshold at first, for sampled rows.
@@ -72,6 +74,8 @@ class DraftAndVerify(DraftingMethod):
     def _skips(self, info: ModelInfo) -> Skips:
         if self.skip_attention is not None or self.skip_mlp is not None:
             return Skips(self.skip_attention or (), self.skip_mlp or ())
+        if info.skips is not None and any(info.skips) and info.can_split:
+            return Skips(*info.skips)
         count = min(round(self.share * 2 * info.num_layers), len(sublayers(info.num_layers)))
         skips = Skips.spread(info.num_layers, count if info.can_split else count // 2)
         if info.can_split:

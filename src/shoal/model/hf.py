@@ -19,7 +19,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.probe import LayerCall, find_layers, take_apart
-from shoal.model.stack import Feed, Part, Span, Tap, check_lengths, mark_shallow, spans
+from shoal.model.stack import Feed, Part, Span, Start, Tap, check_lengths, mark_shallow, spans
 from shoal.model.windows import context_of, windows_of
 
 T = TypeVar("T")
@@ -70,10 +70,13 @@ class HFStack:
                 return False
 
     @torch.no_grad()
-    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+    def forward(
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+    ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        call = _Call(self, feeds, cache, self._hidden(feeds, cache))
-        for layer in range(self.num_layers):
+        hidden = self._hidden(feeds, cache) if start is None else start.hidden.clone()
+        call = _Call(self, feeds, cache, hidden)
+        for layer in range(0 if start is None else start.layer, self.num_layers):
             if tap is not None:
                 tap(layer, call.hidden)
             for piece in spans(feeds, layer):

@@ -60,6 +60,19 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a forward that goes on from known hidden states begins.
+
+    Attributes:
+        layer: the first layer that runs.
+        hidden: what enters it [feeds, nodes, D], as a tap was shown it.
+    """
+
+    layer: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """A piece of work of one layer: tokens first[i]..last[i]-1 of feed i run `part` of it."""
 
@@ -109,10 +122,13 @@ class Stack(Protocol):
         """Whether attention and MLP of a layer can run apart."""
         ...
 
-    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+    def forward(
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+    ) -> Tensor:
         """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
 
-        `tap` is shown the hidden states before each layer, and with L those after the last one.
+        `tap` is shown the hidden states before each layer, and with L those after the last one. With `start` the
+        layers below it are taken as done; they store nothing.
 
         Returns:
             Logits [sum of wanted, V]: of the last `wanted` nodes of each feed, feed after feed.

@@ -24,7 +24,7 @@ from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.stack import Feed, Tap, mark_shallow, missing_kv
+from shoal.model.stack import Feed, Start, Tap, mark_shallow, missing_kv
 
 LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
@@ -87,10 +87,12 @@ class NativeStack(PackedStack):
         self._model = self._native_model()
         self._reach = rotary.positions
 
-    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+    def forward(
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+    ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        if not _fits(feeds):
-            return super().forward(feeds, cache, tap)
+        if start is not None or not _fits(feeds):
+            return super().forward(feeds, cache, tap, start=start)
         work = self._work(feeds)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
             return super().forward(feeds, cache, tap)

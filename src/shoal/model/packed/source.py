@@ -108,6 +108,10 @@ class HalvesPaired:
         heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
         return heads[:, self._order].flatten(0, 1)
 
+    def blocks(self, name: str) -> Blocks | None:
+        """See `Source`; none, since rows would have to move in them."""
+        return None
+
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:

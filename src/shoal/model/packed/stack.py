@@ -17,7 +17,7 @@ from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Weights
-from shoal.model.stack import Feed, Span, Tap, check_lengths, mark_shallow, spans
+from shoal.model.stack import Feed, Span, Start, Tap, check_lengths, mark_shallow, spans
 
 _PIECE = 256
 """Columns of the head that are read back at once where a part of its rows is wanted."""
@@ -58,15 +58,19 @@ class PackedStack:
         self.graphs = GraphRunner(make, capture)
 
     @torch.no_grad()
-    def forward(self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None) -> Tensor:
+    def forward(
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+    ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        if self.graphs is not None and tap is None:
+        if self.graphs is not None and tap is None and start is None:
             logits = self.graphs.forward(feeds, cache)
             if logits is not None:
                 mark_shallow(feeds, cache)
                 return logits
         run = _Pass(self, feeds, cache)
-        for layer in range(self.num_layers):
+        if start is not None:
+            run.take(start.hidden)
+        for layer in range(0 if start is None else start.layer, self.num_layers):
             if tap is not None:
                 tap(layer, run.padded())
             for piece in spans(feeds, layer):
@@ -111,6 +115,10 @@ class _Pass:
         self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
         self.sizes = [len(feed.tokens) for feed in feeds]
         self.offsets = [sum(self.sizes[:i]) for i in range(len(feeds))]
+
+    def take(self, hidden: Tensor) -> None:
+        """Go on from the stream that `padded` gave."""
+        self.x = torch.cat([hidden[row, :size] for row, size in enumerate(self.sizes)])
 
     def run(self, layer: int, piece: Span) -> None:
         """Add to the stream what `piece` of `layer` contributes."""

@@ -1,0 +1,134 @@
+"""How far a model's next-token distribution moves when tokens after the prompt run fewer layers: KL against all layers.
+
+Teacher-forced: the prompt runs every layer and is read once per text; the tokens of the answer are judged in one
+forward. What is left out is compared with the full model's own distribution, so a text needs no right answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed, Stack, Start
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt, and of what follows it: at least two."""
+
+
+@dataclass
+class Divergence:
+    """Sums over judged tokens.
+
+    Attributes:
+        kl: sum of KL(full || shallow) in nats.
+        agreed: tokens whose likeliest successor is the full model's.
+        tokens: how many were judged.
+    """
+
+    kl: float = 0.0
+    agreed: int = 0
+    tokens: int = 0
+
+    def add(self, other: Divergence) -> None:
+        """Count another text in."""
+        self.kl, self.agreed, self.tokens = self.kl + other.kl, self.agreed + other.agreed, self.tokens + other.tokens
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.kl / max(self.tokens, 1)
+
+    @property
+    def agreement(self) -> float:
+        """Share of equal argmaxes."""
+        return self.agreed / max(self.tokens, 1)
+
+
+@dataclass
+class Judged:
+    """A text read at full depth, ready to be read again with less.
+
+    Args:
+        stack: the model.
+        text: prompt and answer; the first token of the answer comes from the prompt and is not judged.
+        every: of the answer's tokens every so many-th is judged, which spares most of the LM head.
+    """
+
+    stack: Stack
+    text: Text
+    every: int = 1
+    _states: list[Tensor] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        prompt, answer = self.text
+        self._answer, self._full = list(answer[:-1]), DepthPlan.full(self.stack.num_layers)
+        self._steps = list(range(1, len(answer)))
+        self._cache = KVCache(self.stack.windows, rows=1)
+        for first in range(0, len(prompt), self.stack.prefill_chunk):
+            part = list(prompt[first : first + self.stack.prefill_chunk])
+            self.stack.forward([Feed(0, part, [0] * len(part), self._full)], self._cache)
+            self._cache.commit(0, range(len(part)))
+        self._forward(self._full, None, lambda _, hidden: self._states.append(hidden.clone()))
+        self._truth = self._laws(self._states[-1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are judged."""
+        return len(self._truth)
+
+    def without(self, layer: int) -> Divergence:
+        """All tokens without one layer; what lies below it is not run again."""
+        return self._judge(self._full, Start(layer + 1, self._states[layer]))
+
+    def under(self, plan: DepthPlan) -> Divergence:
+        """Token j of the answer at step j of a plan."""
+        return self._judge(plan, None)
+
+    def turn(self) -> Tensor:
+        """For every layer, 1 - cosine of its input and output, summed over the answer's tokens: [L] float64."""
+        pairs = zip(self._states, self._states[1:], strict=False)
+        return torch.stack([(1 - torch.cosine_similarity(a[0].float(), b[0].float(), dim=-1)).sum().double()
+                            for a, b in pairs])
+
+    def _forward(self, plan: DepthPlan, start: Start | None, tap: Callable[[int, Tensor], None]) -> None:
+        self.stack.forward([Feed(0, self._answer, self._steps, plan)], self._cache, tap, start=start)
+        self._cache.rollback(0)
+
+    def _judge(self, plan: DepthPlan, start: Start | None) -> Divergence:
+        last: list[Tensor] = []
+        layers = self.stack.num_layers
+        if start is not None and start.layer == layers:
+            last.append(start.hidden)
+        else:
+            self._forward(plan, start, lambda layer, hidden: last.append(hidden) if layer == layers else None)
+        found = self._laws(last[-1])
+        kl = (self._truth.exp() * (self._truth - found)).sum(-1).double().sum()
+        agreed = (self._truth.argmax(-1) == found.argmax(-1)).sum()
+        return Divergence(float(kl), int(agreed), len(found))
+
+    def _laws(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities [tokens, V] float32 of the judged tokens."""
+        return self.stack.exit_logits(hidden[0, :: self.every]).float().log_softmax(-1)
+
+
+def without_each(text: Judged, wanted: Callable[[], bool] = lambda: True) -> list[Divergence] | None:
+    """`without` for every layer; None as soon as `wanted` says no."""
+    found = []
+    for layer in range(text.stack.num_layers):
+        if not wanted():
+            return None
+        found.append(text.without(layer))
+    return found
+
+
+def total(parts: Iterable[Divergence]) -> Divergence:
+    """Their sum."""
+    whole = Divergence()
+    for part in parts:
+        whole.add(part)
+    return whole

@@ -1,0 +1,174 @@
+"""Cards of models that are known: those that ship with Shoal, and those in the user's cache.
+
+A card is found by the model's fingerprint. A quantised file has other values than the original, so there is a second
+key: a hash of the norm vectors, which quantised files keep whole. Together with the sizes it tells models apart;
+weights tuned without their norms have the same, so such a match is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.card import Card, load_json
+from shoal.model.hf import HFStack
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+
+SHIPPED = Path(__file__).parent.parent / "cards"
+_NEAR_ZERO = 0.006
+"""Norm weights below count as 0: some files hold 1 + w in float32, from which a small w does not come back exactly."""
+
+log = logging.getLogger(__name__)
+
+
+def cached() -> Path:
+    """The folder of the user's own cards: `shoal/cards` in XDG_CACHE_HOME, by default in ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "shoal" / "cards"
+
+
+def find(engine: Engine) -> Card:
+    """The card of an engine's model; an empty one where none is known.
+
+    A file in the cache that cannot be read is named in a warning and left where it is.
+    """
+    sizes = sizes_of(engine.stack)
+    like = [(path, data) for path, data in _all() if data["model"].get("sizes") == sizes]
+    if not like:
+        return Card()
+    norms = norm_keys(engine.stack)
+    like = [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
+    if not like:
+        return Card()
+    print_ = _fingerprint(engine)
+    for path, data in like:
+        if print_ is not None and print_ in data["model"].get("fingerprints", ()):
+            return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=_origin(path, data))
+    path, data = like[0]
+    weights = data["model"].get("weights") or "other weights"
+    log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
+    origin = f"{_origin(path, data)}, calibrated on {weights}"
+    return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=origin, borrowed=True)
+
+
+def identity(engine: Engine, weights: str = "") -> dict[str, Any]:
+    """What tells the model from others, for its card.
+
+    Args:
+        engine: the model.
+        weights: in which form the weights were, such as "Q4_1"; the dtype where it is not said.
+    """
+    print_ = _fingerprint(engine)
+    return {
+        "name": Path(engine.model_name).name,
+        "fingerprints": [] if print_ is None else [print_],
+        "norms": list(norm_keys(engine.stack)),
+        "sizes": sizes_of(engine.stack),
+        "weights": weights or str(engine.stack.dtype).removeprefix("torch."),
+    }
+
+
+def keep(data: Mapping[str, Any]) -> Path:
+    """Write a card to the user's cache, whole or not at all.
+
+    Raises:
+        ValueError: it has no key to be found by.
+        OSError: the cache cannot be written.
+    """
+    keys = [*data["model"]["fingerprints"], *data["model"]["norms"]]
+    if not keys:
+        raise ValueError("the model has neither a fingerprint nor norm vectors, so its card could not be found again")
+    folder = cached()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{keys[0]}.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
+        file.write(json.dumps(data) + "\n")
+    os.replace(file.name, path)
+    return path
+
+
+def sizes_of(stack: Stack) -> dict[str, int]:
+    """Layers, vocabulary, width: the same for every way in which a model is run."""
+    return {"layers": stack.num_layers, "vocab": stack.vocab_size, "hidden": _width(stack)}
+
+
+def norm_keys(stack: Stack) -> tuple[str, ...]:
+    """Hashes of the layers' norm weights as they are and less 1, as some formats store 1 + w; none without norms.
+
+    Values are rounded to bfloat16. Two models are alike where any of their keys are equal.
+    """
+    layers = [list(_norms(stack, layer)) for layer in range(stack.num_layers)]
+    if not any(layers):
+        return ()
+    return tuple(_hash([[vector - shift for vector in layer] for layer in layers]) for shift in (0.0, 1.0))
+
+
+def _norms(stack: Stack, layer: int) -> Iterator[Tensor]:
+    """The norm weights of a layer, in float32."""
+    if isinstance(stack, HFStack):
+        for module in stack.parts.layers[layer].modules():
+            weight = getattr(module, "weight", None)
+            if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+                yield weight.detach().float().cpu()
+    elif isinstance(stack, PackedStack):
+        block = stack.weights.layers[layer]
+        assert is_dataclass(block)
+        for field in fields(block):
+            value = getattr(block, field.name)
+            if field.name.endswith("norm") and isinstance(value, Tensor):
+                yield value.float().cpu()
+
+
+def _hash(layers: list[list[Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for layer in layers:
+        parts = [torch.where(v.abs() < _NEAR_ZERO, torch.zeros_like(v), v).to(torch.bfloat16) for v in layer]
+        for part in sorted(bytes(part.view(torch.int16).numpy().tobytes()) for part in parts):
+            digest.update(hashlib.sha256(part).digest())
+        digest.update(b"layer")
+    return digest.hexdigest()[:16]
+
+
+def _width(stack: Stack) -> int:
+    if isinstance(stack, PackedStack):
+        return stack.shape.hidden
+    return max((len(vector) for vector in _norms(stack, 0)), default=0)
+
+
+def _fingerprint(engine: Engine) -> str | None:
+    try:
+        return engine.fingerprint
+    except ValueError:  # there is nothing to read the weights from again
+        return None
+
+
+def _all() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every card: the user's own first, newest first, then those that ship."""
+    own = sorted(cached().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*own, *sorted(SHIPPED.glob("*.json"))]:
+        try:
+            data = load_json(path)
+        except ValueError as error:
+            log.warning("%s", error)
+            continue
+        if isinstance(data.get("model"), dict):
+            yield path, data
+
+
+def _origin(path: Path, data: Mapping[str, Any]) -> str:
+    where = "the card that ships with Shoal" if path.parent == SHIPPED else f"the card {path.name} in your cache"
+    return f"{where} for {data['model'].get('name', 'this model')}"

@@ -1,0 +1,73 @@
+"""`--minutes` bounds scoring, search and answers alike."""
+
+from __future__ import annotations
+
+import copy
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from families import tiny
+from shoal.calibrate import calibration
+from shoal.calibrate.trials import Meter, OutOfTrials
+from shoal.engine.load import engine_for
+from shoal.eval.decoders import EngineDecoder, LockstepDecoder, contender
+from shoal.eval.items import Item, Sample
+from shoal.methods.full import Full
+from shoal.methods.schedule import Schedule
+
+
+def engine(backend: str) -> Any:
+    return engine_for(copy.deepcopy(tiny("llama")).float(), backend=backend)
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(Item(str(i), "", ""), (1, 2, 3), tuple(range(4, 6 + i))) for i in range(count)]
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("hf", EngineDecoder), ("packed", LockstepDecoder)])
+def test_answers_end_with_the_time(backend: str, kind: Any) -> None:
+    one = engine(backend)
+    decoder, who = kind(one), contender(one, Full(), 4)
+    assert len(decoder.answers([[1, 2]], who, 4)[0].tokens) == 4
+    decoder.deadline = time.monotonic() + 60
+    assert len(decoder.answers([[1, 2]], who, 4)[0].tokens) == 4
+    decoder.deadline = time.monotonic() - 1
+    with pytest.raises(TimeoutError):
+        decoder.answers([[1, 2]], who, 4)
+
+
+def test_as_many_samples_are_scored_as_leave_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meter, "seconds", lambda self, sample: 0.1)
+    evaluator: Any = SimpleNamespace(decoder=None, batch=4)
+    found = samples(20)
+
+    def afforded(seconds: float) -> list[Sample]:
+        return calibration._affordable(evaluator, found, 9, time.monotonic() + seconds)
+
+    assert len(afforded(20.2)) == 5  # a quarter of the time, a second a sample
+    assert len(afforded(1000)) == 20 and len(afforded(-1)) == 1
+    lengths = [len(sample.reference) for sample in afforded(20.2)]
+    assert lengths == sorted(set(lengths)) and lengths[0] < 6 < 16 < lengths[-1] + 1
+
+
+def test_a_search_ends_between_batches() -> None:
+    told: list[float] = []
+    meter = Meter(EngineDecoder(engine("hf")), samples(4), 6, 100, batch=2, told=told.append)
+    meter.rises([Schedule((2,), (1,))])
+    assert sum(told) == pytest.approx(2)  # all layers, and the schedule
+    ticks = iter([0.0, 0.0, 2.0])
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return next(ticks)
+
+    meter.deadline = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.calibrate.trials.time", Clock)
+        with pytest.raises(OutOfTrials):
+            meter.rises([Schedule((3,), (1,))])
+    assert meter.cut_short and meter.used == 1

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Measure the card of a model that is to ship with Shoal: its layers on its own answers to chat prompts.
+
+    python tools/make_card.py MODEL --data DATA --name SmolLM2-135M-Instruct --weights Q4_1 --out src/shoal/cards/x.json
+
+Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads wikitext2's
+valid part and novels instead. No test set of an evaluation is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.calibrate.divergence import Text
+from shoal.calibrate.layer_card import Budget, measure_card
+from shoal.calibrate.own_texts import answered, asked
+from shoal.calibrate.skips import SublayerCosts, search_skips
+from shoal.cli.env import cpu_name
+from shoal.engine.engine import Engine
+from shoal.eval import suites
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--weights", required=True, help="form of the weights, such as Q4_1")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40, help="sets of sublayers tried; 0 for none")
+    parser.add_argument("--seconds", type=float, help="most time for the layers; what there is by then counts")
+    parser.add_argument("--no-chat", action="store_true", help="a base model: read texts instead of asking")
+    args = parser.parse_args()
+    began = time.monotonic()
+    engine = shoal.load(args.model, dtype="float32")
+    chats = bool(getattr(engine.tokenizer, "chat_template", None)) and not args.no_chat
+    count = args.tokens // (args.answer - 1) + 1
+    if chats:
+        texts = answered(engine, asked(engine, questions(args.data, count)), args.answer)
+        source = "the model's own greedy answers to prompts of mt_bench, vicuna and self_instruct"
+    else:
+        texts = read(engine, args.data, count, args.answer)
+        source = "wikitext2 (valid) and novels"
+    print(f"{sum(len(a) for _, a in texts)} tokens of answers after {time.monotonic() - began:.0f} s", flush=True)
+    card = measure_card(engine, texts, Budget(args.seconds, args.tokens, args.answer, args.every), source=source)
+    card["model"] |= {"name": args.name, "weights": args.weights}
+    card["measured"]["machine"] = cpu_name()
+    write(card, args.out)
+    print(f"layers after {time.monotonic() - began:.0f} s", flush=True)
+    if args.rounds and engine.stack.can_split:
+        card["skips"] = skips(engine, [list(prompt) for prompt, _ in texts[:3]], args.rounds)
+        write(card, args.out)
+    print(f"done after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def questions(data: Path, count: int) -> list[str]:
+    """Prompts of the three sets in turn."""
+    sets = [
+        [row["turns"][0] for row in lines(data / "mt_bench" / "question.jsonl")],
+        [str(row.get("text") or row["turns"][0]) for row in lines(data / "vicuna" / "vicuna_bench.jsonl")],
+        [f"{row['instruction']}\n{row['instances'][0]['input']}".strip()
+         for row in lines(data / "self_instruct" / "user_oriented_instructions.jsonl")],
+    ]
+    for number, part in enumerate(sets):
+        random.Random(number).shuffle(part)
+        part[:] = [text for text in part if len(text) < 600]
+    return [text for together in zip(*sets, strict=False) for text in together][:count]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def read(engine: Engine, data: Path, count: int, answer: int) -> list[Text]:
+    """Stretches of text, a prompt of 32 tokens each."""
+    parts = [suites.get(name).items(data, "calibration", count, 0) for name in ("wikitext2", "novels")]
+    texts: list[Text] = []
+    for item in [one for together in zip(*parts, strict=False) for one in together][:count]:
+        ids = engine.tokenizer(item.prompt + item.solution)["input_ids"]
+        texts.append((ids[:32], ids[32 : 32 + answer]))
+    return texts
+
+
+def skips(engine: Engine, prompts: list[list[int]], rounds: int) -> dict[str, Any]:
+    """Sublayers that a draft does without, by what they read: no machine's times."""
+    found = search_skips(engine, prompts, seconds=1e9, rounds=rounds, costs=shares(engine), new_tokens=33)
+    attention, mlp = found.skips.attention, found.skips.mlp
+    return {"attention": list(attention), "mlp": list(mlp), "rate": round(found.rate, 3), "length": found.length,
+            "by_bytes": round(found.speedup, 3), "rounds": found.rounds}
+
+
+def shares(engine: Engine) -> SublayerCosts:
+    """Bytes of an attention, an MLP and the head in units of a layer, from the shape."""
+    shape = getattr(engine.stack, "shape", None)
+    if shape is None:
+        return SublayerCosts(0.25, 0.75, engine.stack.head_layers)
+    attention = shape.hidden * shape.qkv_rows + shape.hidden * shape.heads * shape.head_dim
+    mlp = 3 * shape.hidden * shape.ffn
+    return SublayerCosts(attention / (attention + mlp), mlp / (attention + mlp), engine.stack.head_layers)
+
+
+def write(card: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(card) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
