@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, tint
+from shoal.cli import common, notes, tint
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -63,16 +63,17 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, prompt: str) -> int:
     engine = common.load_engine(args, tensor_parallel=args.tensor_parallel)
     silent = engine.ranks.rank > 0
-    stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
-    printer = Silent() if args.json or silent else _printer(args, engine)
     interrupted = False
-    try:
-        for step in stream:
-            printer.show(step)
-    except KeyboardInterrupt:
-        interrupted = True
-        stream.close()
-    printer.close()
+    with notes.held_back():
+        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
+        printer = Silent() if args.json or silent else _printer(args, engine)
+        try:
+            for step in stream:
+                printer.show(step)
+        except KeyboardInterrupt:
+            interrupted = True
+            stream.close()
+        printer.close()
     if silent:
         return 130 if interrupted else 0
     if args.json:
