@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal import catalog
 from shoal.cli import common
 from shoal.cli.parser import Parser
 
@@ -105,10 +106,11 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the answers depend on."""
     model = {"name": args.model, "revision": args.revision}
-    if args.model is not None and os.path.isdir(args.model):
+    place = catalog.find(args.model)
+    if os.path.exists(place):
         from shoal.engine.fingerprint import of_model
 
-        model = {"fingerprint": of_model(None, args.model)}
+        model = {"fingerprint": of_model(None, place)}
     return {"model": {**model, "dtype": args.dtype, "backend": args.backend, "quant": args.quant},
             "option": _defaults(args)}
 

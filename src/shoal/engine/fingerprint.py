@@ -7,13 +7,16 @@ read from its files where it has some, since loading may rename tensors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.engine.gguf_checkpoint import is_gguf
+from shoal.model.gguf.file import GgufFile
 from shoal.model.packed.source import FileSource, has_safetensors
 
 _VALUES = 16
@@ -24,18 +27,20 @@ def of_model(model: Any, name: str) -> str:
 
     Args:
         model: the transformers model, or None where its files are all there is.
-        name: folder or Hub id that it was loaded from; may be neither where there is a model.
+        name: folder, GGUF file or Hub id that it was loaded from; may be none of these where there is a model.
 
     Raises:
         ValueError: there are neither files nor a model to read.
     """
+    if is_gguf(Path(name)):
+        return _hash(_of_gguf(Path(name)))
     folder = _folder(name)
     if folder is not None:
         files = FileSource(folder)
-        return _hash((key, files[key]) for key in files.names())
+        return _hash(_entry(key, files[key]) for key in files.names())
     if model is None:
         raise ValueError(f"the weights of {name!r} cannot be read again to tell the model from others")
-    return _hash(_unshared(model.state_dict()))
+    return _hash(_entry(*pair) for pair in _unshared(model.state_dict()))
 
 
 def _folder(name: str) -> Path | None:
@@ -61,13 +66,31 @@ def _unshared(tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+Entry = tuple[str, tuple[int, ...], Tensor]
+"""A tensor's name, its shape, and a few of its values."""
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
+    flat = tensor.detach().flatten()
+    return name, tuple(tensor.shape), flat[spread_places(len(flat))]
+
+
+def _of_gguf(path: Path) -> Iterator[Entry]:
+    """The tensors of a GGUF file by its own names; of a matrix only the rows that are looked at are dequantised."""
+    with GgufFile(path) as file:
+        for name, info in file.header.tensors.items():
+            blocks, places = file.blocks(name), spread_places(prod(info.shape))
+            rows = [place // blocks.columns for place in places]
+            values = blocks.select(torch.tensor(rows)).dequantise()
+            columns = torch.tensor([place % blocks.columns for place in places])
+            yield name, info.shape, values[torch.arange(len(rows)), columns]
+
+
+def _hash(entries: Iterable[Entry]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        flat = tensor.detach().flatten()
-        picked = flat[spread_places(len(flat))]
+    for name, shape, picked in sorted(entries, key=lambda entry: entry[0]):
         values = picked.float().to(torch.bfloat16).view(torch.int16).tolist()
-        digest.update(f"{name}{tuple(tensor.shape)}{values}".encode())
+        digest.update(f"{name}{shape}{values}".encode())
     return digest.hexdigest()[:16]
 
 
