@@ -7,6 +7,7 @@ metadata and row order are llama.cpp's, written here from the transformers side 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -149,20 +150,24 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
     return plain | {f"{architecture}.{key}": found for key, found in own.items()}
 
 
-def write_model(architecture: str, path: Path, kind: str = "F32", *, extra: Mapping[str, Any] | None = None,
-                model: Any = None) -> dict[str, Tensor]:
-    """Write a tiny model with matrices of a type; returns the state dict of the transformers model that it equals."""
+def write_model(architecture: str, path: Path, kind: str | Sequence[str] = "F32", *,
+                extra: Mapping[str, Any] | None = None, model: Any = None) -> dict[str, Tensor]:
+    """Write a tiny model; returns the state dict of the transformers model that it equals.
+
+    Matrices are of one type, or of several types in turn.
+    """
     model = model or tiny_model(architecture)
     config, state, tensors = model.config, {}, {}
+    kinds = itertools.cycle([kind] if isinstance(kind, str) else kind)
     for seed, (name, tensor) in enumerate(model.state_dict().items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        data, state[name] = _encoded(tensor, kind, seed, architecture)
+        used = next(kinds) if tensor.dim() == 2 else "F32"
+        data, state[name] = _encoded(tensor, used, seed, architecture)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         turned = next((count for part, count in heads.items() if f".{part}." in name), None)
         if turned is not None and architecture in _INTERLEAVED:
             data = data.view(turned, 2, len(data) // turned // 2, -1).transpose(1, 2).reshape(data.shape)
-        used = kind if tensor.dim() == 2 else "F32"
         tensors[file_name(name, architecture)] = (used, tuple(tensor.shape), data.contiguous().numpy().tobytes())
     path.write_bytes(gguf_bytes({**metadata_of(architecture, config), **(extra or {})}, tensors))
     return state

@@ -15,6 +15,10 @@ from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
+from shoal.model.gguf.types import GgmlType
+from shoal.model.packed import native
+from shoal.model.packed.blocked import Blocked
+from shoal.model.packed.build import build
 from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
@@ -37,10 +41,14 @@ def check(architecture: str, kind: str, folder: Path) -> None:
     path = folder / "tiny.gguf"
     state = write_model(architecture, path, kind)
     twin = with_state(tiny_model(architecture), state)
-    engine = shoal.load(path, dtype="float32")
-    assert isinstance(engine.stack, PackedStack) == (twin.config.model_type in PACKED)
-    found = chunked_logits(engine.stack, IDS, (len(IDS),))
-    assert error(found, logits(twin)) < 1e-4
+    assert isinstance(shoal.load(path, dtype="float32").stack, PackedStack) == (twin.config.model_type in PACKED)
+    assert error(chunked_logits(packed(path, kernels=False), IDS, (len(IDS),)), logits(twin)) < 1e-4
+
+
+def packed(path: Path, kernels: bool) -> PackedStack:
+    file = GgufFile(path)
+    config = config_of(file)
+    return build(config, GgufSource(file, config), torch.float32, torch.device("cpu"), kernels=kernels)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,6 +61,34 @@ def test_logits(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_of_every_type(architecture: str, kind: str, tmp_path: Path) -> None:
     check(architecture, kind, tmp_path)
+
+
+MIXES = [("Q4_1",), ("Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "F16"), ("BF16", "F32"), ("Q5_K", "Q5_1")]
+
+
+def rounded(x: Tensor, kind: GgmlType) -> Tensor:
+    """Inputs of a matrix as the kernels take them."""
+    if kind.is_float:
+        return x.bfloat16().float() if kind is GgmlType.BF16 else x
+    groups = x.unflatten(-1, (-1, 32))
+    peaks = groups.abs().amax(-1, keepdim=True)
+    return ((groups * torch.where(peaks > 0, 127 / peaks, 0)).round() * (peaks / 127)).flatten(-2)
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels(architecture: str, mix: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels do what the torch executor does with inputs rounded alike, types mixed from matrix to matrix.
+
+    A value that lies on the edge of two whole numbers falls to either side, and such a toy makes much of it: single
+    products are compared to 1e-5 in test_native_blocks.py.
+    """
+    write_model(architecture, tmp_path / "tiny.gguf", mix)
+    product = Blocked.__call__
+    monkeypatch.setattr(Blocked, "__call__", lambda self, x: product(self, rounded(x, self.blocks.type)))
+    both = [chunked_logits(packed(tmp_path / "tiny.gguf", kernels), IDS, (len(IDS),)) for kernels in (False, True)]
+    assert (both[1] - both[0]).norm() < 0.1 * both[0].norm()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -23,6 +23,7 @@ BLOCKS = {"a": random_blocks(GgmlType.Q4_K, 48, 256), "b": random_blocks(GgmlTyp
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SHOAL_WEIGHTS")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"some bytes")
     return path
@@ -51,6 +52,15 @@ def right(matrices: dict[str, torch.Tensor]) -> bool:
 
 def folders() -> list[Path]:
     return list(repacked.cache_folder().iterdir())
+
+
+def test_where_they_are_kept(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repacked.cache_folder() == tmp_path / "cache" / "shoal" / "weights"
+    monkeypatch.setenv("SHOAL_WEIGHTS", str(tmp_path / "elsewhere"))
+    load(file)
+    assert load(file)[1] == [] and len(folders()) == 1
+    monkeypatch.setenv("SHOAL_WEIGHTS", "")
+    assert right(load(file)[0]) and load(file)[1] == ["a", "b"]
 
 
 def test_the_second_start_makes_nothing(file: Path) -> None:

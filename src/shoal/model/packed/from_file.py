@@ -55,6 +55,8 @@ class NativeFilePacker:
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """See `FilePacker`; matrices of one type become one, others a stack."""
+        for name in names:
+            _check(self._source, name)
         groups = [list(group) for _, group in groupby(names, self._source.type_of)]
         if len(groups) > 1 and not self._fits(groups, role):
             return self._as_floats(names, role)
@@ -94,11 +96,16 @@ def same_inputs(first: GgmlType, second: GgmlType) -> bool:
     return forms.get(first, "int8") == forms.get(second, "int8")
 
 
-def _blocks(source: GgufSource, name: str) -> Blocks:
-    blocks = source.blocks(name)
-    if blocks is None:
+def _check(source: GgufSource, name: str) -> None:
+    if not source.has(name):
         why = "the packed backend finds weights by the names that transformers gives them"
         raise Unsupported(f"a GGUF file without {name!r}", why, REMEDY)
+
+
+def _blocks(source: GgufSource, name: str) -> Blocks:
+    _check(source, name)
+    blocks = source.blocks(name)
+    assert blocks is not None
     return blocks
 
 

@@ -61,14 +61,15 @@ class Repacked:
     def finish(self) -> None:
         """Keep what was made; where that fails the matrices stay in this process's memory."""
         if self._room is not None and self._hash is not None:
-            self._room.finish(self._records, _folder(self._hash.result()))
+            self._room.finish(self._records, _folder(self._hash.result(), self._room.root))
 
 
 class _Room:
     """A new file, mapped for writing, that matrices are woven into: memory and copy on disk are one."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self._folder, self._used, self._full, self._spare = folder, 0, False, native.Arena()
+        self.root, self._folder = folder.parent, folder
+        self._used, self._full, self._spare = 0, False, native.Arena()
         with (folder / _DATA).open("w+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found out here, not by a signal later
             self._map = mmap.mmap(file.fileno(), size)
@@ -76,9 +77,10 @@ class _Room:
 
     @classmethod
     def make(cls, size: int) -> _Room | None:
-        """None, said once, where there is no room on disk."""
-        root = cache_folder()
-        folder = None
+        """None where nothing is to be kept, or, said once, where there is no room on disk."""
+        root, folder = cache_folder(), None
+        if root is None:
+            return None
         try:
             root.mkdir(parents=True, exist_ok=True)
             _sweep(root)
@@ -154,10 +156,10 @@ class _Kept:
 
 def _read(path: Path) -> _Kept | None:
     """What is kept of a file, or None where nothing is or it is damaged."""
-    known = known_sha256(path)
-    if known is None:
+    root, known = cache_folder(), known_sha256(path)
+    if root is None or known is None:
         return None
-    folder = _folder(known)
+    folder = _folder(known, root)
     try:
         records = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         with (folder / _DATA).open("rb") as file:
@@ -183,11 +185,17 @@ def _mapped(number: int) -> Tensor:
         return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _folder(digest: str) -> Path:
-    return cache_folder() / f"{digest[:32]}-{native.layout_version()}"
+def _folder(digest: str, root: Path) -> Path:
+    return root / f"{digest[:32]}-{native.layout_version()}"
 
 
-def cache_folder() -> Path:
-    """Where woven weights are kept: `shoal/weights` in XDG_CACHE_HOME, by default in ~/.cache."""
+def cache_folder() -> Path | None:
+    """Where woven weights are kept: $SHOAL_WEIGHTS, by default `shoal/weights` in $XDG_CACHE_HOME or ~/.cache.
+
+    None where that variable is there and empty: nothing is kept then.
+    """
+    chosen = os.environ.get("SHOAL_WEIGHTS")
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "shoal" / "weights"
