@@ -29,7 +29,7 @@ from shoal.eval.timing import alone
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="M", help="folder, Hub id or name; SmolLM2-135M-Instruct if none")
+    parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"), help="of quality.py")
     parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--items", metavar="N", type=int, default=24, help="answers of each method")

@@ -43,7 +43,7 @@ def test_the_readme_shows_library_transformers_and_command_line() -> None:
     found = blocks(README.read_text("utf-8"))
     assert any("shoal.load" in block.text and block.expected for block in found)
     assert any("custom_generate" in block.text and block.expected for block in found)
-    assert any("\nshoal generate " in block.text for block in found)
+    assert any(block.text.startswith("shoal generate ") for block in found)
 
 
 def test_blocks_are_found_with_their_output() -> None:

@@ -128,7 +128,8 @@ def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) ->
     """A benchmark whose clock moves on by a minute at every look."""
     now = iter(range(0, 10**6, 60))
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
-    return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), Plan(rounds, minutes, SETTING, 2**16, Local))
+    plan = Plan(rounds, minutes, SETTING, 2**16, start=Local)
+    return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), plan)
 
 
 def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_nor_where_the_layers_were_named(method: Method, caplog: pytest.LogCaptu
     assert not notices(caplog)
 
 
-@pytest.mark.parametrize("method", ["full", "auto", "prompt_lookup", "d3"])
+@pytest.mark.parametrize("method", ["full", "auto", "prompt_lookup"])
 def test_nor_for_other_methods(method: str, caplog: pytest.LogCaptureFixture) -> None:
     engine().recipe(method, 8)
     assert not notices(caplog)
