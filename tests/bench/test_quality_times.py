@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared_models import REFERENCE
+from shared_models import FIXTURES, REFERENCE
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -29,7 +29,7 @@ def test_what_the_results_name_is_timed_and_found_again(
     for name in ("card", "known_1.1"):
         shutil.copy(BENCHMARKS / "quality" / f"{name}.json", tmp_path)
     words = ["--out", str(tmp_path), "--pictures", str(tmp_path), "--items", "1", "--max-new-tokens", "8"]
-    words += ["--model", str(REFERENCE)]
+    words += ["--model", str(FIXTURES / REFERENCE)]
     monkeypatch.setattr(sys, "argv", ["quality_times.py", *words])
     assert quality_times.main() == 0
     from quality_tables import tables
