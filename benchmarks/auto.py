@@ -34,6 +34,7 @@ from shoal.bench import report
 from shoal.bench.roof import read_bandwidth
 from shoal.cli.common import encode
 from shoal.cli.env import collect
+from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
 from shoal.types import Result
 
@@ -85,7 +86,7 @@ def begun(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """The report so far: one of an earlier run with the same settings, or an empty one."""
     asked = {name: getattr(args, name) for name in
              ("quant", "dtype", "items", "rounds", "new_tokens", "shortest", "tolerance", "seed")}
-    setting = {**asked, "model": engine.model_name, "executor": type(engine.stack).__name__,
+    setting = {**asked, "model": shown_name(engine.model_name), "executor": type(engine.stack).__name__,
                "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
     heading = report.heading(collect(), ["benchmarks/auto.py", *sys.argv[1:]])
     found = {**heading, "setting": setting, "stopped_early": False, "kinds": {}, "roof": [read_bandwidth(0.2)],

@@ -15,6 +15,8 @@ from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
 from shoal.bench.worker import peak_memory, reset_peak_memory
 from shoal.engine.device import as_dtype
+from shoal.model.packed import native
+from shoal.model.packed.native import build as native_build
 
 Generate = Callable[[Sequence[int], int], object]
 """Decodes that many tokens after a prompt, greedily."""
@@ -29,8 +31,17 @@ class Starter(ABC):
         self._subject, self._setting = subject, setting
 
     def begin(self, cache: str) -> None:
-        """Do the imports; `cache` is the folder under which this user's caches are from now on."""
+        """Do the imports; `cache` is the folder under which this user's caches are from now on.
+
+        The compiled kernels stay: they belong to the installation, not to a model.
+        """
+        kernels = native_build.cache_folder()
+        there = Path(cache) / "shoal" / "native"
+        if kernels.is_dir() and not there.exists():
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.symlink_to(kernels.resolve(), target_is_directory=True)
         os.environ["XDG_CACHE_HOME"] = cache
+        os.environ.pop("SHOAL_WEIGHTS", None)
         self.imports()
 
     def start(self, prompt: Sequence[int], new_tokens: int) -> dict[str, float]:
@@ -70,14 +81,22 @@ class Starter(ABC):
         """Free what was loaded; the process ends anyway."""
 
 
+def _model_code(subject: Subject) -> None:
+    """Import what transformers only imports when a model of the type is asked for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(subject.text), None)
+
+
 class ShoalStarter(Starter):
     """`shoal.load` of a file."""
 
     def imports(self) -> None:
-        """Shoal and transformers."""
-        import transformers  # noqa: F401
-
+        """Shoal, its kernels, and the model's code in transformers."""
         from shoal.engine import load  # noqa: F401
+
+        native.available()
+        _model_code(self._subject)
 
     def load(self) -> Generate:
         """See `Starter`."""
@@ -90,8 +109,10 @@ class HFStarter(Starter):
     """transformers' `from_pretrained` of model and tokenizer."""
 
     def imports(self) -> None:
-        """The library and its two classes."""
+        """The library, its two classes and the model's code."""
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+        _model_code(self._subject)
 
     def load(self) -> Generate:
         """See `Starter`."""
