@@ -121,6 +121,7 @@ def test_a_start_counts_seconds_and_bytes(
     if kind is LlamaStarter and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed: pip install 'shoal[bench]'")
     monkeypatch.setenv("XDG_CACHE_HOME", "overwritten")
+    monkeypatch.setenv("SHOAL_WEIGHTS", "overwritten")
     starter = kind(subject, Setting("float32", FILE))
     starter.begin(str(tmp_path))
     found = starter.start([1, 2, 3], 4)

@@ -23,7 +23,7 @@ BLOCKS = {"a": random_blocks(GgmlType.Q4_K, 48, 256), "b": random_blocks(GgmlTyp
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("SHOAL_WEIGHTS")
+    monkeypatch.delenv("SHOAL_WEIGHTS", raising=False)
     path = tmp_path / "model.gguf"
     path.write_bytes(b"some bytes")
     return path
