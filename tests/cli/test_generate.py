@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -187,7 +188,8 @@ def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folde
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to send to a single process")
 def test_ctrl_c(tiny_folder):
     words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job would pass on that it is ignored
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
