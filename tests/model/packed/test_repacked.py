@@ -123,6 +123,13 @@ def test_more_than_was_set_aside(file: Path, caplog: pytest.LogCaptureFixture) -
     assert folders() == []
 
 
+def test_a_load_that_fails_leaves_nothing(file: Path) -> None:
+    kept = Repacked(file, 1 << 20)
+    kept.take("a", lambda arena: native.pack_blocks(BLOCKS["a"], arena=arena))
+    kept.abandon()
+    assert folders() == []
+
+
 def test_what_a_killed_process_left_is_removed(file: Path) -> None:
     left = repacked.cache_folder() / ".making-x"
     left.mkdir(parents=True)

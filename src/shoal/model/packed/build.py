@@ -55,7 +55,12 @@ def build(
     pack_file, kept = None, None
     if isinstance(source, GgufSource) and quant is None and device.type == "cpu":
         pack_file, kept = file_packer(source, dtype, kernels)
-    weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
+    try:
+        weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
+    except BaseException:
+        if kept is not None:
+            kept.abandon()
+        raise
     if kept is not None:
         kept.finish()
     return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)

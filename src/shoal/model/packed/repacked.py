@@ -41,7 +41,6 @@ class Repacked:
     """
 
     def __init__(self, path: Path, expected: int) -> None:
-        self._path = path
         self._kept = _read(path)
         self._room = None if self._kept is not None else _Room.make(expected)
         self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(sha256, path)  # beside the weaving
@@ -62,6 +61,12 @@ class Repacked:
         """Keep what was made; where that fails the matrices stay in this process's memory."""
         if self._room is not None and self._hash is not None:
             self._room.finish(self._records, _folder(self._hash.result(), self._room.root))
+
+
+    def abandon(self) -> None:
+        """Leave nothing on disk of what was made: the model cannot be loaded after all."""
+        if self._room is not None:
+            self._room.remove()
 
 
 class _Room:
@@ -112,11 +117,15 @@ class _Room:
             "data": [made.data.data_ptr() - start, made.data.numel()], "scales": scales,
         }
 
+    def remove(self) -> None:
+        """Take the file away; what lies in it stays in memory."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def finish(self, records: dict[str, dict[str, Any]], target: Path) -> None:
         """Move everything to where the next start finds it: all of it or nothing."""
         if self._full:
             log.warning("the model's weights are not kept for the next start: they are larger than was expected")
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.remove()
             return
         try:
             os.truncate(self._folder / _DATA, max(self._used, 1))
@@ -125,7 +134,7 @@ class _Room:
         except OSError as error:
             if not (target / _INDEX).is_file():  # another process was first
                 log.warning("the model's weights are not kept for the next start: %s", error)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.remove()
 
 
 def _sweep(root: Path) -> None:
