@@ -76,8 +76,8 @@ class NativeFilePacker:
         """Whether the kernels take them as a stack: whole row blocks each, and one form of inputs for a pair."""
         rows = [sum(self._source.shape_of(name)[0] for name in group) for group in groups]
         if role == "pair":
-            types = [self._source.type_of(group[0]) for group in groups]
-            return len(groups) == 2 and rows[0] == rows[1] and same_inputs(*types)
+            kinds = [native.kind_of_type(self._source.type_of(group[0])) for group in groups]
+            return len(groups) == 2 and rows[0] == rows[1] and native.share_inputs(*kinds)
         return not any(count % native.LANES for count in rows[:-1])
 
     def _as_floats(self, names: Sequence[str], role: Role) -> NativeMatrix:
@@ -88,12 +88,6 @@ class NativeFilePacker:
             return native.pack(whole, "fp32", role == "pair", arena)
 
         return NativeMatrix(self._kept.take("+".join(names), make))
-
-
-def same_inputs(first: GgmlType, second: GgmlType) -> bool:
-    """Whether kernels of both types take activations in the same form."""
-    forms = {GgmlType.F32: "exact", GgmlType.F16: "exact", GgmlType.BF16: "bfloat16"}
-    return forms.get(first, "int8") == forms.get(second, "int8")
 
 
 def _check(source: GgufSource, name: str) -> None:

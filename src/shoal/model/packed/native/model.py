@@ -255,7 +255,7 @@ class NativeModel:
         hidden, ffn = self.spec.hidden, self.spec.ffn
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
-        if len(parts) != 2 or not share_inputs(*parts):
+        if len(parts) != 2 or not share_inputs(parts[0].kind, parts[1].kind):
             kinds = ", ".join(part.kind for part in parts)
             raise ValueError(f"gate_up is of {kinds}; one paired matrix, or two that take the same inputs, are needed")
         return (Weight * 2)(*(self._matrix("gate_up", part, ffn, hidden) for part in parts))

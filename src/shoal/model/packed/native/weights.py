@@ -140,10 +140,10 @@ def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
     return data + scales + 2 * _LINE
 
 
-def share_inputs(first: PackedWeight, second: PackedWeight) -> bool:
-    """Whether both take activations in the same form: exact, rounded to bfloat16, or int8 with a scale per 64 or 32."""
+def share_inputs(first: Kind, second: Kind) -> bool:
+    """Whether matrices of both kinds take activations in the same form: exact, rounded to bfloat16, or int8 with a scale per 64 or 32."""
     forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
-    return forms.get(first.kind, "groups of 32") == forms.get(second.kind, "groups of 32")
+    return forms.get(first, "groups of 32") == forms.get(second, "groups of 32")
 
 
 def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) -> PackedWeight:
