@@ -141,7 +141,7 @@ def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
 
 
 def share_inputs(first: Kind, second: Kind) -> bool:
-    """Whether matrices of both kinds take activations in the same form: exact, rounded to bfloat16, or int8 with a scale per 64 or 32."""
+    """Whether matrices of both kinds take activations alike: exact, bfloat16, or int8 with a scale per 64 or 32."""
     forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
     return forms.get(first, "groups of 32") == forms.get(second, "groups of 32")
 
