@@ -35,7 +35,9 @@ from shoal.bench.roof import read_bandwidth
 from shoal.cli.common import encode
 from shoal.cli.env import collect
 from shoal.engine.checkpoint import shown_name
-from shoal.engine.engine import Engine
+from shoal.engine.engine import Engine, Stream
+from shoal.engine.request import Request
+from shoal.model.kv import KVCache
 from shoal.types import Result
 
 METHODS = ("full", "auto")
@@ -118,10 +120,16 @@ def fingerprint(prompt: str) -> str:
 
 
 def measure(engine: Engine, args: argparse.Namespace, kind: str, ids: list[int]) -> dict[str, Any]:
-    """One text: seconds per token of every round, and what auto did."""
+    """One text: seconds per token of every round, and what auto did. The prompt's KV is kept from run to run."""
+    cache = KVCache(engine.stack.windows, rows=1)
 
     def run(method: str) -> Result:
-        return engine.generate(ids, method=method, max_new_tokens=args.new_tokens)
+        request = Request.from_options({"method": method, "max_new_tokens": args.new_tokens})
+        cache.truncate(0, len(ids) - 1)
+        stream = Stream(engine, engine.rows([ids], request), cache, release=False)
+        for _ in stream:
+            pass
+        return stream.result
 
     plain = run("full")
     about = {"kind": kind, "prompt_tokens": len(ids), "new_tokens": len(plain.tokens)}

@@ -11,8 +11,11 @@ from shoal.cli.parser import Parser
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shoal.engine.engine import Engine
     from shoal.engine.scheduler import Scheduler
+    from shoal.methods.base import Method
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
              "frequency_penalty")
@@ -106,8 +109,13 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
 
 
-def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> Engine:
+def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, methods: Iterable[Method] = ()) -> Engine:
     """The engine for the model that the options name.
+
+    Args:
+        args: the model's options, and `method` where the command has one.
+        tensor_parallel: share the layers among the processes of a torchrun.
+        methods: that are to run beside `args.method`.
 
     Raises:
         ValueError: the model cannot be loaded; says which and why.
@@ -123,7 +131,8 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False) -> E
         raise
     except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way
         raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
-    if not tensor_parallel and getattr(getattr(args, "method", None), "wants_card", False):
+    chosen = (*methods, getattr(args, "method", None))
+    if not tensor_parallel and any(method is not None and method.wants_card for method in chosen):
         _know_layers(engine, args)
     return engine
 

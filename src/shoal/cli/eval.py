@@ -168,7 +168,7 @@ def _engine(args: argparse.Namespace) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
-    return common.load_engine(args)
+    return common.load_engine(args, methods=_methods(args).values())
 
 
 def _study(args: argparse.Namespace, engine: Engine) -> Study:
