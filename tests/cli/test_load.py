@@ -81,9 +81,9 @@ def test_a_soak_judges_errors_and_memory(
 
 def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--serve", "--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
-    (one,) = report(capsys, *words, "--max-rows", "2", "--admission", "auto")["results"]
+    (one,) = report(capsys, *words, "--max-rows", "2", "--admission", "waves")["results"]
     assert (one["system"], one["requests"], one["errors"], one["tokens"]) == ("shoal", 4, 0, 16)
-    assert one["label"] == "full, auto"
+    assert one["label"] == "full, waves"
     if sys.platform == "linux":
         assert one["cores"]["median"] > 0
 

@@ -17,7 +17,6 @@ from families import tiny
 from schedules import Action, Job, actions, follow
 from shoal.engine.admission import Join, Waves, policy
 from shoal.engine.engine import Engine
-from shoal.engine.forecast import Pace
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
@@ -25,7 +24,6 @@ from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.cost import CostCard
 from shoal.model.kv import KVCache
 
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
@@ -40,7 +38,6 @@ JOBS: list[Job] = [
     (prompt(4, 8), {"max_new_tokens": 1}),
     (prompt(7, 9), {"max_new_tokens": 8, "repetition_penalty": 1.4, "stop_token_ids": [3, 50, 60]}),
 ]
-PACE = Pace(0.1, 1.0, 0.0, 0.0, CostCard(1.0, 0.1, 0.0, 0.0, (None,) * 4, ((1, 0.0),), 2))
 """Ticks cost what their layers cost: waves soon pay."""
 
 
@@ -74,13 +71,12 @@ def finish(scheduler: Scheduler) -> None:
     todo=actions(len(JOBS), 14),
     rows=st.integers(1, 5),
     chunk=st.integers(1, 24),
-    how=st.sampled_from(["join", "waves", "auto"]),
+    how=st.sampled_from(["join", "waves"]),
 )
 def test_every_row_gives_what_it_gives_alone(
     family: str, todo: list[Action], rows: int, chunk: int, how: str
 ) -> None:
-    how_to_admit = policy(how, pace=PACE)
-    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=how_to_admit, start=False)
+    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=policy(how), start=False)
     follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 

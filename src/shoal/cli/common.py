@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +71,8 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
     """How many are decoded together, and when they start."""
     group = parser.add_argument_group("scheduling")
-    group.add_argument("--admission", choices=("join", "waves", "auto"), default="join",
-                       help="let requests join at once, or start together so that all are equally deep; auto measures "
-                       "at the start what layers cost and takes what should bring more tokens a second")
+    group.add_argument("--admission", choices=("join", "waves"), default="join", help="let requests join at once, or "
+                       "start together so that all are equally deep")
     group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
     group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
     group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
@@ -98,10 +98,11 @@ def _bytes(gib: float | None) -> int | None:
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
-    from shoal.cli.admission import admission
+    from shoal.engine.admission import policy
     from shoal.engine.scheduler import Scheduler
 
-    return Scheduler(engine, policy=admission(args, engine), **scheduling(args), **more)
+    patience = math.inf if args.patience is None else args.patience
+    return Scheduler(engine, policy=policy(args.admission, patience), **scheduling(args), **more)
 
 
 def add_json(parser: Parser) -> None:

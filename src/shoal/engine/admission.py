@@ -1,19 +1,13 @@
-"""When waiting rows may join those under way: at once, in waves that share their step indices, or as pays better."""
+"""When waiting rows may join those under way: at once, or in waves that share their step indices."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.decode.row import Row
-from shoal.engine.forecast import Answer, Forecast, Pace
 from shoal.errors import unknown
-
-_GAIN = 1.05
-"""How many times cheaper waves must look before rows wait for them."""
-_HISTORY = 64
 
 
 class Policy(Protocol):
@@ -25,15 +19,6 @@ class Policy(Protocol):
 
     def holds(self, running: Sequence[Row]) -> bool:
         """Whether rows that could decode wait for the others to read their prompts."""
-        ...
-
-    def ended(self, rows: Sequence[Row], together: int) -> None:
-        """Rows have ended by themselves.
-
-        Args:
-            rows: these.
-            together: how many rows there were with these, under way or waiting, as far as they may decode together.
-        """
         ...
 
 
@@ -51,9 +36,6 @@ class Join:
     def holds(self, running: Sequence[Row]) -> bool:
         """Never."""
         return False
-
-    def ended(self, rows: Sequence[Row], together: int) -> None:
-        """Nothing is learned."""
 
 
 class Waves:
@@ -76,63 +58,16 @@ class Waves:
         """Until the whole wave has read its prompts; a latecomer holds nobody up."""
         return not _under_way(running)
 
-    def ended(self, rows: Sequence[Row], together: int) -> None:
-        """Nothing is learned."""
+
+POLICIES = ("join", "waves")
 
 
-class Auto:
-    """Join or Waves, whichever should bring more tokens a second for answers like the recent ones.
-
-    Begins by joining. Changes to waves where they should be more than 5 % cheaper, and back where they should no longer
-    be cheaper at all: a change costs something itself. Waiting counts for nothing here; `patience` bounds it.
-
-    Args:
-        pace: what ticks cost.
-        patience: as in `Waves`.
-
-    Attributes:
-        choice: the policy in force.
-    """
-
-    def __init__(self, pace: Pace, patience: float = math.inf) -> None:
-        self._pace = pace
-        self._join, self._waves = Join(), Waves(patience)
-        self._answers: deque[Answer] = deque(maxlen=max(_HISTORY, 4 * pace.card.rows))
-        self.choice: Join | Waves = self._join
-
-    def admits(self, running: Sequence[Row], waited: float) -> bool:
-        """As the policy in force."""
-        return self.choice.admits(running, waited)
-
-    def holds(self, running: Sequence[Row]) -> bool:
-        """As the policy in force."""
-        return self.choice.holds(running)
-
-    def ended(self, rows: Sequence[Row], together: int) -> None:
-        """Remember them and choose anew."""
-        self._answers.extend(map(Answer.of, rows))
-        self.choice = self._waves if self._waves_pay(together) else self._join
-
-    def _waves_pay(self, rows: int) -> bool:
-        if not 2 <= rows <= len(self._answers):
-            return False
-        forecast = Forecast.of(self._answers, rows, self._pace)
-        least = 1.0 if self.choice is self._waves else _GAIN
-        return forecast.join > least * forecast.waves
-
-
-POLICIES = ("join", "waves", "auto")
-
-
-def policy(name: str, patience: float = math.inf, pace: Pace | None = None) -> Policy:
-    """The policy of that name; ValueError for an unknown one, or for `auto` without a pace to go by."""
+def policy(name: str, patience: float = math.inf) -> Policy:
+    """The policy of that name; ValueError for an unknown one, or a patience that is negative."""
     if name not in POLICIES:
         raise unknown("admission policy", name, POLICIES)
-    if name != "auto":
-        return Waves(patience) if name == "waves" else Join()
-    if pace is None:
-        raise ValueError("the admission policy auto needs a measured pace; give one, or take join or waves")
-    return Auto(pace, patience)
+    waves = Waves(patience)
+    return waves if name == "waves" else Join()
 
 
 def _under_way(running: Sequence[Row]) -> bool:

@@ -302,13 +302,10 @@ class Scheduler:
         """Let the rows go that have ended."""
         ended = [entry for entry in self._running if entry.row.finish_reason is not None]
         if ended:
-            together = min(self.max_rows, len(self._running) + len(self._waiting))
             self._running = [entry for entry in self._running if entry.row.finish_reason is None]
             self._limit()
             for entry in ended:
                 self._end(entry, entry.error)
-            if well := [entry.row for entry in ended if entry.row.finish_reason != "cancelled"]:
-                self._policy.ended(well, together)
 
     def _end(self, entry: Entry, error: BaseException | None = None) -> None:
         entry.ended = time.monotonic()

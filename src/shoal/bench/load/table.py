@@ -16,7 +16,6 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [_first_line(report), *aligned([_HEADER, *map(_row, report["results"])])]
     lines += [f"error: {message} ({count} times)" for one in report["results"] for message, count in
               one["messages"].items()]
-    lines += [f"forecast: {line}" for line in report.get("forecast_lines", ())]
     lines += [f"not measured: {one['system']}: {one['reason']}" for one in report["not_measured"]]
     lines += [f"note: {note}" for note in report["notes"]]
     if "verdict" in report:
