@@ -116,8 +116,26 @@ def test_quantised_models_are_smaller(quant: str, executor: str) -> None:
     changes = "llama, even sizes"
     whole = packed(tiny(SHAPES[changes][0], dtype=torch.bfloat16, layers=LAYERS, **SHAPES[changes][1]))
     small = stack_for(changes, "bf16", quant, executor)
-    assert small.weights.nbytes < whole.weights.nbytes * (0.6 if quant == "int8" else 0.35)
-    assert small.head_layers == pytest.approx(whole.head_layers, rel=0.1)
+    layers, of_whole = (sum(layer.nbytes for layer in stack.weights.layers) for stack in (small, whole))
+    assert layers < of_whole * (0.6 if quant == "int8" else 0.35)
+    assert small.weights.head.nbytes < 0.6 * whole.weights.head.nbytes
+    low, high = (0.9, 1.1) if quant == "int8" else (1.3, 2.1)  # with int4 the head keeps 8 bits
+    assert low < small.head_layers / whole.head_layers < high
+
+
+@executors
+@pytest.mark.parametrize("tied", [True, False])
+def test_int4_keeps_the_embedding_and_the_head_in_int8(tied: bool, executor: str) -> None:
+    if executor == "native":
+        NATIVE.stack("llama")  # skips where the kernels do not run
+    model = tiny("llama", dtype=torch.float32, layers=1, tie_word_embeddings=tied)
+    four, eight = (packed(model, quant=quant, kernels=executor == "native").weights for quant in ("int4", "int8"))
+    assert (four.head is four.embedding) == tied
+    some = torch.arange(7)
+    assert torch.equal(four.embedding.lookup(some), eight.embedding.lookup(some))
+    x = torch.randn(3, four.head.columns)
+    assert torch.equal(four.head(x), eight.head(x))
+    assert four.layers[0].down.nbytes < 0.8 * eight.layers[0].down.nbytes
 
 
 @executors

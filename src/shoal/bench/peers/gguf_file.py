@@ -21,6 +21,8 @@ from shoal.bench.system import NotMeasured
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """What the weights are held in -> GGML's name for it."""
+_OUTER = {"Q4_0": "Q8_0"}
+"""Type of the embedding and the head: in 4 bits nobody runs them, neither llama.cpp's quantiser nor Shoal."""
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -65,16 +67,16 @@ def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = tor
     _check(subject)
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, subject)
-    source, encoder = subject.source(dtype), _Encoder(gguf, kind)
-    entries = list(_entries(subject))
-    for entry in entries:
+    source, layers, outer = subject.source(dtype), _Encoder(gguf, kind), _Encoder(gguf, _OUTER.get(kind, kind))
+    entries = [(entry, layers if entry.name.startswith("blk.") else outer) for entry in _entries(subject)]
+    for entry, encoder in entries:
         shape = tuple(source[entry.source].shape)
         size = encoder.nbytes(shape)
         writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=encoder.type_of(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in entries:
+    for entry, encoder in entries:
         tensor = source[entry.source]
         if entry.heads:
             tensor = interleaved(tensor, entry.heads)

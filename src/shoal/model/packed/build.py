@@ -12,7 +12,7 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
 from shoal.model.packed.from_file import file_packer
 from shoal.model.packed.linear import Quant, pack
-from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels, kind_of
+from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.packed.source import HalvesPaired, Source
 from shoal.model.packed.stack import PackedStack
@@ -51,7 +51,7 @@ def build(
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
-        pack_one = partial(NativeMatrix.pack, kind=kind_of(dtype, quant), arena=native.Arena())
+        pack_one = partial(NativeMatrix.pack, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
     if isinstance(source, GgufSource) and quant is None and device.type == "cpu":
         pack_file, kept = file_packer(source, dtype, kernels)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
-from shoal.model.packed.linear import Quant
+from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
@@ -30,11 +30,6 @@ LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def kind_of(dtype: torch.dtype, quant: Quant | None) -> native.Kind:
-    """How the kernels store matrices of that dtype and quantisation."""
-    return quant or _KINDS[dtype]
 
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -51,8 +46,9 @@ class NativeMatrix:
         self.rows, self.columns = packed.rows, packed.cols
 
     @classmethod
-    def pack(cls, weight: Tensor, role: Role, kind: native.Kind, arena: native.Arena) -> NativeMatrix:
-        """Pack a matrix for its role into memory of `arena`."""
+    def pack(cls, weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> NativeMatrix:
+        """Pack a matrix for its role into memory of `arena`: in its dtype, or quantised."""
+        kind = quant_for(role, quant) or _KINDS[weight.dtype]
         return cls(native.pack(weight, kind, paired=role == "pair", arena=arena))
 
     def __call__(self, x: Tensor) -> Tensor:

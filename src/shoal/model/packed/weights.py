@@ -24,8 +24,9 @@ _ROOTS = ("model.", "model.language_model.", "language_model.model.")
 
 _HEADS = ("lm_head.", "language_model.lm_head.")
 
-Role = Literal["matrix", "table", "pair"]
-"""What a matrix is for: multiplied; also looked up by rows; two halves, gate and up, one above the other."""
+Role = Literal["matrix", "table", "pair", "head"]
+"""What a matrix is for: multiplied; the embedding, looked up by rows and perhaps the head too; two halves, gate and up,
+one above the other; a head of its own."""
 
 Pack = Callable[[Tensor, Role], Linear]
 PackFile = Callable[[Sequence[str], Role], Linear]
@@ -118,7 +119,7 @@ class Packer:
         embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
         head, own = embedding, _first(self._source, _HEADS, "weight")
         if not shape.tied and own is not None:
-            head = self._pack({f"{own}weight": shape.vocab}, shape.hidden, "matrix")
+            head = self._pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         layers = [self.layer(index) for index in range(shape.num_layers)]
         final_norm = self._vector(f"{self._root}norm.weight", shape.hidden) + shape.norm_offset
         return Weights(layers, embedding, head, final_norm)
