@@ -27,7 +27,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> dict[str, Any]:
-    fixed = "--dtype float32 --kinds chat --items 3 --rounds 2 --new-tokens 24 --shortest 8".split()
+    fixed = ["--dtype", "float32", "--kinds", "chat", "--items", "3", "--rounds", "2"]
+    fixed += ["--new-tokens", "24", "--shortest", "8"]
     given = ["auto.py", "--model", str(FIXTURES / REFERENCE), *fixed, "--json", str(out), *words]
     monkeypatch.setattr(sys, "argv", given)
     script.main()
