@@ -58,7 +58,11 @@ def test_a_text_that_differs_is_seen(script: Any, monkeypatch: pytest.MonkeyPatc
         found = true(stream)
         return replace(found, tokens=[*found.tokens[:3], 0, *found.tokens[4:]]) if methods[-1] == "auto" else found
 
-    monkeypatch.setattr(script.Request, "from_options", lambda some: (methods.append(some.get("method")), make(some))[1])
+    def noted(options: Any) -> Any:
+        methods.append(options.get("method"))
+        return make(options)
+
+    monkeypatch.setattr(script.Request, "from_options", noted)
     monkeypatch.setattr(script.Stream, "result", property(wrong))
     found = run(script, monkeypatch, tmp_path / "a.json")
     assert [text["first_difference"]["place"] for text in found["texts"]] == [3, 3, 3]
