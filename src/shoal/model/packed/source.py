@@ -1,4 +1,4 @@
-"""Where weights come from, by their names: a loaded model, safetensors layer by layer, or blocks of a GGUF file."""
+"""Where weights come from, by their names: a loaded model, or safetensors layer by layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
-
-from shoal.model.gguf.blocks import Blocks
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,10 +26,6 @@ class Source(Protocol):
         """The tensor; may share memory with the model or file it belongs to, so it must not be written to."""
         ...
 
-    def blocks(self, name: str) -> Blocks | None:
-        """The quantised blocks of a matrix, or None where there is none of that name or it is not kept in blocks."""
-        ...
-
 
 class ModelSource:
     """The parameters of a loaded transformers model, shared and never written to."""
@@ -45,10 +39,6 @@ class ModelSource:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
-
-    def blocks(self, name: str) -> Blocks | None:
-        """See `Source`."""
-        return None
 
 
 class FileSource:
@@ -75,10 +65,6 @@ class FileSource:
         with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
-
-    def blocks(self, name: str) -> Blocks | None:
-        """See `Source`."""
-        return None
 
 
 class HalvesPaired:
@@ -107,10 +93,6 @@ class HalvesPaired:
             return tensor
         heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
         return heads[:, self._order].flatten(0, 1)
-
-    def blocks(self, name: str) -> Blocks | None:
-        """See `Source`; none, since rows would have to move in them."""
-        return None
 
 
 @contextmanager
