@@ -152,7 +152,13 @@ def backwards(first: int, last: int) -> Any:
     return lambda raw: raw[:, first:last][:, ::-1], slice(first, last)
 
 
-SCALE_AND_MINIMUM = exchanged(0, 2)
+def small_parts(raw: Any) -> Any:
+    """The 6-bit scales of a K type where its minima are, and the other way round."""
+    low, mid, high = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
+    return numpy.concatenate([mid, low, high >> 4 | high << 4], 1)
+
+
+SCALE_AND_MINIMUM, SCALES_AND_MINIMA = exchanged(0, 2), (small_parts, slice(4, 16))
 WRONG: dict[str, dict[str, Any]] = {
     "F16": {"order": exchanged(0, 2)},
     "BF16": {"order": exchanged(0, 2)},
@@ -161,10 +167,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "Q4_1": {"nibbles": nibbles(4), "scale and minimum": SCALE_AND_MINIMUM},
     "Q5_0": {"nibbles": nibbles(6), "fifth bits": backwards(2, 6)},
     "Q5_1": {"nibbles": nibbles(8), "fifth bits": backwards(4, 8), "scale and minimum": SCALE_AND_MINIMUM},
-    "Q4_K": {"nibbles": nibbles(16), "scale and minimum": SCALE_AND_MINIMUM, "scales and minima": exchanged(4, 4),
+    "Q4_K": {"nibbles": nibbles(16), "scale and minimum": SCALE_AND_MINIMUM, "scales and minima": SCALES_AND_MINIMA,
              "scales": backwards(4, 8)},
     "Q5_K": {"nibbles": nibbles(48), "fifth bits": nibbles(16, 48), "scale and minimum": SCALE_AND_MINIMUM,
-             "scales and minima": exchanged(4, 4), "scales": backwards(4, 8)},
+             "scales and minima": SCALES_AND_MINIMA, "scales": backwards(4, 8)},
     "Q6_K": {"nibbles": nibbles(0, 128), "high bits": nibbles(128, 192), "scales": backwards(192, 208)},
 }
 """By type, what a reader might take for something else: bytes of a block moved so that a right reader errs likewise."""
