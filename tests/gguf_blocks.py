@@ -1,8 +1,9 @@
-"""Blocks of every type with random integers and sensible scales."""
+"""Blocks of every type with random integers and sensible scales, and the inputs that the kernels multiply them by."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.types import GgmlType
@@ -23,3 +24,12 @@ def random_blocks(type_: GgmlType, rows: int, columns: int, seed: int = 0) -> Bl
         scales = (torch.rand(count, 1, generator=generator) * 0.1 + 0.01).half()
         raw[:, place : place + 2] = scales.view(torch.uint8)
     return Blocks(type_, raw.view(rows, -1), columns)
+
+
+def activations(x: Tensor, type_: GgmlType) -> Tensor:
+    """Float64, as the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32."""
+    if type_.is_float:
+        return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
+    groups = x.unflatten(1, (-1, 32))
+    peaks = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (127 / peaks)).round().double() * (peaks / 127).double()).flatten(1)

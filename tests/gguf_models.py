@@ -100,7 +100,7 @@ _PARTS = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj"
           "gate_up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
           "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _SANDWICH = ("gemma2", "gemma3", "olmo2")
-_INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3")
 
 
 def file_name(name: str, architecture: str) -> str:
@@ -166,7 +166,7 @@ def write_model(architecture: str, path: Path, kind: str | Sequence[str] = "F32"
         data, state[name] = _encoded(tensor, used, seed, architecture)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         turned = next((count for part, count in heads.items() if f".{part}." in name), None)
-        if turned is not None and architecture in _INTERLEAVED:
+        if turned is not None and architecture in INTERLEAVED:
             data = data.view(turned, 2, len(data) // turned // 2, -1).transpose(1, 2).reshape(data.shape)
         tensors[file_name(name, architecture)] = (used, tuple(tensor.shape), data.contiguous().numpy().tobytes())
     path.write_bytes(gguf_bytes({**metadata_of(architecture, config), **(extra or {})}, tensors))

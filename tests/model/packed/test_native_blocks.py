@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from gguf_blocks import random_blocks
+from gguf_blocks import activations, random_blocks
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
@@ -17,15 +16,6 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kerne
 
 SHAPES = [(48, 256), (50, 512), (33, 1280)]
 TOKENS = (1, 2, 3, 4, 5, 8, 11, 17, 64)
-
-
-def activations(x: Tensor, type_: GgmlType) -> Tensor:
-    """As the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32."""
-    if type_.is_float:
-        return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
-    groups = x.unflatten(1, (-1, 32))
-    peaks = groups.abs().amax(-1, keepdim=True)
-    return ((groups * (127 / peaks)).round().double() * (peaks / 127).double()).flatten(1)
 
 
 @pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)

@@ -1,0 +1,160 @@
+"""The files of `fixtures/gguf`, which llama.cpp's own quantiser made: what each is, and which model it comes from.
+
+`fixtures/gguf/make.py` makes them again. Nothing here needs llama.cpp.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from families import tiny
+from gguf_models import INTERLEAVED, file_name
+from gguf_words import byte_level, sentencepiece
+
+FOLDER = Path(__file__).resolve().parent / "fixtures" / "gguf"
+IDS = [3, 41, 5, 92, 266, 53, 58, 209, 79, 32, 238, 46]
+TEXTS = ["The quick brown fox", "don't stop, we'll see 12345", "la café naïve\n\n日本語",
+         "<|im_start|>user\nHi<|im_end|>", "<start_of_turn>the  quick<end_of_turn>\n"]
+GEMMA_TEMPLATE = ("{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+                  "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
+
+_NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
+         "tie_word_embeddings": True}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "narrow": _NARROW,
+    "llama": _WIDE,
+    "qwen2": _WIDE,
+    "gemma3": {**_WIDE, "num_attention_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64},
+}
+"""Sizes of the models by name. The blocks of K types hold 256 values of a row, so theirs are wide."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file.
+
+    Attributes:
+        model: a key of the shapes.
+        kind: the mix of types that llama.cpp was asked for.
+        pure: whether every matrix is of that type; otherwise llama.cpp gives some of them more bits.
+    """
+
+    model: str
+    kind: str
+    pure: bool = True
+
+    @property
+    def architecture(self) -> str:
+        """As files call it."""
+        return "llama" if self.model == "narrow" else self.model
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.architecture}-{self.kind}.gguf"
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return FOLDER / self.name
+
+
+FILES = [
+    *(Made("narrow", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")),
+    *(Made("llama", kind) for kind in ("Q4_K", "Q5_K", "Q6_K")),
+    *(Made(model, "Q4_K_M", pure=False) for model in ("llama", "qwen2", "gemma3")),
+    Made("llama", "Q4_K_S", pure=False),
+]
+
+
+def facts() -> dict[str, Any]:
+    """What llama.cpp says: tokens of texts, ends of an answer, by architecture; digests of the files."""
+    found: dict[str, Any] = json.loads((FOLDER / "facts.json").read_text("utf-8"))
+    return found
+
+
+def llama_cpp_logits() -> dict[str, Tensor]:
+    """What llama.cpp computes for `IDS`, float32 [len(IDS), V] by file name."""
+    return load_file(FOLDER / "logits.safetensors")
+
+
+def words_of(architecture: str) -> dict[str, Any]:
+    """The tokenizer's metadata; another token ends a turn than ends a text."""
+    if architecture == "gemma3":
+        return _gemma_words()
+    _, words = byte_level(r"\s+|\S+", 300)
+    pre = "qwen2" if architecture == "qwen2" else "llama-bpe"
+    return words | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 2}
+
+
+def _gemma_words() -> dict[str, Any]:
+    """Gemma's scores fall from token to token."""
+    words = sentencepiece(prefix=False)
+    tokens = [*words["tokenizer.ggml.tokens"], "<start_of_turn>", "<end_of_turn>"]
+    return words | {
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [-float(place) for place in range(len(tokens))],
+        "tokenizer.ggml.token_type": [*words["tokenizer.ggml.token_type"], 3, 3],
+        "tokenizer.ggml.eot_token_id": len(tokens) - 1, "tokenizer.chat_template": GEMMA_TEMPLATE,
+    }
+
+
+def model_of(made: Made) -> Any:
+    """The transformers model, float32, whose weights the file holds rounded to its types.
+
+    The weights are the same with any version of transformers: drawn in the order of their names, and rounded to a grid
+    that is coarse beside what two machines disagree on.
+    """
+    count = len(words_of(made.architecture)["tokenizer.ggml.tokens"])
+    sizes = {**_SHAPES[made.model], "vocab_size": count}
+    model = copy.deepcopy(tiny(made.architecture, dtype=torch.float32, layers=1, **sizes))
+    generator = torch.Generator().manual_seed(len(made.model))
+    gemma = made.architecture == "gemma3"
+    embedding = 0.3 if gemma else 0.3 * model.config.hidden_size**0.5
+    for name, parameter in sorted(model.named_parameters()):
+        drawn = _matrix(parameter.shape, generator) if parameter.dim() == 2 else _vector(parameter.shape, generator)
+        if name == "model.embed_tokens.weight":
+            drawn = drawn * embedding
+        elif name.endswith("norm.weight"):
+            drawn = drawn + 1.0 - float(gemma)
+        parameter.data = (drawn * 2**14).round().div(2**14).float()
+    return model
+
+
+def _matrix(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Groups of 32 values of different spread and mean, so that scales and minima all differ."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).unflatten(1, (-1, 32))
+    spread = 0.5 + torch.rand(*values.shape[:2], 1, generator=generator, dtype=torch.float64)
+    mean = torch.randn(*values.shape[:2], 1, generator=generator, dtype=torch.float64)
+    return (values * spread + 0.4 * mean).flatten(1) * (1.5 / shape[1] ** 0.5)
+
+
+def _vector(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    return 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def transformers_twin(made: Made, path: Path | None = None) -> Any:
+    """The transformers model with the file's own numbers, read and dequantised by the `gguf` package."""
+    import gguf
+
+    model = model_of(made)
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path or made.path).tensors}
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        tensor = held[file_name(name, made.architecture)]
+        values = torch.from_numpy(numpy.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+        turned = next((count for part, count in heads.items() if f".{part}." in name), None)
+        if turned is not None and made.architecture in INTERLEAVED:
+            values = values.view(turned, len(values) // turned // 2, 2, -1).transpose(1, 2)
+        shift = made.architecture == "gemma3" and name.endswith("norm.weight")
+        parameter.data = values.reshape(parameter.shape).float() - float(shift)
+    return model.eval()
