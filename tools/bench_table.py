@@ -5,8 +5,9 @@
 
 The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
 benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, with `--suite spec`
-those in benchmarks/drafts, and what benchmarks/serving.py wrote into benchmarks/serving. The README shows real models
-only. The tables go between the lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`.
+those in benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and benchmarks/auto.py into
+benchmarks/auto. The README shows real models only. The tables go between the lines `<!-- benchmarks:begin -->` and
+`<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and `<!-- auto:end -->`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 _NOTHING = """
 No real model has been measured for this table yet. Shapes with random weights have: [benchmarks](benchmarks/README.md).
 """
-_MARKS = re.compile(r"(<!-- benchmarks:begin -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL)
 
 
 def main(words: list[str]) -> int:
@@ -52,7 +52,10 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
     found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
-    return {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
+    pages = {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
+    drafting = ROOT / "docs" / "drafting.md"
+    pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
+    return pages
 
 
 def _reports(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -60,11 +63,12 @@ def _reports(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, json.loads(path.read_text("utf-8"))) for path in paths]
 
 
-def filled(text: str, content: str) -> str:
-    """`text` with `content` between the marks."""
-    if not _MARKS.search(text):
-        raise ValueError("the marks <!-- benchmarks:begin --> and <!-- benchmarks:end --> are missing")
-    return _MARKS.sub(lambda found: f"{found[1]}{content}{found[2]}", text)
+def filled(text: str, content: str, name: str = "benchmarks") -> str:
+    """`text` with `content` between the marks of that name."""
+    marks = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+    if not marks.search(text):
+        raise ValueError(f"the marks <!-- {name}:begin --> and <!-- {name}:end --> are missing")
+    return marks.sub(lambda found: f"{found[1]}{content}{found[2]}", text)
 
 
 def long(path: Path, report: dict[str, Any]) -> str:
@@ -94,6 +98,24 @@ def drafts(report: dict[str, Any]) -> str:
             f"{setting['threads']} threads, {_rounds(report['rounds'])}, systems in turn token by token, "
             f"{report['date'][:10]}:")
     return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n{_FENCE}{report['command']}\n```\n"
+
+
+def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
+    """A line per kind of text, a column per model: times faster than plain decoding, at least; tokens per forward."""
+    kinds = list(dict.fromkeys(kind for _, report in files for kind in report["kinds"]))
+    lines = [[kind, *(_auto(report["kinds"].get(kind)) for _, report in files)] for kind in kinds]
+    found = ["", table.markdown(["kind", *(path.stem for path, _ in files)], lines), ""]
+    for path, report in files:
+        asked, timed = report["setting"], [text for text in report["texts"] if "ratio" in text]
+        parted = sum(text["first_difference"] is not None for text in timed)
+        found.append(f"- {path.stem}: {asked['model']}, {table.processor(report['machine'])}, {len(timed)} texts, "
+                     f"{asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, {report['date'][:10]}; "
+                     f"{len(timed) - parted} texts equal to plain decoding's. `{report['command']}`")
+    return "\n".join(found) + "\n\n"
+
+
+def _auto(one: dict[str, Any] | None) -> str:
+    return "" if one is None else f"{one['ratio']:.2f}x (at least {one['low']:.2f}), {one['tokens_per_forward']:.2f}"
 
 
 def _rounds(number: int, kind: str = "") -> str:

@@ -121,3 +121,17 @@ def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path)
     assert "| 1 a second | join | mean latency | 1.07 |  |  |" in text
     assert "| shoal full, waves | 8 at once | 2.0 (1.0-3.0) | 100, 250 |  | 1 of 16 | 1.90 |" in text
     assert "Not measured: x: why." in text and "shoal bench --shape 1b\n```" in text
+
+
+def test_auto_beside_plain_decoding_has_a_line_per_kind(tool: ModuleType, tmp_path: Path) -> None:
+    kind = {"ratio": 1.234, "low": 1.056, "tokens_per_forward": 1.5}
+    texts = [{"kind": "chat", "ratio": 1.2, "first_difference": None},
+             {"kind": "chat", "ratio": 1.3, "first_difference": {"place": 3}}, {"kind": "chat", "too_short": True}]
+    report = {"command": "benchmarks/auto.py --model m", "date": "2030-01-02T00:00:00", "kinds": {"chat": kind},
+              "machine": {"cpu": "a chip"}, "texts": texts,
+              "setting": {"model": "m.gguf", "new_tokens": 96, "rounds": 5}}
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "m.json").write_text(json.dumps(report), encoding="utf-8")
+    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
+    assert "| chat | 1.23x (at least 1.06), 1.50 |" in text
+    assert "2 texts, 96 tokens, 5 rounds, 2030-01-02; 1 texts equal" in text and "benchmarks/auto.py --model m" in text
