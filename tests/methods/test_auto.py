@@ -164,6 +164,11 @@ def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) 
     assert found[0].stats.draft_forwards > 0
 
 
+def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:
+    found, nothing = (Auto().recipe(ModelInfo(6, skips=skips)).proposer for skips in (((2,), (2,)), ((), ())))
+    assert found.helper is not None and nothing.helper is None
+
+
 def test_where_processes_must_decide_alike_it_is_plain_decoding() -> None:
     recipe = Auto().recipe(ModelInfo(6, free=False))
     assert recipe.proposer is None and recipe.exact_to == "full"

@@ -84,7 +84,7 @@ class Auto(Method):
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.stack, shape, True, name), HelperRecord(*_SMALLER, shape.length)
-        if info.skips is not None and (info.can_split or info.skips[0] == info.skips[1]):
+        if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             from shoal.draft.skipping import Adaptive
 
             skips = Skips(*info.skips)
