@@ -7,8 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
+from gguf_models import QUANTISED, write_model
 from shared_models import FIXTURES
+from shoal.engine import fingerprint
 from shoal.engine.fingerprint import of_model, spread_places
+from shoal.model.gguf.file import GgufFile
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -55,6 +58,17 @@ def test_other_weights_have_another(tmp_path):
 )
 def test_cards_in_the_world_stay_valid(name, known):
     assert of_model(None, str(FIXTURES / name)) == known
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTISED])
+def test_of_a_gguf_file_the_same_places_enter(kind, tmp_path):
+    """Only some blocks are read, and they hold what the whole tensors hold there."""
+    path = tmp_path / "tiny.gguf"
+    write_model("llama", path, [kind, "Q8_0"])
+    with GgufFile(path) as file:
+        infos = file.header.tensors.items()
+        entries = [fingerprint._entry(name, file.values(name).view(info.shape)) for name, info in infos]
+    assert of_model(None, str(path)) == fingerprint._hash(entries)
 
 
 @pytest.mark.parametrize("length", [49152 * 576, 151936 * 896, 262144 * 640, 2**24 + 1, 2**31 + 3])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from shoal.engine.gguf_checkpoint import is_gguf
-from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.header import TensorInfo, read_header
+from shoal.model.gguf.types import GgmlType
 from shoal.model.packed.source import FileSource, has_safetensors
 
 _VALUES = 16
@@ -76,14 +79,32 @@ def _entry(name: str, tensor: Tensor) -> Entry:
 
 
 def _of_gguf(path: Path) -> Iterator[Entry]:
-    """The tensors of a GGUF file by its own names; of a matrix only the rows that are looked at are dequantised."""
-    with GgufFile(path) as file:
-        for name, info in file.header.tensors.items():
-            blocks, places = file.blocks(name), spread_places(prod(info.shape))
-            rows = [place // blocks.columns for place in places]
-            values = blocks.select(torch.tensor(rows)).dequantise()
-            columns = torch.tensor([place % blocks.columns for place in places])
-            yield name, info.shape, values[torch.arange(len(rows)), columns]
+    """The tensors of a GGUF file by its own names.
+
+    Only the blocks that are looked at are read, and not through a mapping, whose every page brings its neighbours.
+    """
+    tensors = read_header(path).tensors.values()
+    with path.open("rb", buffering=0) as file:
+        for kind in {info.type for info in tensors}:
+            alike = [info for info in tensors if info.type == kind]
+            places = [spread_places(prod(info.shape)) for info in alike]
+            read = [_block(file, info, place) for info, own in zip(alike, places, strict=True) for place in own]
+            values = _values(kind, read, [place for own in places for place in own])
+            for info, picked in zip(alike, values.split([len(own) for own in places]), strict=True):
+                yield info.name, info.shape, picked
+
+
+def _block(file: FileIO, info: TensorInfo, place: int) -> bytes:
+    """The block that holds the value at a flat place of a tensor."""
+    file.seek(info.offset + place // info.type.values * info.type.nbytes)
+    return file.read(info.type.nbytes)
+
+
+def _values(kind: GgmlType, blocks: list[bytes], places: list[int]) -> Tensor:
+    """Float [n], of each block the value at its flat place."""
+    data = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8).view(-1, kind.nbytes)
+    within = torch.tensor([place % kind.values for place in places])
+    return Blocks(kind, data, kind.values).dequantise()[torch.arange(len(blocks)), within]
 
 
 def _hash(entries: Iterable[Entry]) -> str:

@@ -11,6 +11,7 @@ from gguf_blocks import activations, random_blocks
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
+from shoal.model.packed.native import weights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -27,6 +28,17 @@ def test_the_numbers_of_the_file_are_kept(type_: GgmlType, shape: tuple[int, int
         packed = native.pack_blocks(blocks, paired)
         assert torch.equal(packed.unpack(), expected)
         assert torch.equal(packed.lookup(torch.arange(shape[0]).flip(0)), expected.flip(0))
+
+
+@pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)
+def test_packing_in_pieces_changes_nothing(type_: GgmlType, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, calls = random_blocks(type_, 330, 512), []
+    whole = native.pack_blocks(blocks, done=lambda: calls.append("whole"))
+    monkeypatch.setattr(weights, "_PIECE", 100 * type_.row_bytes(512))
+    pieces = native.pack_blocks(blocks, done=lambda: calls.append("piece"))
+    assert calls == ["whole"] + ["piece"] * 6
+    assert torch.equal(whole.data, pieces.data)
+    assert whole.scales is None or torch.equal(whole.scales, pieces.scales)
 
 
 @pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)

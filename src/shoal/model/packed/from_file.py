@@ -68,7 +68,8 @@ class NativeFilePacker:
     def _woven(self, names: Sequence[str], paired: bool) -> NativeMatrix:
         def make(arena: native.Memory) -> native.PackedWeight:
             blocks = [_blocks(self._source, name) for name in names]
-            return native.pack_blocks(blocks[0] if len(blocks) == 1 else Blocks.cat(blocks), paired, arena)
+            whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
+            return native.pack_blocks(whole, paired, arena, self._source.release)
 
         return NativeMatrix(self._kept.take("+".join(names), make))
 
@@ -85,6 +86,7 @@ class NativeFilePacker:
 
         def make(arena: native.Memory) -> native.PackedWeight:
             whole = torch.cat([_blocks(self._source, name).dequantise() for name in names])
+            self._source.release()
             return native.pack(whole, "fp32", role == "pair", arena)
 
         return NativeMatrix(self._kept.take("+".join(names), make))

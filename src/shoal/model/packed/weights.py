@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import Unsupported
+from shoal.heap import give_back
 from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import Source
@@ -166,7 +165,7 @@ class Packer:
                 raise Unsupported(found, f"its config asks for {[sum(parts.values()), columns]}", REMEDY)
         else:
             packed = self._packed_by(self._matrices(parts, columns), role)
-        _give_back()
+        give_back()
         return packed
 
     def _tensor(self, name: str, *size: int) -> Tensor:
@@ -214,10 +213,3 @@ class Packer:
 def _first(source: Source, prefixes: tuple[str, ...], name: str) -> str | None:
     """The first prefix under which there is a tensor of that name."""
     return next((prefix for prefix in prefixes if source.has(prefix + name)), None)
-
-
-def _give_back() -> None:
-    """Hand freed memory back to the system: glibc would keep the holes that temporaries leave between matrices."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -11,6 +11,8 @@ KINDS = (
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_TOKENS = MAX_NODES = 64
 LANES = 16
+PANEL_ROWS = 4 * LANES
+"""Rows that lie together: a multiple of as many can be packed for itself."""
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.dequantise import plain
 from shoal.model.gguf.types import GgmlType
 from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, Weight
+from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Weight
 
 Kind = Literal[
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LINE = 64
+_PIECE = 8 << 20
+"""Bytes of a file's blocks that are packed at a time."""
 _OWN = ("fp32", "bf16", "fp16", "int8", "int4")
 """Kinds that plain matrices are packed as; the others keep the numbers of a file."""
 
@@ -54,6 +58,13 @@ class PackedWeight:
         struct.data = self.data.data_ptr()
         struct.scales = None if self.scales is None else self.scales.data_ptr()
         return struct
+
+    def part(self, rows: slice) -> PackedWeight:
+        """Some of the rows of a matrix that is not paired, in the same memory; they begin and end at a whole panel."""
+        ends = [_laid_out(self.kind, end, self.cols, False)[1:] for end in (rows.start, rows.stop)]
+        data, scales = (slice(first, last) for first, last in zip(*ends, strict=True))
+        some = None if self.scales is None else self.scales[scales]
+        return PackedWeight(self.kind, rows.stop - rows.start, self.cols, self.data[data], some)
 
     def unpack(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
         """The plain matrix [rows, cols], dequantised, in `dtype` (float32 or bfloat16); into `out` if it is given."""
@@ -99,7 +110,9 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
     return packed
 
 
-def pack_blocks(blocks: Blocks, paired: bool = False, arena: Memory | None = None) -> PackedWeight:
+def pack_blocks(
+    blocks: Blocks, paired: bool = False, arena: Memory | None = None, done: Callable[[], None] | None = None
+) -> PackedWeight:
     """Pack a matrix of a GGUF file; its numbers stay what they are, its bits per weight too.
 
     The K types take 1/8 bit more per weight than in the file, since their small scales and minima are stored as bytes.
@@ -107,26 +120,37 @@ def pack_blocks(blocks: Blocks, paired: bool = False, arena: Memory | None = Non
     Args:
         blocks: the matrix.
         paired, arena: as for `pack`.
+        done: called after every piece of rows: those so far are not read again, so their memory may be given back.
 
     Raises:
         ValueError: an odd number of paired rows.
         RuntimeError: the kernels cannot run here.
     """
-    if blocks.type.is_float:
-        kind = kind_of_type(blocks.type)
-        return pack(blocks.data.view(_FLOATS[kind]), kind, paired, arena)
     if paired and blocks.rows % 2:
         raise ValueError(f"a paired matrix has an even number of rows, not {blocks.rows}")
-    library, threads, data = require(), torch.get_num_threads(), blocks.data.contiguous()
     packed = _room(kind_of_type(blocks.type), blocks.rows, blocks.columns, paired, arena)
-    weight = ctypes.byref(packed.struct())
-    scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
-    library.shoal_pack_blocks(weight, data.data_ptr(), scratch.data_ptr(), threads)
+    panels = max(1, _PIECE // (PANEL_ROWS * blocks.type.row_bytes(blocks.columns)))
+    step = blocks.rows if paired else panels * PANEL_ROWS
+    for first in range(0, blocks.rows, step):
+        rows = slice(first, min(first + step, blocks.rows))
+        _weave(packed.part(rows) if rows.stop - first < blocks.rows else packed, blocks.select(rows))
+        if done is not None:
+            done()
     return packed
 
 
+def _weave(packed: PackedWeight, blocks: Blocks) -> None:
+    """Fill a matrix."""
+    data = blocks.data.contiguous()
+    if blocks.type.is_float:
+        _convert("shoal_pack", packed.struct(), plain(data, blocks.type))
+        return
+    library, threads, weight = require(), torch.get_num_threads(), ctypes.byref(packed.struct())
+    scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
+    library.shoal_pack_blocks(weight, data.data_ptr(), scratch.data_ptr(), threads)
+
+
 _KINDS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def kind_of_type(type_: GgmlType) -> Kind:
