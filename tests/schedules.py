@@ -105,7 +105,7 @@ def _turn(scheduler: Scheduler) -> None:
     scheduler.turn()
     needs = [entry.need for entry in scheduler._running]
     assert scheduler.running <= scheduler.max_rows
-    assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs) <= scheduler.kv_bytes
+    assert max(scheduler._batch.cache.bytes().allocated, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
 
 
 def _finish(scheduler: Scheduler) -> None:

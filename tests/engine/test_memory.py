@@ -86,13 +86,13 @@ def test_stats_report_them() -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that growing has copied."""
     counts: list[int] = []
-    grow = kv._grown
+    move = kv._moved
 
-    def counted(store: Tensor, capacity: int) -> Tensor:
+    def counted(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
         counts.append(store.shape[2])
-        return grow(store, capacity)
+        return move(store, rows, slots, capacity)
 
-    monkeypatch.setattr(kv, "_grown", counted)
+    monkeypatch.setattr(kv, "_moved", counted)
     return counts
 
 

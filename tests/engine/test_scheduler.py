@@ -80,16 +80,52 @@ def test_every_row_gives_what_it_gives_alone(
     follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 
-@given(st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=8), st.integers(1, 4))
+@given(
+    family=st.sampled_from(["llama", "hybrid"]),
+    jobs=st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=12),
+    rows=st.integers(1, 6),
+    times=st.floats(1, 4),
+)
 @settings(max_examples=max(25, SCHEDULES // 5))
-def test_the_storage_stays_within_what_was_counted(jobs: list[int], rows: int) -> None:
-    scheduler = Scheduler(engine("llama"), max_rows=rows, prefill_chunk=8, start=False)
+def test_the_storage_stays_within_what_was_counted(family: str, jobs: list[int], rows: int, times: float) -> None:
+    """With free slots, and with columns that no row under way needs any more."""
+    probe = Scheduler(engine(family), start=False)
+    most = int(times * max(probe._room.bytes([submit(probe, job).entries[0].need]) for job in jobs))
+    scheduler = Scheduler(engine(family), max_rows=rows, kv_bytes=most, prefix_bytes=0, prefill_chunk=8, start=False)
     for job in jobs:
         submit(scheduler, job)
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        allocated = scheduler._batch.cache.bytes().allocated
-        assert allocated <= scheduler._room.bytes([entry.need for entry in scheduler._running])
+        cache = scheduler._batch.cache
+        assert cache.bytes().allocated <= most
+        assert cache.rows == scheduler.running <= cache.slots <= rows
+
+
+def test_free_storage_is_given_up_where_others_need_it() -> None:
+    """Slots for a longer row, then columns for more rows; the row that stays goes on as if nothing had happened."""
+    stack = engine("llama").stack
+    most = 64 * sum(stack.position_bytes)
+    scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
+    cache, tickets = scheduler._batch.cache, list[Any]()
+
+    def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
+        """Rows, slots and columns once prompts of these lengths for that many tokens have joined."""
+        for size, new in jobs:
+            tickets.append(scheduler.submit(prompt(size, len(tickets)), max_new_tokens=new))
+        scheduler.turn()
+        assert cache.bytes().allocated <= most
+        return cache.rows, cache.slots, max(layer.capacity for layer in cache.layers)
+
+    jobs = [(2, 8), *[(2, 2)] * 5]
+    assert come(*jobs)[:2] == (1, 6)
+    assert come((20, 12))[:2] == (2, 2)
+    finish(scheduler)
+    assert come((2, 12), (20, 2))[0] == 1
+    assert come(*[(2, 4)] * 3) == (4, 4, 14)
+    finish(scheduler)
+    jobs += [(20, 12), (2, 12), (20, 2), *[(2, 4)] * 3]
+    for number, ((size, new), ticket) in enumerate(zip(jobs, tickets, strict=True)):
+        assert ticket.results[0].tokens == engine("llama").generate(prompt(size, number), max_new_tokens=new).tokens
 
 
 def test_rows_wait_for_memory_and_come_in_turn() -> None:

@@ -8,13 +8,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from backends import Backend, on_backends
 from drive import prompt, stack_of
 from families import fingerprint, tiny
 from oracle import hf_greedy
+from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
+from shoal.model.kv import KVCache
 from shoal.model.parity import check_parity
+from shoal.model.stack import Feed, Stack
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -75,6 +79,19 @@ def build(model_type: str, others: dict[str, Any]) -> Any:
     return model
 
 
+def stored_bytes(stack: Stack) -> tuple[int, ...]:
+    """Of a position of each layer, once something is stored."""
+    cache = KVCache(stack.windows, 1)
+    stack.forward([Feed(0, [1, 2], [0, 0], DepthPlan.full(stack.num_layers))], cache)
+    return tuple(layer.bytes_per_position for layer in cache.layers)
+
+
+@on_backends("llama", "qwen3", "gemma3", "hybrid")
+def test_the_bytes_of_a_position_are_known_beforehand(backend: Backend, name: str) -> None:
+    stack = backend.stack(name)
+    assert stack.position_bytes == stored_bytes(stack)
+
+
 @pytest.mark.parametrize("case", RUN)
 def test_run_as_transformers_runs_them(case: str) -> None:
     model = build(*RUN[case])
@@ -88,6 +105,7 @@ def test_run_as_transformers_runs_them(case: str) -> None:
         assert result.tokens == alone.tokens
         assert result.stats.mean_layers < 4
     assert fingerprint(model) == before
+    assert engine.stack.position_bytes == stored_bytes(engine.stack)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -72,8 +72,9 @@ class Pair:
                 twin.scratch = []
 
     def shuffle(self) -> None:
-        order = self.dice.sample(range(len(self.rows)), self.dice.randint(1, len(self.rows)))
-        self.cache.select(order)
+        kept = self.dice.sample(range(len(self.rows)), self.dice.randint(1, len(self.rows)))
+        order = self.cache.select(kept)
+        assert sorted(order) == sorted(kept)
         self.rows = [self.rows[row] for row in order]
 
     def grow(self) -> None:
@@ -115,6 +116,41 @@ def test_any_course_of_operations(seed: int) -> None:
                 operation()
         pair.check()
     assert pair.next > 100
+
+
+def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
+    cache = KVCache([None, WINDOW], rows=0)
+    seen = []
+    for number in range(7):
+        cache.extend(1)
+        for layer in cache.layers:
+            layer.append(*torch.full((2, 1, 1, 4, 2), float(number)), [cache.rows - 1], [4])
+        seen.append([layer.version for layer in cache.layers])
+    assert cache.slots == 9, "1, 2, 3, 4, 6, 9"
+    assert len({tuple(versions) for versions in seen}) == 6
+    held = [(layer.keys, layer.values) for layer in cache.layers]
+    for layer in cache.layers:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys[1], layer.values[1] = float("nan"), float("inf")  # what has to go with row 1
+    assert cache.select([0, 2, 3, 5, 6]) == [0, 6, 2, 3, 5]
+    cache.extend(2)
+    assert cache.slots == 9
+    assert [(layer.keys, layer.values) for layer in cache.layers] == held
+    for store in (store for layer in cache.layers for store in (layer.keys, layer.values)):
+        assert store is not None
+        assert store[:5, 0, :4, 0].tolist() == [[number] * 4 for number in (0, 6, 2, 3, 5)]
+        assert not store[5:7].any(), "a new row finds nothing of those before it"
+    assert cache.select([]) == [] and cache.slots == 0
+    assert all(layer.allocated == 0 for layer in cache.layers)
+
+
+def test_slots_grow_to_the_bound_and_beyond_it_one_by_one() -> None:
+    cache = KVCache([None], rows=4)
+    cache.most_slots = 5
+    cache.extend(1)
+    assert cache.slots == 5
+    cache.extend(1)
+    assert cache.slots == 6
 
 
 def filled(lengths: tuple[int, int] = (10, 10), windows: tuple[int | None, int | None] = (None, None)) -> KVCache:

@@ -31,7 +31,7 @@ class Batch:
         release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
 
     Attributes:
-        rows: rows still under way.
+        rows: rows still under way, in the order of their slots.
         clock: seconds spent.
     """
 
@@ -88,7 +88,8 @@ class Batch:
 
     def _keep_slots(self) -> None:
         """Drop the cache rows of everything that is not under way."""
-        self.cache.select([row.slot for row in self.rows])
+        rows = {row.slot: row for row in self.rows}
+        self.rows = [rows[former] for former in self.cache.select(rows.keys())]
         for slot, row in enumerate(self.rows):
             row.slot = slot
 

@@ -26,11 +26,12 @@ class OpenBatch(Batch):
     def __init__(self, stack: Stack, prefixes: Prefixes | None = None) -> None:
         super().__init__(stack, KVCache(stack.windows, 0))
         self._prefixes = prefixes or Prefixes(0)
+        self._came: list[Row] = []
 
     @property
     def reading(self) -> list[Row]:
         """Rows whose prompt is not read to its end, first come first."""
-        return [row for row in self.rows if not row.emitted]
+        return [row for row in self._came if not row.emitted]
 
     @property
     def decoding(self) -> list[Row]:
@@ -44,6 +45,7 @@ class OpenBatch(Batch):
         for slot, row in enumerate(rows, start=first):
             row.slot = slot
             self.rows.append(row)
+            self._came.append(row)
             row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -85,14 +87,14 @@ class OpenBatch(Batch):
             self.cache.rollback(row.slot)
 
     def _shares(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, int]]:
-        """Who reads how many tokens of its prompt in the next forward."""
+        """Who reads how many tokens of its prompt in the next forward, in the order of the slots."""
         shares: list[tuple[Row, int]] = []
         for row in rows:
             size = min(len(row.tokens) - self.cache.positions[row.slot], budget)
             if size > 0:
                 shares.append((row, size))
                 budget -= size
-        return shares
+        return sorted(shares, key=lambda share: share[0].slot)
 
     def _prompt_feed(self, row: Row, size: int) -> Feed:
         first = self.cache.positions[row.slot]
@@ -104,6 +106,7 @@ class OpenBatch(Batch):
                 self._prefixes.keep(self.cache, row.slot, row.tokens)
         left = len(self.rows)
         super()._retire()
+        self._came = [row for row in self.reading if row.finish_reason is None]
         if len(self.rows) < left:
             self._drafting.keep(self.rows)
             if not self.rows:

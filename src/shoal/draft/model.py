@@ -138,8 +138,7 @@ class ModelDrafter:
         wanted = {id(row) for row in rows}
         stay = [slot for slot, row in enumerate(self._rows) if id(row) in wanted]
         if len(stay) < len(self._rows):
-            self._cache.select(stay)
-            self._rows = [self._rows[slot] for slot in stay]
+            self._rows = [self._rows[former] for former in self._cache.select(stay)]
         known = {id(row) for row in self._rows}
         new = [row for row in rows if id(row) not in known]
         if new:

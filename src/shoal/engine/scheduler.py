@@ -26,7 +26,7 @@ from shoal.engine.request import Request, prompt_ids
 from shoal.engine.ticket import Deliver, Entry, Item, Ticket
 from shoal.engine.worker import Worker
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
-from shoal.model.kv_room import KVRoom, Need, limit
+from shoal.model.kv_room import KVRoom, Need
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -71,8 +71,8 @@ class Scheduler:
                 "Use replicas, or engine.generate with a list of prompts",
             )
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
-        self._room = KVRoom(engine.stack)
         self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
+        self._room = KVRoom(engine.stack, self.kv_bytes, max_rows)
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
@@ -246,7 +246,7 @@ class Scheduler:
             for entry in admitted:
                 entry.joined = time.monotonic()
             self._running += admitted
-            self._limit()
+            self._room.prepare(self._batch.cache, [entry.need for entry in self._running])
             self._batch.join([entry.row for entry in admitted])
 
     def _fits(self, entries: list[Entry], new: Entry) -> bool:
@@ -255,10 +255,6 @@ class Scheduler:
             and self._policy.admits(self._batch.rows, time.monotonic() - new.arrived)
             and self._room.bytes([*(entry.need for entry in entries), new.need]) <= self.kv_bytes
         )
-
-    def _limit(self) -> None:
-        if self._running:
-            limit(self._batch.cache, [entry.need for entry in self._running])
 
     def _forward(self) -> None:
         batch = self._batch
@@ -303,7 +299,6 @@ class Scheduler:
         ended = [entry for entry in self._running if entry.row.finish_reason is not None]
         if ended:
             self._running = [entry for entry in self._running if entry.row.finish_reason is None]
-            self._limit()
             for entry in ended:
                 self._end(entry, entry.error)
 

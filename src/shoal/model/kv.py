@@ -4,14 +4,16 @@ Lengths count positions of the sequence. In each layer and row, *committed* entr
 entries, which a draft may still take back. Because depth plans are nested, the positions that a layer has processed
 are always a prefix of the row's sequence, so a length says all.
 
-Storage is one tensor pair [rows, heads, capacity, head_dim] per layer. It grows geometrically and in place; a
-layer with a sliding window drops what the window has left behind, but never a scratch entry, so rolling back is
-always possible. The cache knows nothing of tokens, plans or models.
+Storage is one tensor pair [slots, heads, capacity, head_dim] per layer; row r lives in slot r, and slots behind the
+last row are free. A row that joins takes a free one; one that leaves makes room for the last row. So rows stay side by
+side, as attention over all of them reads them, and none is copied for another but that one. Both sizes grow
+geometrically. A layer with a sliding window drops what the window has left behind, but never a scratch entry, so
+rolling back is always possible. The cache knows nothing of tokens, plans or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +44,7 @@ class KVLayer:
         scratch: entries per row that await commit or rollback.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
+        slots: rows that the storage has room for.
         limit: spare columns are not made beyond this many.
         capacity: columns of the storage.
         version: counts how often the tensors were replaced.
@@ -54,8 +57,8 @@ class KVLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.released = [False] * rows
-        self.limit = _ENDLESS
-        self.bytes_per_position = self.capacity = self.version = 0
+        self.slots, self.limit = rows, _ENDLESS
+        self.bytes_per_position = self.capacity = self.version = self._touched = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -120,7 +123,7 @@ class KVLayer:
         """
         heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else value_dim
-        shape = (len(self.lengths), heads, max(count, self.reserve))
+        shape = (self.slots, heads, max(count, self.reserve))
         self.replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
         self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
 
@@ -128,7 +131,15 @@ class KVLayer:
         """Take other tensors as storage; None frees it."""
         self.keys, self.values = keys, values
         self.capacity = 0 if keys is None else keys.shape[2]
+        self._touched = len(self.lengths)
         self.version += 1
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Move what the rows store to storage of that size; where there is none, it will have that many slots."""
+        if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
+            moved = [_moved(store, len(self.lengths), slots, capacity) for store in (self.keys, self.values)]
+            self.replace(*moved)
+        self.slots = slots
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
@@ -140,8 +151,7 @@ class KVLayer:
             spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
         needed = self._needed(rows, counts) + spare
         if needed > self.keys.shape[2]:
-            capacity = max(needed, min(int(self.keys.shape[2] * _GROWTH) + 16, self.limit))
-            self.replace(_grown(self.keys, capacity), _grown(self.values, capacity))
+            self.resize(self.slots, max(needed, min(int(self.keys.shape[2] * _GROWTH) + 16, self.limit)))
 
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
@@ -190,24 +200,29 @@ class KVLayer:
         if length == 0:
             self.starts[row], self.released[row] = 0, False
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep `rows`, in that order."""
+    def select(self, order: Sequence[int]) -> None:
+        """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
         for name in ("lengths", "starts", "scratch", "released"):
-            setattr(self, name, [getattr(self, name)[row] for row in rows])
+            setattr(self, name, [getattr(self, name)[row] for row in order])
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
-        if self.keys is not None and self.values is not None:
-            index = torch.tensor(rows, device=self.keys.device, dtype=torch.long)
-            self.replace(self.keys.index_select(0, index), self.values.index_select(0, index))
+        self.slots = self.slots if order else 0
+        for store in (store for store in (self.keys, self.values) if store is not None):
+            for row, former in enumerate(order):
+                if row != former:
+                    store[row] = store[former]
 
-    def extend(self, rows: int) -> None:
-        """Add empty rows."""
+    def extend(self, rows: int, slots: int) -> None:
+        """Add empty rows to storage of `slots` slots, which are enough."""
+        first, last = len(self.lengths), len(self.lengths) + rows
+        self.resize(slots, self.capacity)
         for counts in (self.lengths, self.starts, self.scratch):
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
-        if self.keys is not None and self.values is not None:
-            both = (torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for t in (self.keys, self.values))
-            self.replace(*both)
+        for store in (self.keys, self.values):
+            if store is not None and first < self._touched:  # infinities that another row left would reach its mates
+                store[first : min(last, self._touched)] = 0
+        self._touched = max(self._touched, last)
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
@@ -225,10 +240,10 @@ class KVLayer:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
 
-def _grown(store: Tensor, capacity: int) -> Tensor:
-    grown = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
-    grown[:, :, : store.shape[2]] = store
-    return grown
+def _moved(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
+    moved, columns = store.new_zeros(slots, store.shape[1], capacity, store.shape[3]), min(store.shape[2], capacity)
+    moved[:rows, :, :columns] = store[:rows, :, :columns]
+    return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +267,7 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
+        most_slots: spare slots are not made beyond this many.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -263,12 +279,18 @@ class KVCache:
         reserves = reserve or [0] * len(windows)
         self.layers = [KVLayer(rows, window, room) for window, room in zip(windows, reserves, strict=True)]
         self.positions = [0] * rows
+        self.most_slots = _ENDLESS
         self._marks: list[int | None] = [None] * rows
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return len(self.positions)
+
+    @property
+    def slots(self) -> int:
+        """Rows that there is storage for."""
+        return self.layers[0].slots
 
     def mark_shallow(self, row: int, position: int) -> None:
         """Note that some sublayer did not run at `position` of `row`."""
@@ -318,17 +340,27 @@ class KVCache:
         self.positions[row], self._marks[row] = keep, None
         return keep
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep `rows`, in that order."""
+    def select(self, rows: Collection[int]) -> list[int]:
+        """Keep `rows`; those of them that stand beyond the new end take the places of others that go.
+
+        Returns:
+            Which row each one was. The storage goes with the last row.
+        """
+        beyond = sorted(row for row in rows if row >= len(rows))
+        order = [row if row in rows else beyond.pop() for row in range(len(rows))]
         for layer in self.layers:
-            layer.select(rows)
-        self.positions = [self.positions[row] for row in rows]
-        self._marks = [self._marks[row] for row in rows]
+            layer.select(order)
+        self.positions = [self.positions[row] for row in order]
+        self._marks = [self._marks[row] for row in order]
+        return order
 
     def extend(self, rows: int) -> None:
-        """Add empty rows."""
+        """Add empty rows behind the others."""
+        slots, needed = self.slots, self.rows + rows
+        if needed > slots:
+            slots = max(needed, min(int(slots * _GROWTH), self.most_slots))
         for layer in self.layers:
-            layer.extend(rows)
+            layer.extend(rows, slots)
         self.positions.extend([0] * rows)
         self._marks.extend([None] * rows)
 
@@ -344,7 +376,7 @@ class KVCache:
             position = self.positions[row]
             wanted = position if layer.window is None else min(position, layer.window - 1)
             stored = layer.stored(row)
-            allocated += layer.allocated // self.rows
+            allocated += layer.allocated // layer.slots
             used += stored * layer.bytes_per_position
             saved += max(0, wanted - stored) * layer.bytes_per_position
         return KVBytes(allocated, used, saved)

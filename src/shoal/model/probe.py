@@ -66,6 +66,7 @@ class Parts:
         rotary: for hidden states and positions, the rotary tables of call k; one function per distinct call.
         head: hidden states [N, D] of the last layer to logits [N, V].
         head_module: the module whose weights the head reads.
+        position_bytes: bytes that a position takes in the model's own KV cache, per layer.
     """
 
     layers: list[nn.Module]
@@ -74,6 +75,7 @@ class Parts:
     rotary: list[Callable[[Tensor, Tensor], Any]]
     head: Head
     head_module: nn.Module
+    position_bytes: tuple[int, ...]
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -107,7 +109,13 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         rotary=[_replay_rotary(call) for call in rotary],
         head=_head(recording, head_module, model.config),
         head_module=head_module,
+        position_bytes=tuple(map(_position_bytes, recording.layers[-1].arguments[calls[-1].cache].layers)),
     )
+
+
+def _position_bytes(store: Any) -> int:
+    """Of keys and values [1, heads, positions, head_dim] of a layer."""
+    return sum(t.shape[1] * t.shape[3] * t.element_size() for t in (store.keys, store.values))
 
 
 def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor) -> Recording:

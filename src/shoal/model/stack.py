@@ -106,6 +106,7 @@ class Stack(Protocol):
         max_positions: the context length, or None where the model has none.
         head_layers: cost of the LM head in layers, by bytes.
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
+        position_bytes: bytes of the keys and values of one position, per layer.
     """
 
     num_layers: int
@@ -114,6 +115,7 @@ class Stack(Protocol):
     max_positions: int | None
     head_layers: float
     prefill_chunk: int
+    position_bytes: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
 

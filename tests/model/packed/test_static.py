@@ -244,19 +244,24 @@ def test_columns_come_in_steps() -> None:
 
 
 def test_rows_that_leave_between_steps() -> None:
-    """Selecting rows moves the storage, so an old step is never run on new rows."""
+    """They leave the storage where it is: there is a step for each number of rows, run again when rows join."""
     stack, flat = fixed("hybrid"), packed(tiny("hybrid"))
     caches = [filled(flat, ROWS), filled(stack, ROWS)]
-    for rows in ([0, 1, 2], [2, 0], [1]):
+    for rows in ([0, 1, 2], [2, 0], [1], None):
         for cache in caches:
-            cache.select(rows)
+            if rows is None:
+                cache.extend(1)
+                flat.forward([Feed(1, ROWS[2], [0] * len(ROWS[2]), FULL)], cache)
+                cache.commit(1, range(len(ROWS[2])))
+            else:
+                cache.select(rows)
         feeds = chains(caches[0])
         assert key_of(feeds, caches[1]) is not None
         assert gap(stack.forward(feeds, caches[1]), flat.forward(feeds, caches[0])) <= EXACT
         for cache in caches:
             for row in range(cache.rows):
                 cache.commit(row, [0])
-    assert runner(stack).graphs == 1
+    assert runner(stack).graphs == 3
 
 
 def test_the_number_of_steps_is_bounded() -> None:

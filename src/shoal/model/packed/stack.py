@@ -43,6 +43,7 @@ class PackedStack:
         self.shape, self.weights, self.rotary, self.dtype, self.device = shape, weights, rotary, dtype, device
         self.num_layers, self.windows = shape.num_layers, shape.windows
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
+        self.position_bytes = (2 * shape.kv_heads * shape.head_dim * dtype.itemsize,) * shape.num_layers
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None

@@ -133,8 +133,8 @@ class StaticStep:
             values[self._rows, :, self.positions] = v.view(rows, queries, *v.shape[1:])
             out = block.scaled_attention(
                 q.view(rows, queries, shape.heads, -1).transpose(1, 2),
-                keys[:, :, : self.key.columns],
-                values[:, :, : self.key.columns],
+                keys[:rows, :, : self.key.columns],
+                values[:rows, :, : self.key.columns],
                 shape,
                 seen,
             )

@@ -1,0 +1,89 @@
+"""What it costs a cache that a row joins, or leaves: rows come one by one, and go one by one in any order.
+
+    python benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
+        [--tokens 4000] [--json OUT]
+
+Storing what a row reads is not counted. Memory is the largest resident set above that of the imports.
+The last line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.bench import report
+from shoal.bench.shapes import config_of
+from shoal.cli import env
+from shoal.engine.device import as_dtype
+from shoal.model.kv import KVCache
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=6, help="all cost the same")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    command = ["benchmarks/slots.py", *sys.argv[1:]]
+    measured = measure(args.shape, args.dtype, args.layers, args.rows, args.tokens)
+    result = {**report.heading(env.collect(), command), **measured}
+    if args.json is not None:
+        report.write(result, args.json)
+    print(json.dumps(result))
+
+
+def measure(shape: str, dtype: str, layers: int, rows: int, tokens: int) -> dict[str, Any]:
+    """Seconds and bytes."""
+    config, before = config_of(shape), _peak()
+    entries = torch.ones(1, config.num_key_value_heads, tokens, config.head_dim, dtype=as_dtype(dtype))
+    cache = KVCache([None] * layers, 0)
+    cache.most_slots = rows
+    joins, leaves = [], []
+    for row in range(rows):
+        joins.append(_seconds(lambda: cache.extend(1)))
+        for layer in cache.layers:
+            layer.append(entries, entries, [row], [tokens])
+        cache.commit(row, range(tokens))
+    stored = cache.bytes().used
+    dice = random.Random(0)
+    while cache.rows:
+        gone = dice.randrange(cache.rows)
+        kept = [row for row in range(cache.rows) if row != gone]
+        leaves.append(_seconds(lambda: cache.select(kept)))  # noqa: B023
+    return {
+        "layers": layers, "rows": rows, "tokens": tokens, "stored_bytes": stored, "peak_bytes": _peak() - before,
+        "join_seconds": _figures(joins), "leave_seconds": _figures(leaves),
+    }  # fmt: skip
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _figures(seconds: list[float]) -> dict[str, Any]:
+    return {"sum": sum(seconds), "median": statistics.median(seconds), "most": max(seconds), "raw": seconds}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
