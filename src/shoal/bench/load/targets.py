@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shoal.bench.idle import cpu_seconds
 from shoal.bench.load.http import Address, Failed, get
 from shoal.bench.load.loops import Turn
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, cpu_seconds, resident
+from shoal.bench.load.servers import Server, resident
 from shoal.bench.load.trace import Trace, ask
 
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
