@@ -49,7 +49,8 @@ def fake_api(reply: Reply = answer) -> Iterator[str]:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = next(int(line[15:]) for line in head.splitlines() if line.startswith("content-length:"))
+        lengths = (int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length:"))
+        length = next(lengths, 0)
         body = json.loads(await reader.readexactly(length) or b"{}")
         try:
             for piece in reply(head.split()[1], body):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class Unsupported(ValueError):
@@ -34,6 +35,24 @@ class Interrupted(RuntimeError):
 
 class Closed(RuntimeError):
     """Whoever was asked takes no more requests."""
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Around imports of what an extra installs.
+
+    Args:
+        extra: its name.
+        what: what was asked for, for the error.
+
+    Raises:
+        Unsupported: something is not installed; names the extra.
+    """
+    try:
+        yield
+    except ImportError as error:
+        why = f"{error.name or error} is not installed"
+        raise Unsupported(what, why, f"Install the extra: pip install 'shoal[{extra}]'") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:

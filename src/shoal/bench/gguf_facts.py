@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, needs
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ def read(path: str | Path) -> Facts:
     Raises:
         Unsupported: the `gguf` package is missing, or the file is none of its kind.
     """
-    try:
+    with needs("bench", f"a benchmark of {path}"):
         from gguf import GGUFReader
-    except ImportError as error:
-        raise Unsupported(f"a benchmark of {path}", "the package gguf is missing", "pip install gguf") from error
     try:
         tensors = GGUFReader(path).tensors
     except (ValueError, KeyError, IndexError) as error:

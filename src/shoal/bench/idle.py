@@ -1,4 +1,4 @@
-"""Whether the machine is busy with something else. Linux only; elsewhere nothing is known and nothing is claimed."""
+"""Whether the machine is busy with something else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 BUSY = 0.1
 """Cores kept busy by others from which on a measurement is suspect."""
 
-_IDLE_FIELDS = (3, 4)
+_FIELDS = ("user", "nice", "system", "irq", "softirq", "steal")
+"""A processor's time without its rest; guests count as users already. Other systems have some of them."""
 
 
 @dataclass(frozen=True)
@@ -23,30 +25,23 @@ class CpuTimes:
     clock: float
 
 
-def snapshot(pids: Sequence[int] = (), proc: Path = Path("/proc")) -> CpuTimes | None:
-    """Read the counters; None where the system has none.
-
-    Args:
-        pids: our other processes, besides this one.
-        proc: the proc file system.
-    """
-    try:
-        words = (proc / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-        own = sum(_process(proc / str(pid) / "stat") for pid in {os.getpid(), *pids})
-    except (OSError, ValueError, IndexError):
+def snapshot(pids: Sequence[int] = ()) -> CpuTimes | None:
+    """Read the counters, of this process and our others `pids`; None where one of these has ended."""
+    own = [cpu_seconds(pid) for pid in {os.getpid(), *pids}]
+    if None in own:
         return None
-    busy = sum(int(word) for index, word in enumerate(words) if index not in _IDLE_FIELDS)
-    return CpuTimes(busy / _ticks(), own, time.perf_counter())
+    times = psutil.cpu_times()
+    busy = sum(getattr(times, name, 0.0) for name in _FIELDS)
+    return CpuTimes(busy, sum(filter(None, own)), time.perf_counter())
 
 
-def _process(stat: Path) -> float:
-    """User and system seconds of a process; the name in parentheses may hold anything."""
-    fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _ticks()
-
-
-def _ticks() -> int:
-    return os.sysconf("SC_CLK_TCK")
+def cpu_seconds(pid: int) -> float | None:
+    """User and system time that a process has used; None where it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return float(times.user + times.system)
 
 
 def others(before: CpuTimes | None, after: CpuTimes | None) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+
+import psutil
 
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import Setting
@@ -26,16 +27,6 @@ def _weights(subject: Subject, setting: Setting) -> int:
     return int(subject.weights() * bits / 8)
 
 
-def available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of main memory that are free; None where the system does not say."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return found[0] if found else None
-
-
 def check(subject: Subject, settings: Iterable[Setting]) -> None:
     """Refuse what would not fit.
 
@@ -43,8 +34,8 @@ def check(subject: Subject, settings: Iterable[Setting]) -> None:
         ValueError: says how much is needed and how much there is.
     """
     listed = [setting for setting in settings if setting.device == "cpu"]
-    want, have = needed(subject, listed), available()
-    if have is not None and want > have:
+    want, have = needed(subject, listed), psutil.virtual_memory().available
+    if want > have:
         raise ValueError(
             f"{len(listed)} systems with the weights of {subject.name} need about {want / 2**30:.0f} GiB at once, and "
             f"{have / 2**30:.0f} GiB are free; measure fewer peers or number formats in one command"

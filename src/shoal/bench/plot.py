@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.table import name
+from shoal.errors import needs
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -15,10 +16,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the report holds no generation.
     """
-    try:
+    with needs("plot", "--plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib; install it with: pip install 'shoal[plot]'") from error
     results = [result for result in report["results"] if result["kind"] == "generate"]
     if not results:
         raise ValueError("there is no generation to draw")

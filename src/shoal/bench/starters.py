@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
 import torch
 
 from shoal.bench.subject import Subject
@@ -20,8 +21,6 @@ from shoal.model.packed.native import build as native_build
 
 Generate = Callable[[Sequence[int], int], object]
 """Decodes that many tokens after a prompt, greedily."""
-
-_PROC = Path("/proc/self")
 
 
 class Starter(ABC):
@@ -158,22 +157,15 @@ STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
 
 
 def resident() -> int:
-    """Bytes that this process holds now; 0 where the system does not say."""
-    return _field(_PROC / "status", "VmRSS")
+    """Bytes that this process holds now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _memory() -> dict[str, float]:
     """Counters of this process that only grow by what it holds; zeros where the system does not say."""
-    rollup = _PROC / "smaps_rollup"
-    private = _field(rollup, "Private_Clean") + _field(rollup, "Private_Dirty")
-    shared = _field(rollup, "Shared_Clean") + _field(rollup, "Shared_Dirty")
-    return {"pss_bytes": _field(rollup, "Pss"), "private_bytes": private, "shared_bytes": shared,
-            "disk_bytes": _field(_PROC / "io", "read_bytes", unit=1)}
-
-
-def _field(file: Path, name: str, unit: int = 1024) -> int:
-    try:
-        lines = file.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * unit for line in lines if line.startswith(f"{name}:")), 0)
+    process = psutil.Process()
+    held = process.memory_full_info()
+    private = getattr(held, "uss", 0)
+    disk = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+    return {"pss_bytes": getattr(held, "pss", 0), "private_bytes": private, "shared_bytes": held.rss - private,
+            "disk_bytes": disk}

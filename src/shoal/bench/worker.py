@@ -140,6 +140,7 @@ def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Settin
             return
 
 
+# psutil knows no peak that can begin anew.
 _STATUS = Path("/proc/self/status")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli import common
 from shoal.cli.parser import Parser
 from shoal.depth.speedup import ideal_speedup
+from shoal.errors import needs
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -135,10 +136,8 @@ def _running(drops: tuple[int, ...], step: int) -> list[int]:
 
 def draw(plan: DepthPlan, num_tokens: int, path: Path) -> None:
     """Write a picture of the plan: steps to the right, layers upwards, dark where a layer runs."""
-    try:
+    with needs("plot", "--plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib; install it with: pip install 'shoal[plot]'") from error
     pairs = list(zip(plan.attention, plan.mlp, strict=True))
     grid = [[((step < a) + (step < m)) / 2 for step in range(num_tokens)] for a, m in pairs]
     figure = Figure(figsize=(8, 4), layout="constrained")

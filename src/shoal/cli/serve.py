@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import common
 from shoal.cli.parser import Parser
-from shoal.errors import Unsupported
+from shoal.errors import needs
 
 if TYPE_CHECKING:
     from shoal.engine.scheduler import Scheduler
@@ -67,12 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and serve it."""
     if args.replicas < 1:
         raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
-    try:
+    with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
-    except ImportError as error:
-        why = f"{error.name or error} is not installed"
-        raise Unsupported("shoal serve", why, "Install the extra: pip install 'shoal[serve]'") from None
     settings = _settings(args)
     if args.replicas > 1:
         return _replicas(args, settings)

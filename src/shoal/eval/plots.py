@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import needs
 from shoal.methods import make
 from shoal.types import ModelInfo
 
@@ -19,10 +20,8 @@ _FEWEST = 200
 
 
 def _figure(width: float, height: float) -> Any:
-    try:
+    with needs("plot", "pictures"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("pictures need matplotlib; install it with: pip install 'shoal[plot]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, needs
 
 _STORE = 128 << 20
 """Bytes of shared memory for what passes between processes: prompts and answers, which are small."""
@@ -41,11 +41,8 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
     """
     for name, value in _ENVIRONMENT.items():  # read by Ray while it is imported
         os.environ.setdefault(name, value)
-    try:
+    with needs("ray", what):
         ray, module = import_module("ray"), import_module(f"ray.{part}")
-    except ImportError as error:
-        why = f"{error.name or error} is not installed"
-        raise Unsupported(what, why, "Install the extra: pip install 'shoal[ray]'") from None
     cpus = max(os.cpu_count() or 1, actors + 1)  # a count that Ray only schedules by
     # Lines about requests are shown; what goes wrong with the lines of a batch is in its records.
     _start(ray, num_cpus=cpus, log_to_driver=part == "serve")

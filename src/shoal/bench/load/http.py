@@ -1,18 +1,19 @@
-"""Just enough of an HTTP client for streams: it must take next to no time from a server on the same processors."""
+"""Streams over HTTP, each with the moments at which its events came.
+
+An event costs about 0.1 ms of a processor. At 90 tokens a second that takes 0.5 % of two cores from a server beside it.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
-_LIMIT = 1 << 24
-"""Most bytes of a line."""
+import httpx
 
 
 class Failed(Exception):
@@ -36,93 +37,59 @@ class Address:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the address is {self.url!r}; it must look like http://127.0.0.1:8000")
 
-    @property
-    def parts(self) -> SplitResult:
-        """The address in its parts."""
-        return urlsplit(self.url)
+    def options(self) -> dict[str, Any]:
+        """Of httpx's clients: a connection for every request, plain bytes, no proxy, no limits."""
+        headers = {"accept-encoding": "identity", "connection": "close"}
+        if self.key is not None:
+            headers["authorization"] = f"Bearer {self.key}"
+        verify = ssl.create_default_context() if urlsplit(self.url).scheme == "https" else False
+        return {"base_url": self.url, "headers": headers, "verify": verify, "trust_env": False, "timeout": None,
+                "limits": httpx.Limits()}
 
 
-async def events(address: Address, route: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, bytes]]:
+async def events(
+    client: httpx.AsyncClient, route: str, body: Mapping[str, Any]
+) -> AsyncIterator[tuple[float, bytes]]:
     """Ask, and yield every server-sent event with the moment at which it came (`time.perf_counter`).
+
+    Lines are cut here: httpx would also cut where a JSON string holds one of Unicode's line ends.
 
     Raises:
         Failed: the server cannot be reached, breaks off, or answers with another status than 200.
     """
-    async for moment, line in _lines(address, "POST", route, json.dumps(body).encode()):
-        if line.startswith(b"data:"):
-            yield moment, line[5:].strip()
+    with _failing():
+        async with client.stream("POST", route, json=body) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                _check(answer)
+            rest = b""
+            async for piece in answer.aiter_raw():
+                moment = time.perf_counter()
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        yield moment, line[5:].strip()
+            if rest.startswith(b"data:"):
+                yield time.perf_counter(), rest[5:].strip()
 
 
-async def get(address: Address, route: str) -> bytes:
+def get(address: Address, route: str) -> bytes:
     """The body of an answer to GET; raises like `events`."""
-    return b"\n".join([line async for _, line in _lines(address, "GET", route, b"")])
+    with _failing(), httpx.Client(**address.options()) as client:
+        answer = client.get(route)
+        _check(answer)
+        return answer.content
 
 
-async def _lines(address: Address, verb: str, route: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
-    writer = None
+@contextmanager
+def _failing() -> Iterator[None]:
     try:
-        reader, writer = await _connect(address)
-        writer.write(_head(address, verb, route, len(body)) + body)
-        await writer.drain()
-        status, headers = await _answer(reader)
-        rest = b""
-        refusal: list[bytes] = []
-        async for piece in _pieces(reader, headers):
-            moment = time.perf_counter()
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                if status == 200:
-                    yield moment, line
-                refusal.append(line)
-        if status != 200:
-            raise Failed(f"{status} {b' '.join([*refusal, rest]).decode(errors='replace')[:300]}".strip())
-        if rest:
-            yield time.perf_counter(), rest
-    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failed(f"{type(error).__name__}: {error}") from error
-    finally:
-        if writer is not None:
-            writer.close()
 
 
-async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    parts = address.parts
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
-    port = parts.port or (443 if secure else 80)
-    return await asyncio.open_connection(parts.hostname, port, ssl=secure, limit=_LIMIT)
-
-
-def _head(address: Address, verb: str, route: str, length: int) -> bytes:
-    parts = address.parts
-    lines = [
-        f"{verb} {parts.path.rstrip('/')}{route} HTTP/1.1",
-        f"host: {parts.netloc.rpartition('@')[2]}",
-        "connection: close",
-        "content-type: application/json",
-        f"content-length: {length}",
-        *([] if address.key is None else [f"authorization: Bearer {address.key}"]),
-    ]
-    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
-
-
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    words = (await reader.readline()).decode("latin-1").split(maxsplit=2)
-    if len(words) < 2 or not words[1].isdigit():
-        raise Failed("the server closed the connection without an answer")
-    headers = {}
-    while line := (await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.lower()] = value.strip()
-    return int(words[1]), headers
-
-
-async def _pieces(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The body as it comes."""
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-    elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
-    else:
-        while piece := await reader.read(1 << 16):
-            yield piece
+def _check(answer: httpx.Response) -> None:
+    if answer.status_code != 200:
+        said = answer.content.replace(b"\n", b" ").decode(errors="replace")
+        raise Failed(f"{answer.status_code} {said[:300]}".strip())

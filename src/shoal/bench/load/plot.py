@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import needs
+
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Write the picture; ValueError where matplotlib is missing."""
-    try:
+    with needs("plot", "--plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib; install it with: pip install 'shoal[plot]'") from error
     figure = Figure(figsize=(11, 4), layout="constrained")
     if "verdict" in report:
         _memory(figure.add_subplot(), report)

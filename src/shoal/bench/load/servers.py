@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from shoal.bench.system import NotMeasured, Setting
+import psutil
 
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+from shoal.bench.system import NotMeasured, Setting
 
 
 class Server:
@@ -98,20 +98,11 @@ class Server:
             os.killpg(self._process.pid, number)
 
 
-def resident(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes of a process that are in memory; None where the system does not say."""
+def resident(pid: int) -> int | None:
+    """Bytes of a process that are in memory; None where it has ended."""
     try:
-        return int((proc / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def cpu_seconds(pid: int, proc: Path = Path("/proc")) -> float | None:
-    """Processor time that a process has used; None where the system does not say."""
-    try:
-        fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
         return None
 
 

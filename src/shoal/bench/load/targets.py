@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import httpx
+
+from shoal.bench.idle import cpu_seconds
 from shoal.bench.load.http import Address, Failed, get
 from shoal.bench.load.loops import Turn
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, cpu_seconds, resident
+from shoal.bench.load.servers import Server, resident
 from shoal.bench.load.trace import Trace, ask
 
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
@@ -96,12 +99,17 @@ class Http:
         if self._server is not None:
             self._server.go_on()
 
-        async def send(number: int, due: float, start: float) -> Trace:
-            asked = prompts[number]
-            body = self._form.body(asked.text, asked.new_tokens)
-            return await ask(self._address, self._form.route, body, due, start, self._form.limit)
+        async def run() -> list[Trace]:
+            async with httpx.AsyncClient(**self._address.options()) as client:
 
-        return asyncio.run(turn.run(send))
+                async def send(number: int, due: float, start: float) -> Trace:
+                    asked = prompts[number]
+                    body = self._form.body(asked.text, asked.new_tokens)
+                    return await ask(client, self._form.route, body, due, start, self._form.limit)
+
+                return await turn.run(send)
+
+        return asyncio.run(run())
 
     def hold(self) -> None:
         """See `Target`."""
@@ -113,7 +121,7 @@ class Http:
         if self._server is not None:
             return resident(self._server.pid)
         try:
-            found = _RESIDENT.search(asyncio.run(get(self._address, "/metrics")))
+            found = _RESIDENT.search(get(self._address, "/metrics"))
         except Failed:
             return None
         return None if found is None else int(float(found[1]))
@@ -148,7 +156,7 @@ def look(address: Address) -> Face:
         ValueError: it does not answer as OpenAI's API does.
     """
     try:
-        models = json.loads(asyncio.run(get(address, "/v1/models")))["data"]
+        models = json.loads(get(address, "/v1/models"))["data"]
         return Face(str(models[0]["id"]), models[0].get("owned_by") == "shoal")
     except (Failed, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{address.url}/v1/models does not list a model: {error}") from None

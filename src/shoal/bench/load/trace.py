@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.bench.load.http import Address, Failed, events
+import httpx
+
+from shoal.bench.load.http import Failed, events
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ class Trace:
         return {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items()}
 
 
-async def ask(address: Address, route: str, body: Mapping[str, Any], due: float, start: float, limit: float) -> Trace:
+async def ask(
+    client: httpx.AsyncClient, route: str, body: Mapping[str, Any], due: float, start: float, limit: float
+) -> Trace:
     """Send one request and follow its stream to the end; what goes wrong stands in the trace.
 
     Args:
-        address, route, body: where to and what; `body` asks for a stream.
+        client, route, body: where to and what; `body` asks for a stream.
         due: seconds after `start` at which it is to be sent, that is now.
         start: `time.perf_counter` at the start of the turn.
         limit: seconds after which it is given up.
@@ -69,7 +73,7 @@ async def ask(address: Address, route: str, body: Mapping[str, Any], due: float,
     came: list[tuple[float, bytes]] = []
     error = None
     try:
-        await asyncio.wait_for(_collect(came, address, route, body), limit)
+        await asyncio.wait_for(_collect(came, client, route, body), limit)
     except asyncio.TimeoutError:
         error = f"no end after {limit:g} s"
     except Failed as failure:
@@ -77,8 +81,10 @@ async def ask(address: Address, route: str, body: Mapping[str, Any], due: float,
     return read([(moment - start, event) for moment, event in came], due, time.perf_counter() - start, error)
 
 
-async def _collect(came: list[tuple[float, bytes]], address: Address, route: str, body: Mapping[str, Any]) -> None:
-    async for event in events(address, route, body):
+async def _collect(
+    came: list[tuple[float, bytes]], client: httpx.AsyncClient, route: str, body: Mapping[str, Any]
+) -> None:
+    async for event in events(client, route, body):
         came.append(event)
 
 
