@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.depth.plan import DepthPlan
 from shoal.eval.controls import even_order, schedule
 from shoal.eval.equal_depth import TOLERANCE, Lengths, linear, power_law, rising, two_levels
-from shoal.eval.layer_table import LayerTable
+from shoal.eval.rising import RisingPlan
 from shoal.types import ModelInfo
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=3, max_size=40).filter(lambda found: sum(found) / len(found) > 15)
@@ -67,10 +67,10 @@ def test_a_table_becomes_the_schedule_of_the_same_plan(falls, order):
     assert found == DepthPlan.from_counts(table, order, 8)
 
 
-def test_a_table_counts_its_layers():
-    table = LayerTable.rising([6, 3, 4], (2, 3, 1), 6)
-    assert [table.layer_tokens(n) for n in range(5)] == [0, 6, 9, 13, 17]
-    nested = LayerTable.of(DepthPlan.from_counts([6, 4, 4, 3], (2, 3, 1), 6))
+def test_a_plan_counts_its_layers():
+    plan = RisingPlan((6, 3, 4), (2, 3, 1), 6)
+    assert [plan.layer_tokens(n) for n in range(5)] == [0, 6, 9, 13, 17]
+    nested = DepthPlan.from_counts([6, 4, 4, 3], (2, 3, 1), 6)
     assert [nested.layer_tokens(n) for n in range(6)] == pytest.approx([0, 6, 10, 14, 17, 20])
 
 

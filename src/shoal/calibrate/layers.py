@@ -19,6 +19,7 @@ from tqdm import tqdm
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.card import FILE, Card
 from shoal.engine.engine import Engine
+from shoal.eval import scoring
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed
 
@@ -74,8 +75,7 @@ def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool 
     tokens = sum(len(answer) for _, answer in pairs)
     for prompt, answer in tqdm(pairs, desc="layers", disable=None if progress is None else not progress):
         turn += _turns(engine, prompt, answer)
-        for dropped in range(engine.stack.num_layers + 1):
-            losses[dropped] += _loss(engine, prompt, answer, dropped)
+        losses += torch.tensor(_losses(engine, prompt, answer), dtype=torch.float64)
     means = (losses / tokens).tolist()
     return LayerScores(
         influence=tuple((turn / tokens).tolist()),
@@ -104,26 +104,20 @@ def _ids(engine: Engine, sample: Sample) -> tuple[list[int], list[int]] | None:
     return (prompt, answer) if prompt and answer else None
 
 
-def _feed(prompt: Sequence[int], answer: Sequence[int], plan: DepthPlan) -> Feed:
-    """Prompt at step 0, everything after the token that yields the first answer token at step 1."""
-    tokens = [*prompt, *answer[:-1]]
-    return Feed(0, tokens, [0] * len(prompt) + [1] * (len(answer) - 1), plan, wanted=len(answer))
-
-
-def _loss(engine: Engine, prompt: Sequence[int], answer: Sequence[int], dropped: int) -> float:
-    """Summed negative log-likelihood of the answer when its tokens leave out layer `dropped` (L: none)."""
-    drops = [NEVER] * engine.stack.num_layers
-    drops[dropped : dropped + 1] = [1] * len(drops[dropped : dropped + 1])
-    feed = _feed(prompt, answer, DepthPlan.whole_layers(drops))
-    logits = engine.stack.forward([feed], KVCache(engine.stack.windows, rows=1))
-    target = torch.tensor(answer, device=logits.device)
-    return float(torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum"))
+def _losses(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+    """Summed negative log-likelihood of the answer, its tokens leaving out each layer in turn, and then none."""
+    layers = engine.stack.num_layers
+    plans = [DepthPlan.whole_layers([1 if layer == dropped else NEVER for layer in range(layers)])
+             for dropped in range(layers + 1)]
+    found = scoring.losses([prompt], [answer], [(engine.stack, plan) for plan in plans])
+    return [float(values.double().sum()) for (values,) in found]
 
 
 def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """For every layer, 1 - cosine of its input and output, summed over the answer's tokens."""
     states: list[Tensor] = []
-    feed = _feed(prompt, answer, DepthPlan.full(engine.stack.num_layers))
+    tokens = [*prompt, *answer[:-1]]
+    feed = Feed(0, tokens, [0] * len(tokens), DepthPlan.full(engine.stack.num_layers))
     cache = KVCache(engine.stack.windows, rows=1)
     engine.stack.forward([feed], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
     turns = [1 - torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states, states[1:], strict=False)]

@@ -10,7 +10,6 @@ from shoal.depth.plan import DepthPlan
 from shoal.eval.decoders import Decoder
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.items import Sample
-from shoal.eval.layer_table import LayerTable
 from shoal.methods.schedule import Schedule
 from shoal.types import ModelInfo
 
@@ -71,7 +70,7 @@ class Meter:
     def full_loss(self) -> float:
         """Nats per token with all layers."""
         if self._full is None:
-            (self._full,) = self._losses([LayerTable.full(self.num_layers)])
+            (self._full,) = self._losses([DepthPlan.full(self.num_layers)])
         return self._full
 
     def rises(self, schedules: Sequence[Schedule]) -> list[float]:
@@ -87,7 +86,7 @@ class Meter:
         base = self.full_loss
         for start in range(0, len(schedules), _TOGETHER):
             part = schedules[start : start + _TOGETHER]
-            found += [loss - base for loss in self._losses([LayerTable.of(self.plan(s)) for s in part])]
+            found += [loss - base for loss in self._losses([self.plan(s) for s in part])]
         self.used += len(schedules)
         return found
 
@@ -95,7 +94,7 @@ class Meter:
         """A trial of each schedule."""
         rises = self.rises([schedule for _, schedule in named])
         return [
-            Trial(label, schedule, self.lengths.mean_layers(LayerTable.of(self.plan(schedule))), rise)
+            Trial(label, schedule, self.lengths.mean_layers(self.plan(schedule)), rise)
             for (label, schedule), rise in zip(named, rises, strict=True)
         ]
 
@@ -107,7 +106,7 @@ class Meter:
         """How long one schedule takes on one sample; a first pass that does not count makes what is made once."""
         for _ in range(2):
             began = time.monotonic()
-            self.decoder.losses([sample.prompt], [sample.reference], [LayerTable.full(self.num_layers)])
+            self.decoder.losses([sample.prompt], [sample.reference], [DepthPlan.full(self.num_layers)])
         return time.monotonic() - began
 
     def _check_time(self) -> None:
@@ -115,14 +114,14 @@ class Meter:
             self.cut_short = True
             raise OutOfTrials("time")
 
-    def _losses(self, tables: Sequence[LayerTable]) -> list[float]:
-        sums = [0.0] * len(tables)
+    def _losses(self, plans: Sequence[DepthPlan]) -> list[float]:
+        sums = [0.0] * len(plans)
         for start in range(0, len(self.samples), self.batch):
             if self._full is not None:
                 self._check_time()
             part = self.samples[start : start + self.batch]
-            scored = self.decoder.losses([s.prompt for s in part], [s.reference for s in part], tables)
+            scored = self.decoder.losses([s.prompt for s in part], [s.reference for s in part], plans)
             added = [sum(float(row.double().sum()) for row in rows) for rows in scored]
             sums = [total + more for total, more in zip(sums, added, strict=True)]
-            self.told(len(tables) * len(part) / len(self.samples))
+            self.told(len(plans) * len(part) / len(self.samples))
         return [total / self.tokens for total in sums]

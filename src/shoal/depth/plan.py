@@ -151,7 +151,10 @@ class DepthPlan:
     def _drops(self) -> list[int]:
         return sorted(self.attention + self.mlp)
 
+    def layer_tokens(self, num_tokens: int) -> float:
+        """Layers summed over tokens 0..num_tokens-1, token 0 at L."""
+        return sum(min(drop, num_tokens) for drop in self.attention + self.mlp) / 2
+
     def mean_depth(self, num_tokens: int) -> float:
-        """Mean number of layers over tokens 0..num_tokens-1, token 0 at L."""
-        run = sum(min(d, num_tokens) for d in self.attention + self.mlp)
-        return run / 2 / num_tokens
+        """Mean number of layers over tokens 0..num_tokens-1."""
+        return self.layer_tokens(num_tokens) / num_tokens

@@ -17,7 +17,7 @@ from shoal.depth.order import Core, default_core, removal_order
 from shoal.engine.engine import Engine
 from shoal.eval.decoders import Contender, contender
 from shoal.eval.equal_depth import Counts, Lengths, linear, power_law, rising, two_levels
-from shoal.eval.layer_table import LayerTable
+from shoal.eval.rising import RisingPlan
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.schedule import Schedule
@@ -138,9 +138,9 @@ def _budgets(at: Setting) -> list[Make]:
 
 def _reversed(at: Setting) -> Contender:
     counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
-    table = LayerTable.rising(counts, at.order, at.num_layers)
+    plan = RisingPlan(counts, at.order, at.num_layers)
     spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
-    return Contender("reversed d3", spec, table)
+    return Contender("reversed d3", spec, plan)
 
 
 def _geometry(at: Setting) -> list[Make]:
@@ -178,11 +178,11 @@ def _calibrated(at: Setting) -> Iterator[Contender]:
     longest = max(at.lengths.tokens)
     plans = [_named(at, schedule, "calibrated") for schedule in (Schedule((), ()), *at.curve)]
     for deeper, shallower in zip(plans, plans[1:], strict=False):
-        means = [at.lengths.mean_layers(who.table) for who in (deeper, shallower)]
+        means = [at.lengths.mean_layers(who.plan) for who in (deeper, shallower)]
         if means[0] >= at.mean >= means[1]:
             between = [_named(at, blend(deeper.method, shallower.method, i / _BLENDS, longest), "calibrated")
                        for i in range(_BLENDS + 1)]
-            yield min(between, key=lambda who: abs(at.lengths.mean_layers(who.table) - at.mean))
+            yield min(between, key=lambda who: abs(at.lengths.mean_layers(who.plan) - at.mean))
             return
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.depth.budget import Budget, Linear, PowerLaw, counts
-from shoal.eval.layer_table import LayerTable
+from shoal.depth.plan import DepthPlan
+from shoal.eval.rising import RisingPlan
 
 Counts = tuple[int, ...]
 _HALVINGS = 40
@@ -55,9 +56,9 @@ class Lengths:
         total = sum(alive)
         return sum(n * table[min(i, len(table) - 1)] for i, n in enumerate(alive)) / total
 
-    def mean_layers(self, table: LayerTable) -> float:
-        """Mean layers per token of a table."""
-        sums: dict[int, float] = {n: table.layer_tokens(n) for n in set(self.tokens)}
+    def mean_layers(self, plan: DepthPlan | RisingPlan) -> float:
+        """Mean layers per token of a plan."""
+        sums: dict[int, float] = {n: plan.layer_tokens(n) for n in set(self.tokens)}
         return sum(sums[n] for n in self.tokens) / sum(self.tokens)
 
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from shoal.engine.engine import Engine
 from shoal.eval.answers import is_right
-from shoal.eval.decoders import Contender, Decoder, decoder_for
+from shoal.eval.decoders import Answered, Contender, Decoder
 from shoal.eval.items import Item, Sample, encode
 from shoal.eval.outcomes import Outcomes, Run
 from shoal.model.packed.stack import PackedStack
@@ -43,7 +43,7 @@ class Evaluator:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.engine.tokenizer is None:
             raise ValueError("an evaluation needs a tokenizer; load the model with one")
-        self.decoder: Decoder = decoder_for(self.engine)
+        self.decoder = Decoder(self.engine)
         stack = self.engine.stack
         self._precision: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
         if isinstance(stack, PackedStack):
@@ -73,7 +73,7 @@ class Evaluator:
             self.outcomes.add(run, [(sample.item.id, self._judged(sample, found)) for sample, found in rows])
         return self._chosen(run, samples)
 
-    def _judged(self, sample: Sample, found: Any) -> dict[str, Any]:
+    def _judged(self, sample: Sample, found: Answered) -> dict[str, Any]:
         tokens = found.tokens
         ended = bool(tokens) and tokens[-1] in self.engine.eos_token_ids
         text = self.engine.tokenizer.decode(tokens[:-1] if ended else tokens)
@@ -99,7 +99,7 @@ class Evaluator:
             ]
             scored = self.decoder.losses(
                 [sample.prompt for sample in batch], [sample.reference for sample in batch],
-                [who.table for _, who in open_runs],
+                [who.plan for _, who in open_runs],
             )
             for (run, who), values in zip(open_runs, scored, strict=True):
                 rows = zip(batch, values, strict=True)
@@ -124,4 +124,4 @@ class Evaluator:
 
 def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:
     bins = [round(sum(values[start : start + BIN]), 4) for start in range(0, len(values), BIN)]
-    return {"nll": bins, "count": len(values), "layers": who.table.layer_tokens(len(values))}
+    return {"nll": bins, "count": len(values), "layers": who.plan.layer_tokens(len(values))}

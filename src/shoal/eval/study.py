@@ -98,7 +98,7 @@ def _answers(
 
     def row(who: Contender, found: Found, **more: Any) -> dict[str, Any]:
         figures = answers_row(base, found, stack.num_layers, stack.head_layers)
-        planned = who.table.layer_tokens(longest) / longest
+        planned = who.plan.layer_tokens(longest) / longest
         said = idle_warning(who.label, suite, figures["mean_layers"], stack.num_layers, planned)
         if said is not None:
             warn(said)
@@ -147,7 +147,7 @@ def _settle(
         for _ in range(tries):
             tokens = [len(row["tokens"]) for row in evaluator.answers(suite, items, who).values()]
             seen += tokens
-            off = abs(Lengths(tuple(tokens)).mean_layers(who.table) - at.mean)
+            off = abs(Lengths(tuple(tokens)).mean_layers(who.plan) - at.mean)
             if off < nearest:
                 best, nearest = who, off
             if off <= tolerance:

@@ -106,7 +106,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
             steps = [0] * len(prompt) + list(range(1, len(target)))
             feeds.append(Feed(row, prompt + target[:-1], steps, plan, wanted=len(target)))
             targets.append(torch.tensor(target, device=stack.device))
-            self.layer_tokens += plan.mean_depth(len(target)) * len(target)
+            self.layer_tokens += plan.layer_tokens(len(target))
             self.tokens += len(target)
         with self.engine.turn(), torch.no_grad():
             logits = stack.forward(feeds, KVCache(stack.windows, rows=len(feeds)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,9 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import Feed, Start, Tap, mark_shallow, missing_kv
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
@@ -82,6 +87,12 @@ class NativeStack(PackedStack):
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self._model = self._native_model()
         self._reach = rotary.positions
+
+    def with_layers(self, layers: list[Layer]) -> Self:
+        """See `PackedStack`."""
+        twin = super().with_layers(layers)
+        twin._bindings, twin._model = WeakKeyDictionary(), twin._native_model()
+        return twin
 
     def forward(
         self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
@@ -223,8 +234,13 @@ class NativeStack(PackedStack):
             kv_dtype=self.dtype,
         )
         layers = [self._native_layer(index, layer) for index, layer in enumerate(weights.layers)]
-        embedding = None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
-        return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), embedding)
+        return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), self._embedding)
+
+    @cached_property
+    def _embedding(self) -> Tensor | native.PackedWeight | None:
+        """An embedding that is not the head as well, in the form that the kernels look up."""
+        weights = self.weights
+        return None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
 
     def _native_layer(self, index: int, layer: Layer) -> native.NativeLayer:
         table, rotary = self.shape.rotary[index], self.rotary

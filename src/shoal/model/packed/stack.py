@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +19,11 @@ from shoal.model.packed.graphs import GraphRunner
 from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.static import Key, StaticStep
-from shoal.model.packed.weights import Weights
+from shoal.model.packed.weights import Layer, Weights
 from shoal.model.stack import Feed, Span, Start, Tap, check_lengths, mark_shallow, spans
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PIECE = 256
 """Columns of the head that are read back at once where a part of its rows is wanted."""
@@ -57,6 +63,12 @@ class PackedStack:
             return StaticStep(key, self.shape, self.weights, self.rotary, cache, self.dtype)
 
         self.graphs = GraphRunner(make, capture)
+
+    def with_layers(self, layers: list[Layer]) -> Self:
+        """A stack with other layers of the same shape that shares all else; it captures no graphs."""
+        twin = copy(self)
+        twin.weights, twin.graphs = replace(self.weights, layers=layers), None
+        return twin
 
     @torch.no_grad()
     def forward(

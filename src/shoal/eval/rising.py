@@ -1,0 +1,115 @@
+"""Depth that rises again, which no depth plan allows: what D3 played backwards needs.
+
+A layer that comes back must know the positions that it was left out at. So here a layer that is left out still makes
+keys and values, of the stream that passes by (the state propagation of CALM, arXiv 2207.07061), and only adds nothing
+to it. The engine runs such a stack at full depth: the layers that it is given are what changes from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.kv import KVCache
+from shoal.model.packed import native
+from shoal.model.packed.linear import Dense, Linear
+from shoal.model.packed.native_stack import NativeMatrix
+from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.weights import Layer
+from shoal.model.stack import Feed, Start, Tap
+
+
+@dataclass(frozen=True)
+class RisingPlan:
+    """A number of layers per step that may rise.
+
+    Attributes:
+        counts: layers of steps 0, 1, ...; later steps keep the last count. Step 0, the prompt's, runs all.
+        removal: the layers that are left out first, in order.
+        num_layers: L.
+
+    Raises:
+        ValueError: a count asks for layers that the order does not let go, or more than there are.
+    """
+
+    counts: tuple[int, ...]
+    removal: tuple[int, ...]
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        least = self.num_layers - len(self.removal)
+        for step, count in enumerate(self.counts):
+            if not least <= count <= self.num_layers:
+                raise ValueError(
+                    f"{count} layers at step {step}; it must be {least}..{self.num_layers}, since {len(self.removal)} "
+                    f"of {self.num_layers} layers may be left out"
+                )
+        if not self.counts:
+            raise ValueError("a plan needs the number of layers of at least one step")
+
+    def depth(self, step: int) -> int:
+        """Number of layers that run at `step`."""
+        return self.counts[min(step, len(self.counts) - 1)] if step else self.num_layers
+
+    def layer_tokens(self, tokens: int) -> int:
+        """Layers summed over tokens 0..tokens-1, token 0 at L."""
+        return sum(map(self.depth, range(tokens)))
+
+
+class RisingStack(PackedStack):
+    """A packed stack whose layers come and go with the step; to its caller every layer runs.
+
+    Args:
+        stack: the whole model; its weights are shared.
+        plan: how many layers run when.
+    """
+
+    def __init__(self, stack: PackedStack, plan: RisingPlan) -> None:
+        super().__init__(stack.shape, stack.weights, stack.rotary, stack.dtype, stack.device)
+        self.prefill_chunk, self._plan, self._every = stack.prefill_chunk, plan, DepthPlan.full(stack.num_layers)
+        self._at = {stack.num_layers: stack}
+        first = stack.weights.layers[0]
+        self._out, self._down = self._zeros(first.out), self._zeros(first.down)
+
+    def forward(
+        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+    ) -> Tensor:
+        """See the protocol; chains without tap and start. Tokens of one depth that follow one another run together."""
+        assert tap is None and start is None
+        done, logits = [0] * len(feeds), [list[Tensor]() for _ in feeds]
+        while left := [at for at, feed in enumerate(feeds) if done[at] < len(feed.tokens)]:
+            depth = self._plan.depth(feeds[left[0]].steps[done[left[0]]])
+            parts = {at: part for at in left if (part := self._part(feeds[at], done[at], depth)).tokens}
+            found = self._stack(depth).forward([*parts.values()], cache).split([p.wanted for p in parts.values()])
+            for (at, part), values in zip(parts.items(), found, strict=True):
+                logits[at].append(values)
+                done[at] += len(part.tokens)
+        return torch.cat([torch.cat(rows)[-feed.wanted :] for feed, rows in zip(feeds, logits, strict=True)])
+
+    def _part(self, feed: Feed, first: int, depth: int) -> Feed:
+        """The tokens from number `first` on that run at this depth; none where the next one runs at another."""
+        steps = list(takewhile(lambda step: self._plan.depth(step) == depth, feed.steps[first:]))
+        tokens = feed.tokens[first : first + len(steps)]
+        return Feed(feed.row, tokens, steps, self._every, wanted=min(len(tokens), feed.wanted), fed=first)
+
+    def _stack(self, depth: int) -> PackedStack:
+        """A stack in which only so many layers add anything."""
+        if depth not in self._at:
+            gone, layers = self._plan.removal[: self.num_layers - depth], list(self.weights.layers)
+            for number in gone:
+                layers[number] = self._idle(layers[number])
+            self._at[depth] = self._at[self.num_layers].with_layers(layers)
+        return self._at[depth]
+
+    def _idle(self, layer: Layer) -> Layer:
+        """The layer without what it adds to the stream."""
+        return replace(layer, out=self._out, down=self._down, out_bias=None, down_bias=None)
+
+    def _zeros(self, like: Linear) -> Linear:
+        zeros = torch.zeros(like.rows, like.columns, dtype=self.dtype, device=self.device)
+        return NativeMatrix(native.pack(zeros, "int8")) if isinstance(like, NativeMatrix) else Dense(zeros)

@@ -1,0 +1,84 @@
+"""Score references: how likely each token is where every token runs the layers of its step. Nothing is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed, Stack
+
+
+@torch.no_grad()
+def losses(
+    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], ways: Sequence[tuple[Stack, DepthPlan]]
+) -> list[list[Tensor]]:
+    """Negative log-likelihood in nats of every reference token, each way: [way][item] -> [tokens] float32.
+
+    The prompt runs every layer and is read once for all ways, up to its last token; reference token j is decided at
+    step j.
+
+    Args:
+        prompts: at least one token each.
+        references: the tokens that follow, at least one each.
+        ways: plans and who runs them; stacks that read a prompt alike.
+    """
+    texts = [_Text(row, list(prompt), list(reference))
+             for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
+    windows = ways[0][0].windows if ways else ()
+    cache = KVCache(windows, len(texts), [max(len(text.tokens) for text in texts)] * len(windows))
+    return [_read(texts, cache, stack, plan) for stack, plan in ways]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt and its reference, in one row of the cache."""
+
+    row: int
+    prompt: list[int]
+    reference: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is read: the last token of the reference decides nothing."""
+        return self.prompt + self.reference[:-1]
+
+    @property
+    def start(self) -> int:
+        """The place of the token that decides the first one of the reference."""
+        return len(self.prompt) - 1
+
+    def feed(self, first: int, count: int, plan: DepthPlan) -> Feed:
+        """The tokens from place `first` on, `count` of them at most."""
+        tokens = self.tokens[first : first + count]
+        steps = [max(0, place - self.start) for place in range(first, first + len(tokens))]
+        return Feed(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
+
+    def losses(self, first: int, count: int, logits: Tensor) -> Tensor:
+        """Of the reference tokens that `count` tokens from place `first` on decide, given the logits of the last."""
+        decided = self._decided(first, count)
+        target = torch.tensor(decided, dtype=torch.long, device=logits.device)
+        return cross_entropy(logits[len(logits) - len(decided) :].float(), target, reduction="none").cpu()
+
+    def _decided(self, first: int, count: int) -> list[int]:
+        return self.reference[max(0, first - self.start) : max(0, first + count - self.start)]
+
+
+def _read(texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan) -> list[Tensor]:
+    """The losses of each text; what the cache holds of its prompt is not read again."""
+    found: list[list[Tensor]] = [[] for _ in texts]
+    for text in texts:
+        cache.truncate(text.row, text.start)
+    while waiting := [text for text in texts if cache.positions[text.row] < len(text.tokens)][: stack.prefill_chunk]:
+        count = stack.prefill_chunk // len(waiting)
+        feeds = [text.feed(cache.positions[text.row], count, plan) for text in waiting]
+        logits = stack.forward(feeds, cache).split([feed.wanted for feed in feeds])
+        for text, feed, values in zip(waiting, feeds, logits, strict=True):
+            found[text.row].append(text.losses(cache.positions[text.row], len(feed.tokens), values))
+            cache.commit(text.row, range(len(feed.tokens)))
+    return [torch.cat(parts) for parts in found]

@@ -1,0 +1,181 @@
+"""Answers and losses of every control against slow twins: transformers' own forward with hooks, a pass per token."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from families import VOCAB, tiny
+from oracle import decoder_layers, greedy_under_plan, prefix_counts, prefix_oracle
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.errors import Unsupported
+from shoal.eval import scoring
+from shoal.eval.controls import GROUPS, controls, setting
+from shoal.eval.decoders import Contender, Decoder
+from shoal.eval.equal_depth import Lengths
+from shoal.eval.rising import RisingPlan
+from shoal.model import hf
+from shoal.model.packed.build import build
+from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.source import ModelSource
+
+PLANS = {
+    "full": DepthPlan.full(6),
+    "d3": DepthPlan.whole_layers((NEVER, 9, 2, 4, 6, NEVER)),
+    "at once": DepthPlan.whole_layers((NEVER, 1, 1, 1, NEVER, NEVER)),
+    "sublayers": DepthPlan((NEVER, 3, 5, NEVER, 2, NEVER), (NEVER, 6, 1, 4, NEVER, 3)),
+}
+RISING = RisingPlan((6, 3, 3, 4, 3, 5, 6, 4, 6), (2, 3, 1), 6)
+
+
+def ids(*lengths: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+class Passing:
+    """Decoding with transformers' cache: each layer runs in full, and its output is put away where it is skipped, so
+    that its keys and values come from the stream that passes by."""
+
+    def __init__(self, model: Any, plan: RisingPlan) -> None:
+        self.model, self.plan, self.step = model, plan, 0
+
+    def logits(self, prompt: list[int], count: int, forced: list[int] | None = None) -> Tensor:
+        """[count, V]: what each token is decided from, the tokens before it being greedy ones or those of `forced`."""
+        past, new, rows = None, list(prompt), []
+        with ExitStack() as stack, torch.no_grad():
+            for index, layer in enumerate(decoder_layers(self.model)):
+                handle = layer.register_forward_hook(self._keep(index), with_kwargs=True)
+                stack.callback(handle.remove)
+            for self.step in range(count):
+                out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
+                past = out.past_key_values
+                rows.append(out.logits[0, -1])
+                new = [int(rows[-1].argmax()) if forced is None else forced[self.step]]
+        return torch.stack(rows)
+
+    def _keep(self, index: int) -> Any:
+        def hook(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            before: Tensor = args[0] if args else kwargs["hidden_states"]
+            count = self.plan.counts[min(self.step, len(self.plan.counts) - 1)]
+            gone = self.step > 0 and index in self.plan.removal[: self.plan.num_layers - count]
+            return before if gone else output
+
+        return hook
+
+
+def slow_answer(model: Any, prompt: list[int], plan: Any, count: int) -> list[int]:
+    if isinstance(plan, RisingPlan):
+        found: list[int] = Passing(model, plan).logits(prompt, count).argmax(-1).tolist()
+        return found
+    return greedy_under_plan(model, prompt, plan, count)[0]
+
+
+def slow_losses(model: Any, prompt: list[int], reference: list[int], plan: Any) -> Tensor:
+    if isinstance(plan, RisingPlan):
+        logits = Passing(model, plan).logits(prompt, len(reference), reference)
+    else:
+        text = [*prompt, *reference[:-1]]
+        counts = [prefix_counts(drops, len(prompt), len(text)) for drops in (plan.attention, plan.mlp)]
+        logits = prefix_oracle(model, torch.tensor([text]), *counts)[len(prompt) - 1 :]
+    return cross_entropy(logits, torch.tensor(reference), reduction="none")
+
+
+def cut(tokens: list[int], eos: frozenset[int]) -> list[int]:
+    end = next((place for place, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: end + 1]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_control_is_answered_and_scored_as_its_twin(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
+    at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
+    found, decoder, prompts, references = controls(at, [group]), Decoder(tiny_engine), ids(5, 1, 9), ids(9, 14, 1)
+    assert found[0].label == "d3" and len(found) > 1
+    scored = decoder.losses(prompts, references, [who.plan for who in found])
+    for who, values in zip(found, scored, strict=True):
+        answers = decoder.answers(prompts, who, 18)
+        slow = [cut(slow_answer(tiny_model, prompt, who.plan, 18), tiny_engine.eos_token_ids) for prompt in prompts]
+        assert [answer.tokens for answer in answers] == slow, who.label
+        expected = [sum(who.plan.depth(step) for step in range(len(tokens))) for tokens in slow]
+        assert [answer.layer_tokens for answer in answers] == pytest.approx(expected), who.label
+        for prompt, reference, mine in zip(prompts, references, values, strict=True):
+            twin = slow_losses(tiny_model, prompt, reference, who.plan)
+            assert torch.allclose(mine.double(), twin, atol=1e-5), who.label
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "granite", "gemma2", "gemma3"])
+def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
+    model, plan = tiny(family), PLANS[name]
+    stack = build(model.config, ModelSource(model), torch.float64, torch.device("cpu"), kernels=False)
+    stack.prefill_chunk = 7  # so that prompts and references are read in several pieces
+    prompts, references = ids(3, 11, 6), ids(9, 1, 12)
+    (found,) = scoring.losses(prompts, references, [(stack, plan)])
+    for prompt, reference, values in zip(prompts, references, found, strict=True):
+        assert torch.allclose(values.double(), slow_losses(model, prompt, reference, plan), atol=1e-5), name
+
+
+@pytest.mark.parametrize("backend", ["hf", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_plans_share_a_prompt_without_touching_each_other(backend: Any, family: str) -> None:
+    """Texts longer than a window, whose columns one plan may have left behind when the next one begins."""
+    stack = engine_for(tiny(family).float(), backend=backend).stack
+    prompts, references = ids(4, 30), ids(300, 7)
+    ways = [(stack, plan) for plan in PLANS.values()]
+    together = scoring.losses(prompts, references, ways)
+    for way, found in zip(ways, together, strict=True):
+        (alone,) = scoring.losses(prompts, references, [way])
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(alone, found, strict=True))
+
+
+def test_more_rows_than_a_forward_takes_are_scored(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, references = ids(*[3] * 5), ids(*range(1, 6))
+    expected = scoring.losses(prompts, references, [(tiny_engine.stack, PLANS["d3"])])[0]
+    monkeypatch.setattr(tiny_engine.stack, "prefill_chunk", 2, raising=False)
+    found = scoring.losses(prompts, references, [(tiny_engine.stack, PLANS["d3"])])[0]
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite", "qwen2"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_depth_that_rises_agrees_with_passing_by(family: str, kernels: bool) -> None:
+    model = tiny(family).float()
+    engine = engine_for(model, backend="packed")
+    if not kernels:
+        engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
+    assert isinstance(engine.stack, NativeStack) is kernels
+    engine.eos_token_ids = frozenset()
+    who, decoder, prompts = Contender("reversed d3", {}, RISING), Decoder(engine), ids(6, 3)
+    answers = decoder.answers(prompts, who, 14)
+    assert [found.tokens for found in answers] == [slow_answer(model, prompt, RISING, 14) for prompt in prompts]
+    assert [found.layer_tokens for found in answers] == [sum((6, 3, 3, 4, 3, 5, 6, 4, *[6] * 6))] * 2
+    references = ids(90, 40)
+    (found,) = decoder.losses(prompts, references, [RISING])
+    for prompt, reference, values in zip(prompts, references, found, strict=True):
+        assert torch.allclose(values, slow_losses(model, prompt, reference, RISING), atol=1e-3)
+    (whole,) = decoder.losses(prompts, references, [DepthPlan.full(6)])
+    assert not torch.allclose(whole[0], found[0], atol=1e-2)
+
+
+def test_depth_rises_on_packed_models_only() -> None:
+    decoder = Decoder(engine_for(tiny("llama"), backend="hf"))
+    assert isinstance(decoder.engine.stack, hf.HFStack)
+    with pytest.raises(Unsupported, match='backend="packed"'):
+        decoder.answers([[1]], Contender("reversed d3", {}, RISING), 4)
+    with pytest.raises(Unsupported, match="brings layers back"):
+        decoder.losses([[1]], [[2]], [RISING])
+
+
+def test_a_rising_plan_is_checked() -> None:
+    with pytest.raises(ValueError, match="2 layers at step 1; it must be 4..6"):
+        RisingPlan((6, 2), (2, 3), 6)
+    with pytest.raises(ValueError, match="at least one step"):
+        RisingPlan((), (2, 3), 6)
