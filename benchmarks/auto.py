@@ -182,7 +182,7 @@ def summary(texts: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     differing = [text["first_difference"] for text in some if text["first_difference"] is not None]
     return {
         "texts": len(some),
-        "ratio": geometric_mean(ratios),
+        "ratio": statistics.geometric_mean(ratios),
         "low": lower_bound(ratios, kind),
         "least": min(ratios),
         "most": max(ratios),
@@ -196,15 +196,10 @@ def summary(texts: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     }
 
 
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """The mean of ratios for which 2 and 1/2 cancel out."""
-    return math.exp(statistics.fmean(map(math.log, ratios)))
-
-
 def lower_bound(ratios: Sequence[float], key: str) -> float:
     """The 2.5th percentile of the geometric mean over texts drawn with replacement."""
     dice = random.Random(key)
-    means = sorted(geometric_mean(dice.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    means = sorted(statistics.geometric_mean(dice.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return means[int(0.025 * RESAMPLES)]
 
 

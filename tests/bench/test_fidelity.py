@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,15 @@ def test_a_loss_is_the_sum_over_all_tokens_but_the_first() -> None:
         float(logits[i, ids[i + 1]]) - math.log(sum(math.exp(float(value)) for value in logits[i])) for i in range(299)
     )
     assert fidelity.loss(logits, ids) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_reading_shows_a_bar_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)  # noqa: B023
+        fidelity.read(Flat(), [[1, 2, 3]], tmp_path / f"{terminal}.json", {})
+        assert ("windows" in capsys.readouterr().err) == terminal
 
 
 def test_a_reading_goes_on_where_it_was(tmp_path: Path) -> None:

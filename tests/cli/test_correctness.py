@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def test_the_plain_loop_equals_hugging_face(capsys, tiny_folder):
     for row in report["prompts"]:
         assert row["plain_vs_huggingface"]["at"] is None and row["method_vs_plain"]["at"] is None
         assert set(row["new_tokens"].values()) == {12}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_on_a_terminal_only(capsys, tiny_folder, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["correctness", "--max-new-tokens", "4", "abc", "--model", tiny_folder]) == 0
+    said = capsys.readouterr().err
+    assert ("prompts in full: " in said) == ("full: " in said) == terminal
 
 
 @pytest.mark.parametrize("backend", ["hf", "packed"])

@@ -1,4 +1,7 @@
-"""Muon (Jordan et al. 2024) for stacks of matrices: momentum made orthogonal, all layers at once."""
+"""Muon (Jordan et al. 2024) for stacks of matrices: momentum made orthogonal, all layers at once.
+
+torch.optim.Muon refuses what is no single matrix, and would need the stacks taken apart here, gradients too.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
 from shoal.bench.readers import Reader
 
@@ -67,7 +68,7 @@ def read(
         until: `time.perf_counter()` at which no further window is begun.
     """
     found = resume(record, about)
-    for ids in pieces[len(found["losses"]) :]:
+    for ids in tqdm(pieces[len(found["losses"]) :], desc="windows", disable=None):
         if until is not None and time.perf_counter() > until:
             break
         start = time.perf_counter()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal import catalog, methods
 from shoal.cli import common
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.methods.base import Method
 
+Thing = TypeVar("Thing")
 EXAMPLES = """examples:
   shoal correctness --method full
   shoal correctness --all --max-new-tokens 128
@@ -73,16 +74,24 @@ class _Judge:
     def __init__(self, args: argparse.Namespace, engine: Engine, peer: HuggingFace) -> None:
         self._args, self._engine = args, engine
         self._tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
-        self._bases = [_Base(engine, peer, prompt, args) for prompt in args.prompts or PROMPTS]
+        prompts = _bar(args.prompts or PROMPTS, "prompts in full")
+        self._bases = [_Base(engine, peer, prompt, args) for prompt in prompts]
 
     def report(self, method: Method) -> dict[str, Any]:
         """What came of one method."""
         args, engine = self._args, self._engine
         exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
-        rows = [_compare(engine, base, method, self._tolerance) for base in self._bases]
+        rows = [_compare(engine, base, method, self._tolerance) for base in _bar(self._bases, method.name)]
         failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
         return {**method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": self._tolerance,
                 "exact_to": exact_to, "passed": not failed, "prompts": rows}
+
+
+def _bar(things: Sequence[Thing], words: str) -> Iterable[Thing]:
+    from tqdm import tqdm
+
+    bar: Iterable[Thing] = tqdm(things, desc=words, leave=False, disable=None)
+    return bar
 
 
 def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _answers(
     adjust(rows[1:], "difference")
     adjust([row for row in rows if row["label"] != "d3"], "versus_d3")
     if study.timed:
-        times = alone(evaluator.engine, _spread(samples, study.timed), everyone, longest)
+        times = alone(evaluator.engine, _spread(samples, study.timed), everyone, longest, evaluator.progress)
         for figures, time in zip(rows, times, strict=True):
             figures["timing"] = time
     return rows

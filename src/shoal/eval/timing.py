@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from tqdm import tqdm
+
 from shoal.engine.engine import Engine
 from shoal.eval.decoders import Contender
 from shoal.eval.items import Sample
 
 
 def alone(
-    engine: Engine, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int
+    engine: Engine, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int,
+    progress: bool | None = None,
 ) -> list[dict[str, Any] | None]:
     """Seconds per answer and per token of each contender at batch 1, by the engine's own loop.
 
@@ -21,13 +24,15 @@ def alone(
         samples: a few, of different lengths. The first is also used to warm up.
         contenders: the full model first; the others are compared with it answer by answer.
         max_new_tokens: the longest answer.
+        progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Returns:
         For each contender its figures, or None where it is no method that the engine runs.
     """
     seconds: list[list[float]] = [[] for _ in contenders]
     paces: list[list[float]] = [[] for _ in contenders]
-    for number, sample in enumerate([samples[0], *samples]):
+    hidden = None if progress is None else not progress
+    for number, sample in enumerate(tqdm([samples[0], *samples], desc="alone", disable=hidden)):
         for who in _rotated(list(range(len(contenders))), number):
             method = contenders[who].method
             if method is None:

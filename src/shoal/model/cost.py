@@ -204,6 +204,8 @@ def attended(plan: DepthPlan, step: int, positions: int, windows: Sequence[int |
 def non_negative_least_squares(features: Tensor, targets: Tensor) -> list[float]:
     """Argmin over x >= 0 of |features x - targets|, for a handful of columns: every active set is tried.
 
+    Not scipy's: its import would add 42 MB to the process whose memory a benchmark reports.
+
     Args:
         features: [n, k] float64.
         targets: [n] float64.
