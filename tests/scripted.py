@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,12 +42,15 @@ class Scripted:
         monkeypatch.setattr(KVCache, "select", self._select(KVCache.select))
         monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
-    def _select(self, select: Callable[[KVCache, Sequence[int]], None]) -> Callable[[KVCache, Sequence[int]], None]:
-        """Rows move up when others leave, and so does what is known of them."""
+    def _select(
+        self, select: Callable[[KVCache, Collection[int]], list[int]]
+    ) -> Callable[[KVCache, Collection[int]], list[int]]:
+        """Rows move as in the cache."""
 
-        def selected(cache: KVCache, rows: Sequence[int]) -> None:
-            self._first = {slot: self._first[row] for slot, row in enumerate(rows)}
-            select(cache, rows)
+        def selected(cache: KVCache, rows: Collection[int]) -> list[int]:
+            order = select(cache, rows)
+            self._first = {slot: self._first[former] for slot, former in enumerate(order)}
+            return order
 
         return selected
 

@@ -21,7 +21,7 @@ class Words:
 
 @pytest.mark.parametrize("backend", ["hf", "packed"])
 def test_a_layer_is_worth_what_the_loss_rises_without_it(backend: str) -> None:
-    model = tiny("llama").float()
+    model = tiny("llama", dtype=torch.float32)
     engine = engine_for(model, backend=backend)
     engine.tokenizer = Words()
     pairs = [("3 1 4", "15 9 26 5"), ("2 7", "1 8 28 18 4 5 9")]

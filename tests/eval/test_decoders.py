@@ -127,7 +127,7 @@ def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_plans_share_a_prompt_without_touching_each_other(backend: Any, family: str) -> None:
     """Texts longer than a window, whose columns one plan may have left behind when the next one begins."""
-    stack = engine_for(tiny(family).float(), backend=backend).stack
+    stack = engine_for(tiny(family, dtype=torch.float32), backend=backend).stack
     prompts, references = ids(4, 30), ids(300, 7)
     ways = [(stack, plan) for plan in PLANS.values()]
     together = scoring.losses(prompts, references, ways)
@@ -147,7 +147,7 @@ def test_more_rows_than_a_forward_takes_are_scored(tiny_engine: Engine, monkeypa
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite", "qwen2"])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_depth_that_rises_agrees_with_passing_by(family: str, kernels: bool) -> None:
-    model = tiny(family).float()
+    model = tiny(family, dtype=torch.float32)
     engine = engine_for(model, backend="packed")
     if not kernels:
         engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)

@@ -147,9 +147,10 @@ def test_a_window_that_drops_one_position_too_many_is_seen(monkeypatch: pytest.M
 
 
 def test_growth_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kv, "_grown", lambda store, capacity: store.new_zeros(*store.shape[:2], capacity, store.shape[3])
-    )
+    def forgets(store: torch.Tensor, rows: int, slots: int, capacity: int) -> torch.Tensor:
+        return store.new_zeros(slots, store.shape[1], capacity, store.shape[3])
+
+    monkeypatch.setattr(kv, "_moved", forgets)
     assert error("llama") > FAR
 
 
