@@ -18,7 +18,7 @@ from typing import Any
 
 import shoal
 from shoal.calibrate.divergence import Text
-from shoal.calibrate.layer_card import Budget, measure_card
+from shoal.calibrate.layer_card import Effort, measure_card
 from shoal.calibrate.own_texts import answered, asked
 from shoal.calibrate.skips import SublayerCosts, search_skips
 from shoal.cli.env import cpu_name
@@ -51,7 +51,7 @@ def main() -> None:
         texts = read(engine, args.data, count, args.answer)
         source = "wikitext2 (valid) and novels"
     print(f"{sum(len(a) for _, a in texts)} tokens of answers after {time.monotonic() - began:.0f} s", flush=True)
-    card = measure_card(engine, texts, Budget(args.seconds, args.tokens, args.answer, args.every), source=source)
+    card = measure_card(engine, texts, Effort(args.seconds, args.tokens, args.answer, args.every), source=source)
     card["model"] |= {"name": args.name, "weights": args.weights}
     card["measured"]["machine"] = cpu_name()
     write(card, args.out)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from families import tiny
-from shoal.calibrate.divergence import Divergence, Judged, total, without_each
-from shoal.calibrate.layer_card import Budget, OutOfTime, bearable, measure_card
+from shoal.calibrate.divergence import DivergenceSums, Judged
+from shoal.calibrate.layer_card import Effort, OutOfTime, bearable, measure_card
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.load import engine_for
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed
 
 TEXTS = [([1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2]), ([5, 2], [4, 5, 6, 7, 1, 3, 9, 1, 2])]
-BUDGET = Budget(None, 100, 10)
+EFFORT = Effort(None, 100, 10)
 
 
 def engine(backend: str = "hf", family: str = "llama") -> Any:
@@ -57,16 +57,19 @@ def test_all_layers_cost_nothing_and_a_part_of_the_tokens_can_be_judged() -> Non
     same = Judged(stack, TEXTS[0]).under(DepthPlan.full(stack.num_layers))
     assert same.mean == pytest.approx(0, abs=1e-6) and same.agreement == 1
     assert Judged(stack, TEXTS[0], every=3).tokens == 3
-    assert without_each(Judged(stack, TEXTS[0]), lambda: False) is None
-    assert total([Divergence(1.0, 1, 2), Divergence(3.0, 1, 2)]).mean == 1.0
+    sums = DivergenceSums(1.0, 1, 2)
+    sums.add(DivergenceSums(3.0, 1, 2))
+    assert sums.mean == 1.0
 
 
 def test_the_cheapest_layer_goes_first_and_scores_are_means() -> None:
     made = engine()
-    card = measure_card(made, TEXTS, BUDGET)
+    card = measure_card(made, TEXTS, EFFORT)
     scores = card["layer_scores"]["leave_one_out"]
-    sums = [total(Judged(made.stack, text).without(layer) for text in TEXTS) for layer in range(len(scores))]
-    assert scores == pytest.approx([part.mean for part in sums], abs=1e-4)
+    texts = [Judged(made.stack, text) for text in TEXTS]
+    for layer, score in enumerate(scores):
+        parts = [text.without(layer) for text in texts]
+        assert score == pytest.approx(sum(p.kl for p in parts) / sum(p.tokens for p in parts), abs=1e-4)
     assert card["order"] == sorted(range(len(scores)), key=lambda layer: (scores[layer], -layer))
     assert card["measured"]["tokens"] == 15 and 0 < card["bears"]["mean_layers"] <= 6
 
@@ -76,7 +79,7 @@ def test_a_layer_that_does_nothing_costs_nothing() -> None:
     for name, weight in made.stack.parts.layers[3].named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.zeros_(weight)
-    card = measure_card(made, TEXTS, BUDGET)
+    card = measure_card(made, TEXTS, EFFORT)
     assert card["order"][0] == 3 and card["layer_scores"]["leave_one_out"][3] == pytest.approx(0, abs=1e-5)
 
 
@@ -90,6 +93,6 @@ def test_what_a_model_bears_lies_between_the_points() -> None:
 
 def test_no_time_and_no_text() -> None:
     with pytest.raises(OutOfTime, match="give more of it"):
-        measure_card(engine(), TEXTS, Budget(0.0, 100, 10))
+        measure_card(engine(), TEXTS, Effort(0.0, 100, 10))
     with pytest.raises(ValueError, match="longer ones"):
-        measure_card(engine(), [([1], [2])], BUDGET)
+        measure_card(engine(), [([1], [2])], EFFORT)

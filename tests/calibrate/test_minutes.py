@@ -11,7 +11,7 @@ import pytest
 
 from families import tiny
 from shoal.calibrate import calibration
-from shoal.calibrate.trials import Meter, OutOfTrials
+from shoal.calibrate.trials import OutOfTrials, TrialRunner
 from shoal.engine.load import engine_for
 from shoal.eval.decoders import Decoder, contender
 from shoal.eval.items import Item, Sample
@@ -40,7 +40,7 @@ def test_answers_end_with_the_time(backend: str) -> None:
 
 
 def test_as_many_samples_are_scored_as_leave_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Meter, "seconds", lambda self, sample: 0.1)
+    monkeypatch.setattr(TrialRunner, "seconds", lambda self, sample: 0.1)
     evaluator: Any = SimpleNamespace(decoder=None, batch=4)
     found = samples(20)
 
@@ -55,8 +55,8 @@ def test_as_many_samples_are_scored_as_leave_time_for_the_search(monkeypatch: py
 
 def test_a_search_ends_between_batches() -> None:
     told: list[float] = []
-    meter = Meter(Decoder(engine("hf")), samples(4), 6, 100, batch=2, told=told.append)
-    meter.rises([Schedule((2,), (1,))])
+    runner = TrialRunner(Decoder(engine("hf")), samples(4), 6, 100, batch=2, told=told.append)
+    runner.rises([Schedule((2,), (1,))])
     assert sum(told) == pytest.approx(2)  # all layers, and the schedule
     ticks = iter([0.0, 0.0, 2.0])
 
@@ -65,9 +65,9 @@ def test_a_search_ends_between_batches() -> None:
         def monotonic() -> float:
             return next(ticks)
 
-    meter.deadline = 1.0
+    runner.deadline = 1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.calibrate.trials.time", Clock)
         with pytest.raises(OutOfTrials):
-            meter.rises([Schedule((3,), (1,))])
-    assert meter.cut_short and meter.used == 1
+            runner.rises([Schedule((3,), (1,))])
+    assert runner.cut_short and runner.used == 1

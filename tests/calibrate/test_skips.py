@@ -12,7 +12,7 @@ import torch
 from drive import prompt
 from families import tiny
 from oracle import decoder_layers, sublayers
-from shoal.calibrate.skips import SkipCard, SublayerCosts, _Judge, measure_sublayers, search_skips
+from shoal.calibrate.skips import SkipCard, SublayerCosts, _SkipJudge, measure_sublayers, search_skips
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
 from shoal.engine.engine import Engine
@@ -59,7 +59,7 @@ def test_it_is_repeatable_and_ends_in_time() -> None:
 
 def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
     """Against the same blocks drafted by hand, in a fresh cache each."""
-    judge, skips = _Judge(engine(), PROMPTS, 9, 4, COSTS), Skips((1,), (3,))
+    judge, skips = _SkipJudge(engine(), PROMPTS, 9, 4, COSTS), Skips((1,), (3,))
 
     stack, hits, total = engine().stack, 0, 0
     for ids in PROMPTS:

@@ -20,11 +20,11 @@ TOKENS = ["--max-new-tokens", "12", "--dtype", "float32"]
 @pytest.fixture(autouse=True)
 def _small(measures_layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few short answers instead of a minute of them."""
-    monkeypatch.setattr(layer_card, "Budget", lambda seconds=None: layer_card_budget(seconds, 40, 12))
+    monkeypatch.setattr(layer_card, "Effort", lambda seconds=None: layer_card_effort(seconds, 40, 12))
     monkeypatch.setattr(layer_card, "asked", lambda engine: [[1, 2, 3], [4, 5, 6, 7]])
 
 
-layer_card_budget = layer_card.Budget
+layer_card_effort = layer_card.Effort
 
 
 def done(capsys: Any, *words: str) -> tuple[str, str]:

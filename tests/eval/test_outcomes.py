@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from shoal.eval.outcomes import Outcomes, Run
+from shoal.eval.outcomes import Outcomes, RunKey
 
-RUN = Run("suite", "answers", {"method": "full", "method_args": {}}, "abc", {"dtype": "float32"})
+RUN = RunKey("suite", "answers", {"method": "full", "method_args": {}}, "abc", {"dtype": "float32"})
 
 
 def other(**changes):
-    return Run(**{**vars(RUN), **changes})
+    return RunKey(**{**vars(RUN), **changes})
 
 
 def test_outcomes_are_found_again(tmp_path):

@@ -26,7 +26,7 @@ from shoal.calibrate.search import (
     leave_one_out,
     orders,
 )
-from shoal.calibrate.trials import Meter, OutOfTrials, Trial
+from shoal.calibrate.trials import OutOfTrials, Trial, TrialRunner
 from shoal.depth.order import Core, default_core
 from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
@@ -83,7 +83,7 @@ class Aim:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -94,12 +94,12 @@ class Found:
         chosen: the trial that is kept; None where nothing but the full model meets the aim.
         quality: figures of the chosen schedule on the calibration items.
         judged: figures of every schedule whose quality was measured.
-        meter: counts.
+        runner: counts.
     """
 
     scores: dict[str, tuple[float, ...]]
     order: tuple[int, ...]
-    meter: Meter
+    runner: TrialRunner
     orders: list[Trial] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     chosen: Trial | None = None
@@ -109,7 +109,7 @@ class Found:
 
 def search(
     evaluator: Evaluator, items: Sequence[Item], aim: Aim, progress: bool | None = None, began: float | None = None
-) -> Found:
+) -> SearchResult:
     """Search for the schedule that saves most within the aim.
 
     Args:
@@ -128,22 +128,22 @@ def search(
     with tqdm(total=aim.trials, desc="schedules", disable=None if progress is None else not progress) as bar:
         if deadline is not None:
             samples = _affordable(evaluator, samples, layers, deadline)
-        meter = Meter(evaluator.decoder, samples, layers, aim.trials, None, evaluator.batch, bar.update)
+        runner = TrialRunner(evaluator.decoder, samples, layers, aim.trials, None, evaluator.batch, bar.update)
         scores = {
-            "leave_one_out": tuple(leave_one_out(meter, range(layers))),
+            "leave_one_out": tuple(leave_one_out(runner, range(layers))),
             "influence": influence(engine, [(s.prompt, s.reference) for s in samples]),
         }
         if deadline is not None:
             share = 1.0 if aim.metric == "perplexity" else _SEARCHING
-            meter.deadline = time.monotonic() + share * (deadline - time.monotonic())
-        found = Found(scores, orders(layers, core, scores)["leave_one_out"], meter)
+            runner.deadline = time.monotonic() + share * (deadline - time.monotonic())
+        found = SearchResult(scores, orders(layers, core, scores)["leave_one_out"], runner)
         with suppress(OutOfTrials):
-            _search(found, meter, core, scores)
+            _search(found, runner, core, scores)
     evaluator.decoder.deadline = deadline
     try:
         _choose(found, evaluator, items, aim)
     except TimeoutError:  # what was not judged is not recommended
-        found.meter.cut_short = True
+        found.runner.cut_short = True
     finally:
         evaluator.decoder.deadline = None
     return found
@@ -152,31 +152,31 @@ def search(
 def _affordable(evaluator: Evaluator, samples: list[Sample], layers: int, deadline: float) -> list[Sample]:
     """As many samples, of all lengths, as leave most of the time for the search; one at least."""
     middle = samples[len(samples) // 2]
-    each = Meter(evaluator.decoder, [middle], layers, 1).seconds(middle) * (layers + 1)
+    each = TrialRunner(evaluator.decoder, [middle], layers, 1).seconds(middle) * (layers + 1)
     left = max(0.0, deadline - time.monotonic())
     count = max(1, min(len(samples), int(_SCORING * left / max(each, 1e-9))))
     return [samples[(2 * number + 1) * len(samples) // (2 * count)] for number in range(count)]
 
 
-def _search(found: Found, meter: Meter, core: Core, scores: dict[str, tuple[float, ...]]) -> None:
-    named = orders(meter.num_layers, core, scores)
-    half = meter.trials // 2
-    spare, meter.trials = meter.trials - half, half
-    greedy = greedy_order(meter, core, _STEEPEST, found.order)
-    meter.trials += spare
+def _search(found: SearchResult, runner: TrialRunner, core: Core, scores: dict[str, tuple[float, ...]]) -> None:
+    named = orders(runner.num_layers, core, scores)
+    half = runner.trials // 2
+    spare, runner.trials = runner.trials - half, half
+    greedy = greedy_order(runner, core, _STEEPEST, found.order)
+    runner.trials += spare
     if greedy not in named.values():
         named["greedy"] = greedy
-    found.orders = compare_orders(meter, named, core)
+    found.orders = compare_orders(runner, named, core)
     found.order = named[found.orders[0].label]
-    for trial in free_budget(meter, found.order, core, _STEEPEST):
+    for trial in free_budget(runner, found.order, core, _STEEPEST):
         found.trials.append(trial)
-    for trial in budgets(meter, found.order, core):
+    for trial in budgets(runner, found.order, core):
         found.trials.append(trial)
 
 
-def _choose(found: Found, evaluator: Evaluator, items: Sequence[Item], aim: Aim) -> None:
+def _choose(found: SearchResult, evaluator: Evaluator, items: Sequence[Item], aim: Aim) -> None:
     """The shallowest schedule on the frontier that meets the aim; by bisection where answers have to be generated."""
-    front = frontier([trial for trial in found.trials if trial.mean_layers < found.meter.num_layers])
+    front = frontier([trial for trial in found.trials if trial.mean_layers < found.runner.num_layers])
     if aim.metric == "perplexity":
         good = [trial for trial in front if math.expm1(trial.rise) <= aim.max_drop]
         found.chosen = good[-1] if good else None
@@ -206,7 +206,7 @@ def _judge(evaluator: Evaluator, samples: Sequence[Sample], trial: Trial, aim: A
 
 
 def card(
-    engine: Engine, found: Found, aim: Aim, *, seed: int, suite: str, items: Sequence[Item],
+    engine: Engine, found: SearchResult, aim: Aim, *, seed: int, suite: str, items: Sequence[Item],
     measured: dict[str, Any], versions: dict[str, str],
 ) -> dict[str, Any]:
     """The calibration card as JSON: what to run, for which model, why, and how it was found.
@@ -231,15 +231,15 @@ def card(
         "chosen": None if found.chosen is None else point(found.chosen),
         "quality": found.quality,
         "judged": found.judged,
-        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "loss_items": len(found.meter.samples),
+        "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "loss_items": len(found.runner.samples),
                  "answer_items": aim.answer_items, "seed": seed},
         "order": list(found.order),
         "orders": [point(trial) for trial in found.orders],
         "layer_scores": {kind: list(values) for kind, values in found.scores.items()},
-        "full_loss": found.meter.full_loss,
+        "full_loss": found.runner.full_loss,
         "curve": [point(trial) for trial in frontier(found.trials)],
         "best_by_family": [point(trial) for trial in _by_family(found.trials)],
-        "trials": {"used": found.meter.used, "most": aim.trials, "cut_short": found.meter.cut_short},
+        "trials": {"used": found.runner.used, "most": aim.trials, "cut_short": found.runner.cut_short},
         "versions": versions,
         "measured": measured,
     }

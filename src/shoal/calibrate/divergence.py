@@ -6,7 +6,7 @@ forward. What is left out is compared with the full model's own distribution, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass
-class Divergence:
+class DivergenceSums:
     """Sums over judged tokens.
 
     Attributes:
@@ -34,7 +34,7 @@ class Divergence:
     agreed: int = 0
     tokens: int = 0
 
-    def add(self, other: Divergence) -> None:
+    def add(self, other: DivergenceSums) -> None:
         """Count another text in."""
         self.kl, self.agreed, self.tokens = self.kl + other.kl, self.agreed + other.agreed, self.tokens + other.tokens
 
@@ -81,11 +81,11 @@ class Judged:
         """Tokens that are judged."""
         return len(self._truth)
 
-    def without(self, layer: int) -> Divergence:
+    def without(self, layer: int) -> DivergenceSums:
         """All tokens without one layer; what lies below it is not run again."""
         return self._judge(self._full, Start(layer + 1, self._states[layer]))
 
-    def under(self, plan: DepthPlan) -> Divergence:
+    def under(self, plan: DepthPlan) -> DivergenceSums:
         """Token j of the answer at step j of a plan."""
         return self._judge(plan, None)
 
@@ -99,7 +99,7 @@ class Judged:
         self.stack.forward([Feed(0, self._answer, self._steps, plan)], self._cache, tap, start=start)
         self._cache.rollback(0)
 
-    def _judge(self, plan: DepthPlan, start: Start | None) -> Divergence:
+    def _judge(self, plan: DepthPlan, start: Start | None) -> DivergenceSums:
         last: list[Tensor] = []
         layers = self.stack.num_layers
         if start is not None and start.layer == layers:
@@ -109,26 +109,8 @@ class Judged:
         found = self._laws(last[-1])
         kl = (self._truth.exp() * (self._truth - found)).sum(-1).double().sum()
         agreed = (self._truth.argmax(-1) == found.argmax(-1)).sum()
-        return Divergence(float(kl), int(agreed), len(found))
+        return DivergenceSums(float(kl), int(agreed), len(found))
 
     def _laws(self, hidden: Tensor) -> Tensor:
         """Log-probabilities [tokens, V] float32 of the judged tokens."""
         return self.stack.exit_logits(hidden[0, :: self.every]).float().log_softmax(-1)
-
-
-def without_each(text: Judged, wanted: Callable[[], bool] = lambda: True) -> list[Divergence] | None:
-    """`without` for every layer; None as soon as `wanted` says no."""
-    found = []
-    for layer in range(text.stack.num_layers):
-        if not wanted():
-            return None
-        found.append(text.without(layer))
-    return found
-
-
-def total(parts: Iterable[Divergence]) -> Divergence:
-    """Their sum."""
-    whole = Divergence()
-    for part in parts:
-        whole.add(part)
-    return whole

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shoal.calibrate.divergence import Divergence, Judged, Text
+from shoal.calibrate.divergence import DivergenceSums, Judged, Text
 from shoal.calibrate.own_texts import answered, asked
 from shoal.depth.order import ascending, default_core
 from shoal.depth.solve import lowest_mean
@@ -35,7 +35,7 @@ class OutOfTime(ValueError):
 
 
 @dataclass(frozen=True)
-class Budget:
+class Effort:
     """How much is measured.
 
     Attributes:
@@ -54,7 +54,7 @@ class Budget:
 def measure_card(
     engine: Engine,
     texts: Sequence[Text] | None = None,
-    budget: Budget | None = None,
+    effort: Effort | None = None,
     *,
     progress: bool | None = None,
     source: str = "its own answers",
@@ -64,7 +64,7 @@ def measure_card(
     Args:
         engine: the model, at the precision in which it is to be judged.
         texts: prompts with answers in token ids; None lets the model answer a few prompts itself.
-        budget: how much is measured.
+        effort: how much is measured.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
         source: what the texts are, for the card.
 
@@ -75,11 +75,11 @@ def measure_card(
         OutOfTime: the time did not suffice for a single text.
         ValueError: there is no text to judge by.
     """
-    budget = budget or Budget()
+    effort = effort or Effort()
     began = time.monotonic()
 
     def left(share: float) -> Callable[[], bool]:
-        until = None if budget.seconds is None else began + share * budget.seconds
+        until = None if effort.seconds is None else began + share * effort.seconds
         return lambda: until is None or time.monotonic() < until
 
     layers = engine.stack.num_layers
@@ -87,15 +87,15 @@ def measure_card(
     with tqdm(total=1.0, desc="measuring the layers", bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}",
               disable=hidden) as bar:
         if texts is None:
-            limit = None if budget.seconds is None else _ANSWERING * budget.seconds
-            texts = answered(engine, asked(engine), budget.answer, limit)
+            limit = None if effort.seconds is None else _ANSWERING * effort.seconds
+            texts = answered(engine, asked(engine), effort.answer, limit)
         texts = [text for text in texts if len(text[1]) > 1]
         if not texts:
             raise ValueError("no text holds a prompt and an answer of two tokens; give longer ones, or more time")
-        found = _Found(layers)
-        _layers(engine, texts, budget, found, left(1 - _BEARING), bar)
+        found = _LayerSums(layers)
+        _layers(engine, texts, effort, found, left(1 - _BEARING), bar)
         order = ascending(found.scores(), range(layers), layers)  # of all layers: the core is for a method to choose
-        curve = _curve(engine, texts[: found.texts], budget, order, left(1.0), bar)
+        curve = _curve(engine, texts[: found.texts], effort, order, left(1.0), bar)
         bar.update(max(0.0, 1.0 - bar.n))
     return {
         "format": FORMAT,
@@ -120,11 +120,11 @@ def bearable(num_layers: int, curve: Sequence[Sequence[float]], most: float = BE
     return depth
 
 
-class _Found:
+class _LayerSums:
     """Sums of what was measured so far."""
 
     def __init__(self, layers: int) -> None:
-        self.without = [Divergence() for _ in range(layers)]
+        self.without = [DivergenceSums() for _ in range(layers)]
         self.turns, self.turned, self.texts = torch.zeros(layers, dtype=torch.float64), 0, 0
 
     def scores(self) -> tuple[float, ...]:
@@ -135,13 +135,13 @@ class _Found:
 
 
 def _layers(
-    engine: Engine, texts: Sequence[Text], budget: Budget, found: _Found, wanted: Callable[[], bool], bar: Any
+    engine: Engine, texts: Sequence[Text], effort: Effort, found: _LayerSums, wanted: Callable[[], bool], bar: Any
 ) -> None:
     """Leave each layer out, text after text, until there are enough tokens or no time is left; whole texts count."""
     layers = engine.stack.num_layers
-    goal = min(budget.tokens, sum(len(answer) - 1 for _, answer in texts))
+    goal = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts))
     for text in texts:
-        judged = Judged(engine.stack, text, budget.every)
+        judged = Judged(engine.stack, text, effort.every)
         parts = []
         for layer in range(layers):
             if found.texts and not wanted():
@@ -155,23 +155,24 @@ def _layers(
         found.turns += judged.turn()
         found.turned += len(text[1]) - 1
         found.texts += 1
-        if found.turned >= budget.tokens:
+        if found.turned >= effort.tokens:
             return
 
 
 def _curve(
-    engine: Engine, texts: Sequence[Text], budget: Budget, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
+    engine: Engine, texts: Sequence[Text], effort: Effort, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
 ) -> list[list[float]]:
     """[mean depth, KL, agreement] of D3 in this order, deepest first, up to where it is more than the model bears."""
     layers, core = engine.stack.num_layers, default_core(engine.stack.num_layers)
     removal = tuple(layer for layer in order if layer in core.flex(layers))
     shortest = min(len(answer) for _, answer in texts)
     least = lowest_mean(layers, shortest, 0.0, core.size)
-    sums, depths = {layers - fewer: Divergence() for fewer in _LADDER if layers - fewer >= least}, dict[float, float]()
+    sums = {layers - fewer: DivergenceSums() for fewer in _LADDER if layers - fewer >= least}
+    depths: dict[float, float] = {}
     for text in texts[: max(1, len(texts) // 2)]:
         if not wanted():
             break
-        judged, tokens = Judged(engine.stack, text, budget.every), len(text[1])
+        judged, tokens = Judged(engine.stack, text, effort.every), len(text[1])
         for mean in list(sums):
             plan = engine.recipe(D3(mean=mean, order=removal, horizon=tokens), tokens).plan
             sums[mean].add(judged.under(plan))
@@ -216,7 +217,7 @@ def quick_card(
     Raises:
         ValueError: the time does not suffice, or the model answers nothing.
     """
-    data = measure_card(engine, budget=Budget(seconds), progress=progress)
+    data = measure_card(engine, effort=Effort(seconds), progress=progress)
     if keep:
         cards.keep(data)
     engine.card = Card.from_dict(data, engine.stack.num_layers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shoal.calibrate.trials import Meter, OutOfTrials, Trial
+from shoal.calibrate.trials import OutOfTrials, Trial, TrialRunner
 from shoal.depth.order import Core, removal_order
 from shoal.eval.controls import STARTS, schedule
 from shoal.eval.equal_depth import Counts, linear, power_law, two_levels
@@ -19,25 +19,25 @@ _SEGMENTS = 4
 _PLACES = ("center_out", "late_middle", "low_first", "spread")
 
 
-def leave_one_out(meter: Meter, layers: Sequence[int]) -> list[float]:
+def leave_one_out(runner: TrialRunner, layers: Sequence[int]) -> list[float]:
     """Rise of the loss when each of these layers alone is left out after the prompt."""
-    return meter.rises([Schedule((layer,), (1,)) for layer in layers])
+    return runner.rises([Schedule((layer,), (1,)) for layer in layers])
 
 
-def greedy_order(meter: Meter, core: Core, most: float, ahead: Sequence[int]) -> tuple[int, ...]:
+def greedy_order(runner: TrialRunner, core: Core, most: float, ahead: Sequence[int]) -> tuple[int, ...]:
     """Remove again and again the layer whose loss costs least, until the loss has risen by `most` nats.
 
     Args:
-        meter: where schedules are tried.
+        runner: where schedules are tried.
         core: layers that always run.
         most: rise at which the search ends.
         ahead: the flex layers in the order in which those that are left when it ends, or trials run out, follow.
     """
-    flex, gone = list(core.flex(meter.num_layers)), list[int]()
+    flex, gone = list(core.flex(runner.num_layers)), list[int]()
     while flex:
         tried = [Schedule((*gone, layer), (1,) * (len(gone) + 1)) for layer in flex]
         try:
-            rises = meter.rises(tried)
+            rises = runner.rises(tried)
         except OutOfTrials:
             break
         best = min(range(len(flex)), key=lambda i: (rises[i], -flex[i]))
@@ -57,16 +57,18 @@ def orders(num_layers: int, core: Core, scores: Mapping[str, Sequence[float]]) -
     return found
 
 
-def compare_orders(meter: Meter, named: Mapping[str, tuple[int, ...]], core: Core, share: float = 0.8) -> list[Trial]:
+def compare_orders(
+    runner: TrialRunner, named: Mapping[str, tuple[int, ...]], core: Core, share: float = 0.8
+) -> list[Trial]:
     """Every order at one constant depth, best first."""
-    table = two_levels(meter.lengths, meter.num_layers, core.size, max(share * meter.num_layers, core.size + 1))
-    tried = [(name, schedule(table, order, meter.num_layers)) for name, order in named.items()]
-    return sorted(meter.try_all(tried), key=lambda trial: trial.rise)
+    table = two_levels(runner.lengths, runner.num_layers, core.size, max(share * runner.num_layers, core.size + 1))
+    tried = [(name, schedule(table, order, runner.num_layers)) for name, order in named.items()]
+    return sorted(runner.try_all(tried), key=lambda trial: trial.rise)
 
 
-def budgets(meter: Meter, order: tuple[int, ...], core: Core) -> Iterator[Trial]:
+def budgets(runner: TrialRunner, order: tuple[int, ...], core: Core) -> Iterator[Trial]:
     """D3 with every start, constant depth and the linear budget, at each depth of the ladder."""
-    layers, lengths = meter.num_layers, meter.lengths
+    layers, lengths = runner.num_layers, runner.lengths
     for share in LADDER:
         mean, tables = share * layers, dict[str, Counts]()
         for start in (0.0, *STARTS):
@@ -79,24 +81,24 @@ def budgets(meter: Meter, order: tuple[int, ...], core: Core) -> Iterator[Trial]
                 tables[name] = make(lengths, layers, core.size, mean)
             except ValueError:
                 continue
-        yield from meter.try_all([(name, schedule(table, order, layers)) for name, table in tables.items()])
+        yield from runner.try_all([(name, schedule(table, order, layers)) for name, table in tables.items()])
 
 
-def free_budget(meter: Meter, order: tuple[int, ...], core: Core, most: float) -> Iterator[Trial]:
+def free_budget(runner: TrialRunner, order: tuple[int, ...], core: Core, most: float) -> Iterator[Trial]:
     """Greedily lower a staircase of any shape: each move takes the layers that cost the least loss per layer saved.
 
     The stairs lie at quartiles of the answer's tokens; a move lowers one stair by one layer, and every later one that
     would otherwise stand above it.
     """
-    layers = meter.num_layers
-    edges = _edges(meter)
+    layers = runner.num_layers
+    edges = _edges(runner)
     stairs, last = [layers] * len(edges), Trial("free", Schedule((), ()), float(layers), 0.0)
     while True:
         moves = [_lowered(stairs, index) for index in range(len(stairs)) if stairs[index] > core.size]
         if not moves:
             return
         tried = [("free", schedule(_table(move, edges, layers), order, layers)) for move in moves]
-        found = meter.try_all(tried)
+        found = runner.try_all(tried)
         best = min(range(len(found)), key=lambda i: _price(last, found[i]))
         stairs, last = moves[best], found[best]
         yield last
@@ -108,9 +110,9 @@ def _price(before: Trial, after: Trial) -> float:
     return (after.rise - before.rise) / (before.mean_layers - after.mean_layers)
 
 
-def _edges(meter: Meter) -> list[int]:
+def _edges(runner: TrialRunner) -> list[int]:
     """First steps of the stairs."""
-    alive = meter.lengths.still_going()
+    alive = runner.lengths.still_going()
     total, seen, edges = sum(alive), 0, [1]
     for step, count in enumerate(alive):
         seen += count

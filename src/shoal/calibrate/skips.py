@@ -109,7 +109,7 @@ def search_skips(
         Unsupported: the model's sublayers cannot be told apart.
     """
     _check(engine, prompts, new_tokens, block)
-    judge = _Judge(engine, prompts, new_tokens, block, costs or measure_sublayers(engine))
+    judge = _SkipJudge(engine, prompts, new_tokens, block, costs or measure_sublayers(engine))
     layers = engine.stack.num_layers
     start = Skips.spread(layers, min(round(_START * 2 * layers), len(sublayers(layers))))
     search = SkipSearch(layers, start, seed, fixed=False, bayes_every=5)
@@ -159,7 +159,7 @@ def _check(engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int) 
         raise ValueError(f"block is {block} and new_tokens {new_tokens}; both must be at least 1, block the smaller")
 
 
-class _Judge:
+class _SkipJudge:
     """Answers at full depth, in a cache, and what a set is worth on them."""
 
     def __init__(

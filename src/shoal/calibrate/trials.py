@@ -38,7 +38,7 @@ class OutOfTrials(Exception):
 
 
 @dataclass
-class Meter:
+class TrialRunner:
     """Tries schedules on fixed samples, several in one pass, and counts.
 
     Attributes:

@@ -33,7 +33,7 @@ GROUPS = ("constant", "budgets", "geometry", "random", "orders", "starts")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ControlSetting:
     """What controls are made for.
 
     Attributes:
@@ -65,7 +65,7 @@ class Setting:
 def setting(
     engine: Engine, lengths: Lengths, speedup: float, max_new_tokens: int, order: str | Sequence[int] = "auto",
     core: int | None = None, seeds: Sequence[int] = (0, 1, 2), curve: Sequence[Schedule] = (),
-) -> Setting:
+) -> ControlSetting:
     """The setting of an ideal speed-up; ValueError where the core alone costs more."""
     layers, head = engine.stack.num_layers, engine.stack.head_layers
     kept = default_core(layers) if core is None else Core(core - core // 2, core // 2)
@@ -76,10 +76,10 @@ def setting(
                          f"it is 1..{most:.2f}. Change it, or core")
     removal = removal_order(order if isinstance(order, str) else tuple(order), layers, *kept,
                             engine.card.layer_scores, engine.card.order)
-    return Setting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds), tuple(curve))
+    return ControlSetting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds), tuple(curve))
 
 
-def controls(at: Setting, groups: Sequence[str] = GROUPS) -> list[Contender]:
+def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Contender]:
     """D3 first, then the controls of the given groups, all at the setting's mean depth.
 
     A control that cannot reach the mean is left out.
@@ -102,17 +102,17 @@ def check_groups(groups: Sequence[str]) -> Sequence[str]:
     return groups
 
 
-def _d3(at: Setting, label: str, start: float, order: tuple[int, ...]) -> Contender:
+def _d3(at: ControlSetting, label: str, start: float, order: tuple[int, ...]) -> Contender:
     alpha, _ = power_law(at.lengths, at.num_layers, at.core.size, at.mean, start)
     method = D3(alpha=alpha, start=start, order=order, core=at.core.size, horizon=at.lengths.horizon)
     return _named(at, method, label)
 
 
-def _named(at: Setting, method: Method, label: str) -> Contender:
+def _named(at: ControlSetting, method: Method, label: str) -> Contender:
     return contender(at.engine, method, at.max_new_tokens, label)
 
 
-def _scheduled(at: Setting, label: str, table: Counts, order: Sequence[int]) -> Contender:
+def _scheduled(at: ControlSetting, label: str, table: Counts, order: Sequence[int]) -> Contender:
     return _named(at, schedule(table, order, at.num_layers), label)
 
 
@@ -123,12 +123,12 @@ def schedule(table: Counts, order: Sequence[int], num_layers: int) -> Schedule:
     return Schedule(tuple(order[: num_layers - least]), tuple(max(step, 1) for step in steps))
 
 
-def _constant(at: Setting) -> list[Make]:
+def _constant(at: ControlSetting) -> list[Make]:
     core = at.core.size
     return [lambda: _scheduled(at, "constant", two_levels(at.lengths, at.num_layers, core, at.mean), at.order)]
 
 
-def _budgets(at: Setting) -> list[Make]:
+def _budgets(at: ControlSetting) -> list[Make]:
     core = at.core.size
     return [
         lambda: _scheduled(at, "linear", linear(at.lengths, at.num_layers, core, at.mean)[2], at.order),
@@ -136,14 +136,14 @@ def _budgets(at: Setting) -> list[Make]:
     ]
 
 
-def _reversed(at: Setting) -> Contender:
+def _reversed(at: ControlSetting) -> Contender:
     counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
     plan = RisingPlan(counts, at.order, at.num_layers)
     spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
     return Contender("reversed d3", spec, plan)
 
 
-def _geometry(at: Setting) -> list[Make]:
+def _geometry(at: ControlSetting) -> list[Make]:
     layers = at.num_layers
 
     def skipdecode() -> Contender:
@@ -173,7 +173,7 @@ def even_order(num_layers: int, count: int) -> tuple[int, ...]:
     return (*gone, many[last])
 
 
-def _calibrated(at: Setting) -> Iterator[Contender]:
+def _calibrated(at: ControlSetting) -> Iterator[Contender]:
     """Between the two schedules of the curve that enclose the mean; none where the curve does not reach it."""
     longest = max(at.lengths.tokens)
     plans = [_named(at, schedule, "calibrated") for schedule in (Schedule((), ()), *at.curve)]
@@ -199,7 +199,7 @@ def blend(deeper: Any, shallower: Any, share: float, longest: int) -> Schedule:
     return Schedule(shallower.order, tuple(steps))
 
 
-def _random(at: Setting) -> list[Make]:
+def _random(at: ControlSetting) -> list[Make]:
     return [partial(_d3, at, f"d3, random order {seed}", 0.0, _shuffled(at.order, seed)) for seed in at.seeds]
 
 
@@ -207,12 +207,12 @@ def _shuffled(order: Sequence[int], seed: int) -> tuple[int, ...]:
     return tuple(random.Random(f"order/{seed}").sample(order, len(order)))
 
 
-def _orders(at: Setting) -> list[Make]:
+def _orders(at: ControlSetting) -> list[Make]:
     scores = at.engine.card.layer_scores
     scored = [kind for kind in ("influence", "leave_one_out") if kind in scores]
     named = {name: removal_order(name, at.num_layers, *at.core, scores) for name in (*_PLACES, *scored)}
     return [partial(_d3, at, f"d3, {name}", 0.0, order) for name, order in named.items() if order != at.order]
 
 
-def _starts(at: Setting) -> list[Make]:
+def _starts(at: ControlSetting) -> list[Make]:
     return [partial(_d3, at, f"d3, start {start:g}", start, at.order) for start in STARTS]

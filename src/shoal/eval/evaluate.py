@@ -12,7 +12,7 @@ from shoal.engine.engine import Engine
 from shoal.eval.answers import is_right
 from shoal.eval.decoders import Answered, Contender, Decoder
 from shoal.eval.items import Item, Sample, encode
-from shoal.eval.outcomes import Outcomes, Run
+from shoal.eval.outcomes import Outcomes, RunKey
 from shoal.model.packed.stack import PackedStack
 
 BIN = 16
@@ -57,12 +57,12 @@ class Evaluator:
             raise ValueError("no item fits the model's context; give shorter ones")
         return sorted(found, key=lambda sample: (len(sample.prompt) + len(sample.reference), sample.item.id))
 
-    def run_of(self, suite: str, kind: str, who: Contender) -> Run:
+    def run_of(self, suite: str, kind: str, who: Contender) -> RunKey:
         """The run under which outcomes are kept."""
         settings = dict(self._precision)
         if kind == "answers":
             settings["max_new_tokens"] = self.max_new_tokens
-        return Run(suite, kind, who.spec, self.engine.fingerprint, settings)
+        return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
     def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
         """Generate and judge the answer to every sample; outcomes by item id."""
@@ -106,7 +106,7 @@ class Evaluator:
                 self.outcomes.add(run, [(sample.item.id, _loss(who, row.tolist())) for sample, row in rows])
         return [self._chosen(run, samples) for run in runs]
 
-    def _batches(self, samples: Sequence[Sample], runs: Sequence[Run], words: str) -> Iterator[Sequence[Sample]]:
+    def _batches(self, samples: Sequence[Sample], runs: Sequence[RunKey], words: str) -> Iterator[Sequence[Sample]]:
         """Batches that some run still lacks. Their bounds never depend on what is there already."""
         starts = range(0, len(samples), self.batch)
         batches = [samples[start : start + self.batch] for start in starts]
@@ -117,7 +117,7 @@ class Evaluator:
                     yield batch
                 bar.update(len(batch))
 
-    def _chosen(self, run: Run, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    def _chosen(self, run: RunKey, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         found = self.outcomes.of(run)
         return {sample.item.id: found[sample.item.id] for sample in samples}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Run:
+class RunKey:
     """What a set of outcomes has in common.
 
     Attributes:
@@ -56,11 +56,11 @@ class Outcomes:
         if path is not None and path.exists():
             self._load(path)
 
-    def of(self, run: Run) -> dict[str, dict[str, Any]]:
+    def of(self, run: RunKey) -> dict[str, dict[str, Any]]:
         """The outcomes of a run by item id."""
         return self._found.get(run.id, {})
 
-    def add(self, run: Run, outcomes: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    def add(self, run: RunKey, outcomes: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Keep the outcomes of some items; they reach the file together."""
         lines = [] if run.id in self._runs else [{"run": run.id, **asdict(run)}]
         for item, outcome in outcomes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
-from shoal.eval.controls import GROUPS, Setting, controls, setting
+from shoal.eval.controls import GROUPS, ControlSetting, controls, setting
 from shoal.eval.decoders import Contender, contender
 from shoal.eval.equal_depth import TOLERANCE, Lengths
 from shoal.eval.evaluate import BIN, Evaluator
@@ -132,7 +132,7 @@ def settled(
 
 
 def _settle(
-    evaluator: Evaluator, suite: str, samples: Sequence[Sample], pilot: Sequence[Sample], at: Setting,
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], pilot: Sequence[Sample], at: ControlSetting,
     who: Contender, study: Study,
 ) -> Contender:
     """The contender whose realised mean is nearest: tried on a pilot, then on all, solved again where it is off.
@@ -160,14 +160,14 @@ def _settle(
     return best
 
 
-def _again(at: Setting, who: Contender, study: Study) -> Contender | None:
+def _again(at: ControlSetting, who: Contender, study: Study) -> Contender | None:
     """The same control for another setting; None where it cannot reach the mean there."""
     with suppress(ValueError):
         return next((rival for rival in controls(at, study.groups) if rival.label == who.label), None)
     return None
 
 
-def _setting(evaluator: Evaluator, study: Study, lengths: Lengths, speedup: float) -> Setting:
+def _setting(evaluator: Evaluator, study: Study, lengths: Lengths, speedup: float) -> ControlSetting:
     return setting(evaluator.engine, lengths, speedup, evaluator.max_new_tokens, study.order, study.core, study.seeds,
                    study.curve)
 
