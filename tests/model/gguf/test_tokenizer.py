@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from gguf_words import CONTROL, TEMPLATE, TEXT, byte_level, sentencepiece
 from llama_cpp_oracle import Oracle
 from shared_models import data_path
 from shoal.errors import Unsupported
-from shoal.model.gguf import merges
 from shoal.model.gguf.header import read_header
-from shoal.model.gguf.merges import implied_merges
 from shoal.model.gguf.pretokenizers import PRE_TOKENIZERS
-from shoal.model.gguf.tokenizer import tokenizer_of
+from shoal.model.gguf.tokenizer import implied_merges, tokenizer_of
 from shoal.model.gguf.vocabulary import vocabulary_of
 
 REAL = {"SmolLM2-135M-Instruct.Q4_1.gguf": [2, 0], "gemma-3-270m-q4_k_m.gguf": [1, 106],
@@ -109,46 +106,6 @@ def test_merges_follow_from_scores() -> None:
     tokens, scores = ["a", "b", "ab", "ba", "aba", "<s>"], [0, 0, -2.0, -1.0, -3.0, 9.0]
     found = implied_merges(tokens, [1, 1, 1, 1, 1, 3], [-score for score in scores])
     assert found == [("b", "a"), ("a", "b"), ("a", "ba"), ("ab", "a")]
-
-
-def cut_by_cut(tokens: list[str], kinds: list[int], keys: list[float]) -> list[tuple[str, str]]:
-    """The slow twin of `implied_merges`."""
-    ids = {token: number for number, token in enumerate(tokens)}
-    found = []
-    for number in sorted(range(len(tokens)), key=keys.__getitem__):
-        token = tokens[number]
-        if not kinds or kinds[number] in (1, 4):
-            cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-            found += sorted((pair for pair in cuts if pair[0] in ids and pair[1] in ids), key=lambda pair: ids[pair[0]])
-    return found
-
-
-@pytest.mark.parametrize("some", [True, False])
-@pytest.mark.parametrize("letters", ["ab", "aé\u2581日😀\0"])
-@pytest.mark.parametrize("seed", range(3))
-def test_all_merges_are_found(letters: str, some: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merges, "_AT_ONCE", 100)
-    draw = random.Random(seed)
-    tokens = list({"".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(700)})
-    kinds = [draw.choice((1, 1, 1, 4, 3, 6)) for _ in tokens] if some else []
-    keys = [draw.choice((-0.0, 0.0, 1.5, -7.0, 1e9)) for _ in tokens]
-    found = implied_merges(tokens, kinds, keys)
-    assert len(found) > 100 and found == cut_by_cut(tokens, kinds, keys)
-
-
-def test_hashes_that_clash_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base of 1 gives all orders of the same letters one hash."""
-    tokens = ["a", "b", "ab", "ba", "aab", "aba", "baab"]
-    expected = cut_by_cut(tokens, [], list(range(len(tokens))))
-    monkeypatch.setattr(merges, "_BASES", (1, *merges._BASES))
-    assert implied_merges(tokens, [], range(len(tokens))) == expected
-    monkeypatch.setattr(merges, "_BASES", (1,))
-    with pytest.raises(AssertionError, match="equal for every base"):
-        implied_merges(tokens, [], range(len(tokens)))
-
-
-def test_no_merges() -> None:
-    assert implied_merges([], [], []) == implied_merges(["a"], [1], [0.0]) == implied_merges(["ab"], [3], [0.0]) == []
 
 
 def test_the_garbage_collector_runs_on(tmp_path: Path) -> None:
