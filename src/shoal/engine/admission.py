@@ -66,7 +66,7 @@ def policy(name: str, patience: float = math.inf) -> Policy:
     """The policy of that name; ValueError for an unknown one, or a patience that is negative."""
     if name not in POLICIES:
         raise unknown("admission policy", name, POLICIES)
-    waves = Waves(patience)
+    waves = Waves(patience)  # made in any case, so that an impossible patience is refused under both names
     return waves if name == "waves" else Join()
 
 
