@@ -7,9 +7,15 @@ import pytest
 import torch
 
 import shoal
+from gguf_fixtures import FOLDER
 from shared_models import FIXTURES, REFERENCE
 from shoal.cli import correctness as command
 from shoal.cli import main
+from shoal.cli.divergence import TOLERANCE
+from shoal.model.packed import native
+
+FOUR_BITS = str(FOLDER / "llama-Q4_K_M.gguf")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 
 def judged(capsys, *words: str) -> tuple[int, dict]:
@@ -126,3 +132,41 @@ def test_one_wrong_method_fails_them_all(capsys, tiny_folder, monkeypatch):
 def test_the_end_of_the_context_ends_the_comparison(capsys):
     code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500", "--model", str(FIXTURES / REFERENCE))
     assert code == 0 and report["prompts"][0]["new_tokens"]["huggingface"] < 500
+
+
+@needs_kernels
+def test_ties_are_as_wide_as_the_kernels_round(tiny_folder):
+    engine = shoal.load(tiny_folder, dtype="float32", backend="packed")
+    assert engine.stack.activation_dtype == torch.float32
+    assert command.tie_below(engine.stack) == TOLERANCE["float32"]
+    quantised = shoal.load(tiny_folder, dtype="float32", quant="int8")
+    assert quantised.stack.activation_dtype == torch.int8
+    assert command.tie_below(quantised.stack) == TOLERANCE["int8"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("plain", [True, False])
+def test_only_the_peer_may_be_apart_by_what_8_bits_round(capsys, monkeypatch, plain):
+    """The margin at the third token lies between both tolerances: a tie for the peer, an error of the method."""
+    spoil(monkeypatch, plain=plain)
+    monkeypatch.setattr(command.HuggingFace, "margin", lambda self, ids: 0.1)
+    code, report = judged(capsys, "abc", "--raw", "--model", FOUR_BITS, "--method", "prompt_lookup")
+    found = report["prompts"][0]["plain_vs_huggingface" if plain else "method_vs_plain"]
+    assert (report["tie_below"], report["tie_below_huggingface"]) == (TOLERANCE["float32"], TOLERANCE["int8"])
+    assert found["at"] is not None and found["tie"] == plain
+    assert code == 1, "a spoiled plain loop differs from the method's text, and a spoiled method from the plain loop's"
+
+
+@needs_kernels
+def test_a_file_whose_weights_are_not_the_peers_fails(capsys, monkeypatch):
+    real = command.common.load_peer
+
+    def other(args, engine):
+        model = real(args, engine)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(-50)
+        return model
+
+    assert judged(capsys, "abc", "--raw", "--model", FOUR_BITS)[0] == 0
+    monkeypatch.setattr(command.common, "load_peer", other)
+    assert judged(capsys, "abc", "--raw", "--model", FOUR_BITS)[0] == 1

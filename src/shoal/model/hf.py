@@ -49,7 +49,7 @@ class HFStack:
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         self.parts = take_apart(model, layers, ids)
         self.position_bytes = self.parts.position_bytes
-        self.dtype = next(self.parts.head_module.parameters()).dtype
+        self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
         self._halves: dict[tuple[int, Part], nn.Module] = {}

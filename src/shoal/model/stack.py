@@ -107,6 +107,8 @@ class Stack(Protocol):
         head_layers: cost of the LM head in layers, by bytes.
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
         position_bytes: bytes of the keys and values of one position, per layer.
+        activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
+            multiply integers, else `dtype`.
     """
 
     num_layers: int
@@ -118,6 +120,7 @@ class Stack(Protocol):
     position_bytes: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
+    activation_dtype: torch.dtype
 
     @property
     def can_split(self) -> bool:

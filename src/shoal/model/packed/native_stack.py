@@ -35,6 +35,7 @@ LIMIT = 64
 """Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_FLOATS = ("fp32", "fp16", "bf16")
 
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -87,6 +88,8 @@ class NativeStack(PackedStack):
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self._model = self._native_model()
         self._reach = rotary.positions
+        if not all(_matrix(matrix).kind in _FLOATS for matrix in weights.matrices()):
+            self.activation_dtype = torch.int8
 
     def with_layers(self, layers: list[Layer]) -> Self:
         """See `PackedStack`."""

@@ -47,6 +47,7 @@ class PackedStack:
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape, self.weights, self.rotary, self.dtype, self.device = shape, weights, rotary, dtype, device
+        self.activation_dtype = dtype
         self.num_layers, self.windows = shape.num_layers, shape.windows
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
         self.position_bytes = (2 * shape.kv_heads * shape.head_dim * dtype.itemsize,) * shape.num_layers

@@ -14,6 +14,7 @@ from shoal.heap import give_back
 from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import Source
+from shoal.model.packed.stacked import parts_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights may come in, and be computed with."""
@@ -62,7 +63,11 @@ class Layer:
     @property
     def nbytes(self) -> int:
         """Bytes that one token reads."""
-        return sum(part.nbytes for part in (self.qkv, self.out, self.gate_up, self.down))
+        return sum(matrix.nbytes for matrix in self.matrices())
+
+    def matrices(self) -> tuple[Linear, ...]:
+        """All packed matrices."""
+        return tuple(part for matrix in (self.qkv, self.out, self.gate_up, self.down) for part in parts_of(matrix))
 
 
 @dataclass
@@ -77,8 +82,12 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of all packed matrices, a tied one counted once."""
-        extra = 0 if self.embedding is self.head else self.embedding.nbytes
-        return sum(layer.nbytes for layer in self.layers) + self.head.nbytes + extra
+        return sum(matrix.nbytes for matrix in self.matrices())
+
+    def matrices(self) -> tuple[Linear, ...]:
+        """All packed matrices, a tied one once."""
+        ends = (self.head,) if self.embedding is self.head else (self.embedding, self.head)
+        return (*(matrix for layer in self.layers for matrix in layer.matrices()), *ends)
 
 
 class Packer:
