@@ -101,7 +101,7 @@ class GoodputGovernor:
 
     def observe(self, tick: Tick) -> None:
         """See `Governor`."""
-        if self._ticks > 1:  # the first step pays for warming up
+        if self._ticks > 1 and tick.target_seconds is not None:  # the first step pays for warming up
             self._target.observe(sum(len(tree) for tree in tick.trees), tick.target_seconds)
         longest = max(tree.depths[-1] for tree in tick.trees)
         if longest:

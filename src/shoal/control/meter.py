@@ -46,7 +46,7 @@ class Meter:
 
     def observe(self, tick: Tick) -> None:
         """A tick in which this method alone decoded."""
-        if self._told:
+        if self._told or tick.target_seconds is None:
             return
         if len(tick.rows) != self._rows:
             self._begin(len(tick.rows))

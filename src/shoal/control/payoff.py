@@ -161,7 +161,8 @@ class Payoff:
     def observe(self, tick: Tick, helped: int) -> None:
         """See `Judge`."""
         rows, guesses = len(tick.rows), sum(map(len, tick.trees)) - len(tick.rows)
-        self.times.observe(rows, guesses, tick.target_seconds)
+        if tick.target_seconds is not None:
+            self.times.observe(rows, guesses, tick.target_seconds)
         if helped and (step := self.times.step(rows)):
             self._helper.took(tick.draft_seconds / step / helped)
 

@@ -102,6 +102,8 @@ class WidthGovernor:
 
     def observe(self, tick: Tick) -> None:
         """See `Governor`."""
+        if tick.target_seconds is None:
+            return
         kept = [len(outcome.path) for outcome in tick.outcomes]
         self._tokens[self._width].append(sum(kept) / len(kept))
         self._seconds[self._width].append(tick.draft_seconds + tick.target_seconds)

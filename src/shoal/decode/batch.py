@@ -1,17 +1,20 @@
-"""Rows that share forwards: propose -> run -> accept -> commit -> emit, once per call, for whichever rows are named.
+"""Rows that share forwards: propose -> run -> accept -> commit -> emit, for rows that come and go between steps.
 
-A tick is one forward. Rows are independent of each other: they may have different prompts, plans, rules and lengths,
-and leave when they are done. What is here sees protocols only; it knows no architecture and no paper.
+A step is one forward in which some rows verify their guesses and others read pieces of their prompts. Rows are
+independent of each other: they may have different prompts, plans, rules and lengths. What is here sees protocols only;
+it knows no architecture and no paper.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.decode.accept import Outcome
 from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
+from shoal.decode.prefixes import Prefixes
 from shoal.decode.recipe import Tick
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
@@ -20,14 +23,20 @@ from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 from shoal.types import Step
 
+_LEAST_SHARE = 4
+"""Prompts share a forward where decoding leaves them at least one part in so many of it; else they get their own."""
+
 
 class Batch:
-    """Rows under way on one cache.
+    """Rows under way on one cache. A row that has emitted nothing reads its prompt; every other one decodes.
 
     Args:
         stack: the model.
-        cache: one cache row per row, in the order of `rows`.
-        rows: the rows; those that have ended are left out.
+        cache: one cache row per row, in the order of `rows`; may hold the beginning of a row's prompt already. None for
+            one of the batch's own, which lasts as long as it has rows.
+        rows: the rows to begin with, each with at least one token that is not in the cache; those that have ended are
+            left out.
+        prefixes: where what rows have stored is kept for later ones, and looked up.
         release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
 
     Attributes:
@@ -35,56 +44,154 @@ class Batch:
         clock: seconds spent.
     """
 
-    def __init__(self, stack: Stack, cache: KVCache, rows: Sequence[Row] = (), *, release: bool = True) -> None:
-        self.stack, self.cache, self.rows = stack, cache, [row for row in rows if row.finish_reason is None]
+    def __init__(
+        self,
+        stack: Stack,
+        cache: KVCache | None = None,
+        rows: Sequence[Row] = (),
+        *,
+        prefixes: Prefixes | None = None,
+        release: bool = True,
+    ) -> None:
+        self.stack, self.rows = stack, [row for row in rows if row.finish_reason is None]
+        self.cache = KVCache(stack.windows, 0) if cache is None else cache
         self.clock = Clock()
-        self._release = release
-        self._drafting = Drafting(stack, cache)
-        if len(self.rows) < cache.rows:
+        self._owns_cache, self._release = cache is None, release
+        self._prefixes = prefixes or Prefixes(0)
+        self._drafting = Drafting(stack, self.cache)
+        self._came = list(self.rows)
+        if len(self.rows) < self.cache.rows:
             self._keep_slots()
 
-    def tick(self, rows: Sequence[Row] | None = None) -> list[Step]:
-        """One forward for all rows under way, or for `rows`, which are some of them in their order."""
-        rows = self.rows if rows is None else rows
-        start = time.perf_counter()
-        trees = self._drafting.propose(rows)
-        drafted = time.perf_counter()
-        feeds = [_tree_feed(row, tree) for row, tree in zip(rows, trees, strict=True)]
-        watched = self._drafting.watch(rows, trees)
-        logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
-        for row, tree, feed in zip(rows, trees, feeds, strict=True):
-            _count_tree(row, tree, feed)
-        targets = [RowTarget(*item) for item in zip(rows, trees, logits, strict=True)]
-        outcomes = [row.rule.walk(target.tree, target) for row, target in zip(rows, targets, strict=True)]
-        done = time.perf_counter()
-        self.clock.draft_seconds += drafted - start
-        self._drafting.observe(Tick(rows, trees, outcomes, drafted - start, done - drafted))
-        return self._settle(rows, targets, outcomes, [0] * len(rows))
+    @property
+    def reading(self) -> list[Row]:
+        """Rows whose prompt is not read to its end, first come first."""
+        return [row for row in self._came if not row.emitted]
 
-    def _settle(
-        self, rows: Sequence[Row], targets: Sequence[RowTarget], outcomes: Sequence[Outcome], before: Sequence[int]
-    ) -> list[Step]:
-        """Commit and emit what was accepted; `before` counts each row's nodes of the prompt ahead of its root."""
+    @property
+    def decoding(self) -> list[Row]:
+        """Rows that have emitted their first token."""
+        return [row for row in self.rows if row.emitted]
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Take in rows that have run nothing yet."""
+        first = self.cache.rows
+        self.cache.extend(len(rows))
+        for slot, row in enumerate(rows, start=first):
+            row.slot = slot
+            self.rows.append(row)
+            self._came.append(row)
+            row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Let rows go before their end: they count as cancelled, and what they stored is free."""
+        for row in rows:
+            row.stop.finish_reason = row.stop.finish_reason or "cancelled"
+        self._retire()
+
+    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
+        """One forward: the guesses of every row that decodes, and pieces of prompts in what they leave of `budget`.
+
+        Earlier prompts come first, so that they need not share with later ones; short ones that fit together are read
+        together. Rows whose prompt ends emit their first token.
+
+        Args:
+            budget: tokens of the forward, of all rows together; only guesses may exceed it. Where they leave prompts
+                too little, these get a forward of their own.
+            rows: which rows, in the order of their slots; None for all.
+            most: prompt tokens of a row; None for as many as fit.
+        """
+        start = time.perf_counter()
+        rows = self.rows if rows is None else rows
+        if not rows:
+            return []
+        decoding = [row for row in rows if row.emitted]
+        trees = self._drafting.propose(decoding)
+        drafted = time.perf_counter()
+        guesses = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
         steps: list[Step] = []
-        for row, target, outcome, first in zip(rows, targets, outcomes, before, strict=True):
-            emitted = _emit(row, target, outcome)
-            kept = outcome.path[: len(emitted)]
-            self.cache.commit(row.slot, [*range(first), *(first + node for node in kept)])
+        if len(decoding) < len(rows):
+            left = budget - sum(map(len, trees))
+            shared = bool(guesses) and left * _LEAST_SHARE >= budget
+            pieces = self._pieces(rows, left if shared else budget, most)
+            if not shared:
+                steps += self._forward(pieces)
+                pieces = []
+            guesses = sorted([*guesses, *pieces], key=lambda share: share.row.slot)
+        if guesses:
+            steps += self._forward(guesses, drafted - start)
+        self.clock.draft_seconds += drafted - start
+        self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
+        return steps
+
+    def rollback(self) -> None:
+        """Forget what a forward that failed has left unfinished; no row has moved on by it."""
+        for row in self.rows:
+            self.cache.rollback(row.slot)
+
+    def _pieces(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Share]:
+        """Who reads how much of its prompt, in the order of the slots."""
+        pieces: list[_Share] = []
+        chosen = {id(row) for row in rows}
+        for row in self.reading:
+            if id(row) in chosen and budget > 0:
+                first = self.cache.positions[row.slot]
+                size = min(len(row.tokens) - first, budget, most or budget)
+                pieces.append(_piece(row, first, size))
+                budget -= size
+        return sorted(pieces, key=lambda share: share.row.slot)
+
+    def _forward(self, shares: Sequence[_Share], draft_seconds: float = 0.0) -> list[Step]:
+        """Run the shares of some rows, walk where a token follows, and settle."""
+        start = time.perf_counter()
+        feeds = [share.feed for share in shares]
+        guesses = [share for share in shares if share.guesses]
+        watched = self._drafting.watch([(share.row, share.tree if share.guesses else None) for share in shares])
+        logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
+        ended: list[tuple[_Share, RowTarget]] = []
+        for share, values in zip(shares, logits, strict=True):
+            share.count()
+            if share.tree is None:
+                self.cache.commit(share.row.slot, range(len(share.feed.tokens)))
+            else:
+                ended.append((share, RowTarget(share.row, share.tree, values)))
+        outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
+        if guesses:
+            seconds = time.perf_counter() - start if len(guesses) == len(shares) else None
+            kept = [outcome for (share, _), outcome in zip(ended, outcomes, strict=True) if share.guesses]
+            rows, trees = [share.row for share in guesses], [target.tree for share, target in ended if share.guesses]
+            self._drafting.observe(Tick(rows, trees, kept, draft_seconds, seconds))
+        return self._settle(ended, outcomes)
+
+    def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
+        """Commit and emit what was accepted."""
+        steps: list[Step] = []
+        for (share, target), outcome in zip(ended, outcomes, strict=True):
+            emitted = _emit(share.row, target, outcome)
+            first, kept = share.before, outcome.path[: len(emitted)]
+            self.cache.commit(share.row.slot, [*range(first), *(first + node for node in kept)])
             steps.extend(emitted)
         self._retire()
         return steps
 
     def _retire(self) -> None:
-        """Release what rows will not run again and let finished rows go."""
+        """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
+        for row in self.rows:
+            if row.finish_reason is not None or row.emitted == 1:  # beyond its prompt a plan may give layers up
+                self._prefixes.keep(self.cache, row.slot, row.tokens)
         for row in self.rows:
             if row.finish_reason is not None:
                 row.bytes = self.cache.row_bytes(row.slot)
             elif self._release and row.recipe.proposer is None:
                 self.cache.release(row.slot, row.recipe.plan.dropped(row.emitted))
+        if self._came:
+            self._came = [row for row in self.reading if row.finish_reason is None]
         alive = [row for row in self.rows if row.finish_reason is None]
         done, self.rows = len(self.rows) - len(alive), alive
-        if done and alive:
-            self._keep_slots()
+        if done:
+            self._drafting.keep(alive)
+            if alive or self._owns_cache:
+                self._keep_slots()
 
     def _keep_slots(self) -> None:
         """Drop the cache rows of everything that is not under way."""
@@ -94,19 +201,54 @@ class Batch:
             row.slot = slot
 
 
-def _tree_feed(row: Row, tree: TokenTree) -> Feed:
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a row has in a forward.
+
+    Attributes:
+        row: the row.
+        feed: its tokens.
+        tree: what is judged of them; None for a piece of a prompt that ends later.
+        before: tokens of the prompt ahead of the tree's root.
+    """
+
+    row: Row
+    feed: Feed
+    tree: TokenTree | None
+    before: int = 0
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the row decodes."""
+        return self.row.emitted > 0
+
+    def count(self) -> None:
+        """Note the work in the row's ledger."""
+        ledger, plan, size = self.row.ledger, self.feed.plan, len(self.feed.tokens)
+        ledger.target_forwards += 1
+        if not self.guesses or self.tree is None:
+            ledger.prefill_forwards += 1
+            ledger.prefill_tokens += size
+            ledger.prefill_layer_tokens += size * plan.num_layers
+            return
+        ledger.drafted += size - 1
+        ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
+        ledger.decode_layer_tokens += sum(plan.depth(step) for step in self.feed.steps)
+        ledger.read(plan.depth(min(self.feed.steps)))
+
+
+def _guesses(row: Row, tree: TokenTree) -> _Share:
+    """A row's root with what is guessed after it."""
     steps = [row.emitted + depth for depth in tree.depths]
-    if tree.is_chain:
-        return Feed(row.slot, tree.tokens, steps, row.recipe.plan, wanted=len(tree))
-    return Feed(row.slot, tree.tokens, steps, row.recipe.plan, tree.parents, tree.depths, wanted=len(tree))
+    shape = (None, None) if tree.is_chain else (tree.parents, tree.depths)
+    return _Share(row, Feed(row.slot, tree.tokens, steps, row.recipe.plan, *shape, wanted=len(tree)), tree)
 
 
-def _count_tree(row: Row, tree: TokenTree, feed: Feed) -> None:
-    row.ledger.target_forwards += 1
-    row.ledger.drafted += len(tree) - 1
-    row.ledger.drafted_at.update(range(1, tree.depths[-1] + 1))
-    row.ledger.decode_layer_tokens += sum(feed.plan.depth(step) for step in feed.steps)
-    row.ledger.read(feed.plan.depth(min(feed.steps)))
+def _piece(row: Row, first: int, size: int) -> _Share:
+    """`size` tokens of a row's prompt from position `first` on."""
+    tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
+    tree = TokenTree.chain(tokens[-1:]) if ends else None
+    return _Share(row, Feed(row.slot, tokens, [0] * size, row.recipe.plan, wanted=int(ends)), tree, size - 1)
 
 
 def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
@@ -136,11 +278,3 @@ def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
         row.tokens.append(piece.token)
     row.steps.extend(steps)
     return steps
-
-
-def count_prompt(row: Row, tokens: int) -> None:
-    """Note `tokens` of a prompt that one forward has read."""
-    row.ledger.target_forwards += 1
-    row.ledger.prefill_forwards += 1
-    row.ledger.prefill_tokens += tokens
-    row.ledger.prefill_layer_tokens += tokens * row.recipe.plan.num_layers

@@ -46,22 +46,28 @@ class Drafting:
                 trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
-    def watch(self, rows: Sequence[Row], trees: Sequence[TokenTree]) -> tuple[Tap, ...]:
-        """What shows the hidden states of the coming forward to the drafters that want them; empty if nobody does."""
+    def watch(self, fed: Sequence[tuple[Row, TokenTree | None]]) -> tuple[Tap, ...]:
+        """What shows the hidden states of the coming forward to the drafters that want them; empty if nobody does.
+
+        Args:
+            fed: the rows of the forward, and what they verify; None for a piece of a prompt.
+        """
         taps: list[tuple[Tap, list[int]]] = []
+        rows = [row for row, tree in fed if tree is not None]
         for drafter, group in _grouped(rows, _proposer, self._drafter):
             watch = getattr(drafter, "watch", None)
             if watch is not None:
-                places = [place for place, row in enumerate(rows) if any(row is one for one in group)]
-                tap = watch(group, [trees[place] for place in places])
+                mine = [(place, tree) for place, (row, tree) in enumerate(fed)
+                        if tree is not None and any(row is one for one in group)]
+                tap = watch(group, [tree for _, tree in mine])
                 if tap is not None:
-                    taps.append((tap, places))
+                    taps.append((tap, [place for place, _ in mine]))
         if not taps:
             return ()
 
         def show(layer: int, hidden: Tensor) -> None:
             for tap, places in taps:
-                tap(layer, hidden if len(places) == len(rows) else hidden[places])
+                tap(layer, hidden if len(places) == len(fed) else hidden[places])
 
         return (show,)
 

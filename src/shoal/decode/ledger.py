@@ -50,8 +50,15 @@ class RowLedger:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of a batch: until the first token, after it, and of the latter those spent on guessing."""
+    """Seconds of a batch: of steps that read prompts only, of all others, and of the latter those spent on guessing."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
+
+    def count(self, seconds: float, *, decoding: bool) -> None:
+        """Note a step."""
+        if decoding:
+            self.decode_seconds += seconds
+        else:
+            self.prefill_seconds += seconds

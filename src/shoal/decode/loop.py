@@ -1,21 +1,16 @@
-"""The decoding loop: plan -> propose -> run -> accept -> commit -> emit, for a batch of rows.
+"""The decoding loop: a batch of rows without arrivals, from its prompts to its end.
 
-All prompts are read first, then every tick is one forward for all rows that are left; see `shoal.decode.batch`.
+All prompts are read first, so that rows decode side by side: those at one step run the same layers.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 
-from torch import Tensor
-
-from shoal.decode.batch import Batch, count_prompt
+from shoal.decode.batch import Batch
 from shoal.decode.row import Row
-from shoal.decode.target import RowTarget
-from shoal.decode.tree import TokenTree
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import Stack
 from shoal.types import Step
 
 
@@ -28,10 +23,6 @@ class Loop(Batch):
         rows: the rows, each with at least one token that is not in the cache.
         prefill_chunk: the most prompt tokens per row and forward.
         release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
-
-    Attributes:
-        rows: rows still under way.
-        clock: seconds spent.
     """
 
     def __init__(
@@ -41,42 +32,11 @@ class Loop(Batch):
         self._chunk = prefill_chunk
 
     def run(self) -> Generator[list[Step], None, None]:
-        """The steps of every tick, the prefill's first. After leaving early the cache holds committed tokens only."""
+        """What every step emits. After leaving early the cache holds committed tokens only."""
         try:
-            start = time.perf_counter()
-            if self.rows:
-                steps = self.prefill()
-                self.clock.prefill_seconds += time.perf_counter() - start
-                yield steps
             while self.rows:
-                start = time.perf_counter()
-                steps = self.tick()
-                self.clock.decode_seconds += time.perf_counter() - start
-                yield steps
+                yield self.step(self.stack.prefill_chunk, self.reading or None, self._chunk)
         finally:
             for row in self.rows:
                 self.cache.rollback(row.slot)
                 row.bytes = self.cache.row_bytes(row.slot)
-
-    def prefill(self) -> list[Step]:
-        """Run what the cache lacks of each prompt at full depth and emit each row's first token."""
-        ends: dict[int, tuple[int, Tensor]] = {}
-        while waiting := [row for row in self.rows if row.slot not in ends]:
-            chunk = min(self._chunk, max(1, self.stack.prefill_chunk // len(waiting)))
-            feeds = [self._prompt_feed(row, chunk) for row in waiting]
-            logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
-            for row, feed, values in zip(waiting, feeds, logits, strict=True):
-                size = len(feed.tokens)
-                count_prompt(row, size)
-                if self.cache.positions[row.slot] + size == len(row.tokens):
-                    ends[row.slot] = (size - 1, values)
-                else:
-                    self.cache.commit(row.slot, range(size))
-        targets = [RowTarget(row, TokenTree.chain(row.tokens[-1:]), ends[row.slot][1]) for row in self.rows]
-        outcomes = [row.rule.walk(target.tree, target) for row, target in zip(self.rows, targets, strict=True)]
-        return self._settle(self.rows, targets, outcomes, [ends[row.slot][0] for row in self.rows])
-
-    def _prompt_feed(self, row: Row, chunk: int) -> Feed:
-        first = self.cache.positions[row.slot]
-        tokens = row.tokens[first : first + chunk]
-        return Feed(row.slot, tokens, [0] * len(tokens), row.recipe.plan)

@@ -79,14 +79,15 @@ class Tick:
 
     Attributes:
         rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
-        draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance.
+        draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance; None for a forward
+            that read prompts as well.
     """
 
     rows: Sequence[Row]
     trees: Sequence[TokenTree]
     outcomes: Sequence[Outcome]
     draft_seconds: float
-    target_seconds: float
+    target_seconds: float | None
 
 
 class Governor(Protocol):

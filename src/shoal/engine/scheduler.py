@@ -1,11 +1,11 @@
-"""Continuous batching over one engine: requests join and leave between ticks, and none is dropped.
+"""Continuous batching over one engine: requests join and leave between steps, and none is dropped.
 
-One thread owns the batch. In every turn it lets cancelled rows go, admits waiting ones, runs at most one forward over
-prompts and one over all rows that decode, whatever depth each of them needs.
+One thread owns the batch. In every turn it lets cancelled rows go, admits waiting ones, and runs a step, in which all
+rows that decode and pieces of prompts share a forward, whatever depth each of them needs.
 
 Bounds: rows are admitted strictly in the order in which they came, as soon as the policy, `max_rows` and the KV memory
-allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens ticks.
-Between two ticks of a row that decodes, at most one forward of `prefill_chunk` prompt tokens is run for others.
+allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens steps.
+Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read for others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.open_batch import OpenBatch
+from shoal.decode.batch import Batch
 from shoal.decode.prefixes import Prefixes
 from shoal.engine.admission import Join, Policy
 from shoal.engine.engine import Engine
@@ -46,7 +46,7 @@ class Scheduler:
         kv_bytes: most bytes of KV; None for half of the memory that is free now.
         prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
             a quarter of `kv_bytes`, to which they are added; 0 keeps none.
-        prefill_chunk: most prompt tokens of a forward; None for what suits the model, at most 256.
+        prefill_chunk: tokens of a forward that reads prompts; None for what suits the model, at most 256.
         policy: when waiting rows may join; None for at once.
         start: whether a thread does the work; without one, call `turn`.
     """
@@ -79,7 +79,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
         self._policy = policy or Join()
         self._recipes = Recipes(engine)
-        self._batch = OpenBatch(engine.stack, self.prefixes)
+        self._batch = Batch(engine.stack, prefixes=self.prefixes)
         self._running: list[Entry] = []
         self._wake = threading.Condition()
         self._waiting: deque[Entry] = deque()
@@ -213,7 +213,7 @@ class Scheduler:
         self._moved = False
         self._running.clear()
         self.prefixes.clear()
-        self._batch = OpenBatch(self.engine.stack, self.prefixes)
+        self._batch = Batch(self.engine.stack, prefixes=self.prefixes)
         for entry in lost:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry, Interrupted("decoding was interrupted and begins anew; ask again"))
@@ -259,10 +259,10 @@ class Scheduler:
     def _forward(self) -> None:
         batch = self._batch
         try:
-            if batch.reading:
-                batch.read(self.prefill_chunk)
-            if batch.decoding and not (self._policy.holds(batch.rows) and (batch.reading or self._more_fit())):
-                batch.tick(batch.decoding)
+            if self._policy.holds(batch.rows) and (batch.reading or self._more_fit()):
+                batch.step(self.prefill_chunk, [row for row in batch.rows if not row.emitted])
+            else:
+                batch.step(self.prefill_chunk)
         except Exception:
             self._one_by_one()
 
@@ -279,10 +279,7 @@ class Scheduler:
             if entry.row.finish_reason is not None:
                 continue
             try:
-                if entry.row.emitted:
-                    batch.tick([entry.row])
-                else:
-                    batch.read(self.prefill_chunk, [entry.row])
+                batch.step(self.prefill_chunk, [entry.row])
             except Exception as error:
                 batch.rollback()
                 batch.leave([entry.row])
