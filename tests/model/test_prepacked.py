@@ -1,97 +1,109 @@
-"""Prompts of different lengths in one forward: the logits are those of each alone, and of a padded batch."""
+"""Rows of different lengths side by side: the same numbers as padded, and no token too many."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from backends import HF, Backend, on_backends, reference
-from drive import gap, prompt
+from drive import prompt
+from families import FAMILIES, tiny
 from shoal.depth.plan import DepthPlan
+from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
+from shoal.model.parity import settle_prepacking
 from shoal.model.stack import Feed
 
-FULL = DepthPlan.full(6)
-FAMILIES = ("llama", "hybrid", "mistral", "phi3", "gemma2", "gpt2", "gpt_neox")
-LENGTHS = ((5, 21, 1, 9), (8, 8), (1, 40), (13, 2, 30))
-"""Around the sliding window of 8: shorter, just as long, beyond."""
+SIZES = (5, 1, 12)
+TREE = ((-1, 0, 0, 2), (0, 1, 1, 2))
 
 
-def packed(backend: Backend, name: str, prompts: Sequence[list[int]], sizes: Sequence[int]) -> list[Tensor]:
-    """Each prompt's logits [T, V], and those of its next token, 7.
-
-    Args:
-        backend, name: which stack.
-        prompts: read side by side.
-        sizes: most tokens that each prompt brings to the first, second, ... forward; the last goes on.
-    """
-    stack = backend.stack(name)
-    cache, found = KVCache(stack.windows, len(prompts)), [list[Tensor]() for _ in prompts]
-    for place in range(99):
-        size = sizes[min(place, len(sizes) - 1)]
-        pieces = [ids[cache.positions[row] :][:size] for row, ids in enumerate(prompts)]
-        feeds = [_feed(row, piece) for row, piece in enumerate(pieces) if piece]
-        if not feeds:
-            break
-        logits = stack.forward(feeds, cache).split([feed.wanted for feed in feeds])
-        for feed, values in zip(feeds, logits, strict=True):
-            found[feed.row].append(values)
-            cache.commit(feed.row, range(len(feed.tokens)))
-    after = stack.forward([Feed(row, [7], [1], FULL) for row in range(len(prompts))], cache)
-    return [torch.cat([*pieces, after[row : row + 1]]) for row, pieces in enumerate(found)]
+def plan_of(stack: HFStack, row: int) -> DepthPlan:
+    """Rows run different layers: row 0 drops the second one after its first step, row 1 after its second."""
+    drops: list[int] = [2**60] * stack.num_layers
+    drops[1] = (2, 3, 2**60)[row]
+    return DepthPlan.whole_layers(drops)
 
 
-def _feed(row: int, piece: Sequence[int]) -> Feed:
-    return Feed(row, piece, [0] * len(piece), FULL, wanted=len(piece))
+def forwards(stack: HFStack) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Logits and, at the real nodes, hidden states of prompts side by side and of a tree beside shorter rows."""
+    cache = KVCache(stack.windows, rows=len(SIZES))
+    logits: list[Tensor] = []
+    states: list[list[Tensor]] = []
+
+    def run(feeds: list[Feed]) -> None:
+        def tap(layer: int, hidden: Tensor) -> None:
+            states.append([part[: len(feed.tokens)].clone() for part, feed in zip(hidden, feeds, strict=True)])
+
+        logits.append(stack.forward(feeds, cache, tap))
+        for feed in feeds:
+            cache.commit(feed.row, range(len(feed.tokens)) if feed.parents is None else [0, 2, 3])
+
+    run([Feed(row, prompt(size, row), [0] * size, plan_of(stack, row), wanted=min(size, 2))
+         for row, size in enumerate(SIZES)])
+    run([
+        Feed(0, prompt(4, 7), [1, 2, 2, 3], plan_of(stack, 0), *TREE, wanted=4),
+        Feed(1, prompt(2, 8), [1, 2], plan_of(stack, 1), wanted=2),
+        Feed(2, prompt(3, 9), [0, 0, 0], plan_of(stack, 2), wanted=0),
+    ])
+    return logits, states
 
 
-@torch.no_grad()
-def padded(name: str, prompts: Sequence[list[int]], side: str) -> list[Tensor]:
-    """The same from transformers' own forward over one rectangle, with a mask over what is not text."""
-    longest = max(map(len, prompts)) + 1
-    ids, mask = torch.zeros(2, len(prompts), longest, dtype=torch.long)
-    places = [slice(longest - len(text) - 1, longest) if side == "left" else slice(len(text) + 1) for text in prompts]
-    for row, (text, place) in enumerate(zip(prompts, places, strict=True)):
-        ids[row, place], mask[row, place] = torch.tensor([*text, 7]), 1
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    logits = reference(name)(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    return [logits[row, place] for row, place in enumerate(places)]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_side_by_side_equals_padded(family: str) -> None:
+    stack, padded = HFStack(tiny(family)), HFStack(tiny(family))
+    assert stack.prepacks
+    padded.prepacks = False
+    (logits, states), (expected, known) = forwards(stack), forwards(padded)
+    for ours, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    for ours, theirs in zip(states, known, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def check(backend: Backend, name: str, prompts: Sequence[list[int]], sizes: Sequence[int] = (99,)) -> None:
-    together = packed(backend, name, prompts, sizes)
-    others = [padded(name, prompts, side) for side in ("left", "right")]
-    for row, text in enumerate(prompts):
-        (single,) = packed(backend, name, [text], (99,))
-        for other in (single, *(batch[row] for batch in others)):
-            assert gap(together[row], other) <= backend.exact
+def test_no_token_is_padding() -> None:
+    model = tiny("llama")
+    seen: list[int] = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., 0].numel()))
+    try:
+        forwards(HFStack(model))
+    finally:
+        hook.remove()
+    assert seen[-2:] == [sum(SIZES), 4 + 2 + 3]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@on_backends(*FAMILIES)
-def test_company_and_padding_change_nothing(backend: Backend, name: str, lengths: tuple[int, ...]) -> None:
-    check(backend, name, [prompt(length, seed) for seed, length in enumerate(lengths)])
+def test_the_model_is_as_it_was() -> None:
+    model = tiny("llama")
+    stack, name = HFStack(model), model.config._attn_implementation
+    forwards(stack)
+    assert model.config._attn_implementation == name
+    feeds = [Feed(0, [1, 2], [0, 0], plan_of(stack, 0)), Feed(1, [1], [0], plan_of(stack, 0))]
+    cache = KVCache(stack.windows, rows=2)
+
+    def tap(layer: int, hidden: Tensor) -> None:
+        if layer == 1:
+            model(torch.tensor([[1, 2, 3]]))  # somebody else's forward in the middle of ours
+            raise KeyError("the tap fails")
+
+    with pytest.raises(KeyError, match="the tap fails"):
+        stack.forward(feeds, cache, tap)
+    assert model.config._attn_implementation == name
 
 
-@on_backends("llama", "hybrid")
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=5),
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-)
-def test_nor_do_pieces(backend: Backend, name: str, lengths: list[int], sizes: list[int], seed: int) -> None:
-    check(backend, name, [prompt(length, seed + row) for row, length in enumerate(lengths)], sizes)
+def test_a_model_that_does_not_hand_its_mask_on_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        own = layer.self_attn.forward
 
+        def forward(*args: Any, own: Any = own, attention_mask: Any = None, **options: Any) -> Any:
+            mask = attention_mask if attention_mask is None else attention_mask[..., : attention_mask.shape[-1]]
+            return own(*args, attention_mask=mask, **options)
 
-def test_the_comparison_has_power() -> None:
-    """A prompt that saw its neighbour, as it would without a mask between them, would be noticed."""
-    first, second = prompt(9, 1), prompt(6, 2)
-    (leaking,) = packed(HF, "llama", [[*first, *second]], (99,))
-    (_, apart) = packed(HF, "llama", [first, second], (99,))
-    assert gap(leaking[9:], apart) > 1e-2
+        monkeypatch.setattr(layer.self_attn, "forward", forward)
+    stack = HFStack(model)
+    assert stack.prepacks
+    assert settle_prepacking(stack, model) < 1e-10
+    assert not stack.prepacks

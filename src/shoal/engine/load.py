@@ -20,7 +20,7 @@ from shoal.model.hf import HFStack
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.source import ModelSource, Source
-from shoal.model.parity import OTHER_ARITHMETIC, check_parity
+from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_prepacking
 from shoal.model.stack import Stack
 
 Backend = Literal["auto", "hf", "packed"]
@@ -143,7 +143,7 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
 def _modules(model: Any) -> Stack:
     """The model's own modules as a stack, checked."""
     stack = HFStack(model)
-    check_parity(stack, model)
+    settle_prepacking(stack, model)
     return stack
 
 

@@ -1,13 +1,14 @@
 """Any Hugging Face decoder as a stack of layers.
 
 The model's own layer modules do the work; Shoal supplies positions, masks, rotary tables and the KV cache and decides
-which layers run on which tokens. Nothing about the model is changed, not even its config.
+which layers run on which tokens. The model and its config are as they were after every forward.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -18,7 +19,8 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
-from shoal.model.probe import LayerCall, find_layers, take_apart
+from shoal.model.prepacked import PrepackedCall, attention_configs, rows_attend
+from shoal.model.probe import find_layers, take_apart
 from shoal.model.stack import Feed, Part, Span, Start, Tap, check_lengths, mark_shallow, spans
 from shoal.model.windows import context_of, windows_of
 
@@ -33,6 +35,9 @@ class HFStack:
 
     Args:
         model: a causal language model of transformers, in eval mode, with sdpa or eager attention.
+
+    Attributes:
+        prepacks: whether rows of different lengths run side by side without padding.
     """
 
     prefill_chunk = 2048
@@ -52,6 +57,8 @@ class HFStack:
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
+        self.attention_configs = attention_configs(layers)
+        self.prepacks = bool(self.attention_configs)
         self._halves: dict[tuple[int, Part], nn.Module] = {}
 
     @cached_property
@@ -64,7 +71,7 @@ class HFStack:
         feed = Feed(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
         cache = KVCache(self.windows, rows=1)
         with torch.no_grad():
-            call = _Call(self, [feed], cache, self._hidden([feed], cache))
+            call = _Call(self, [feed], cache)
             try:
                 return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
             except (RuntimeError, TypeError, ValueError):  # a sublayer that returns something else than zeros stand for
@@ -75,31 +82,27 @@ class HFStack:
         self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
-        hidden = self._hidden(feeds, cache) if start is None else start.hidden.clone()
-        call = _Call(self, feeds, cache, hidden)
-        for layer in range(0 if start is None else start.layer, self.num_layers):
-            if tap is not None:
-                tap(layer, call.hidden)
-            for piece in spans(feeds, layer):
-                check_lengths(feeds, piece, layer, cache)
-                call.run(layer, piece)
+        prepacked = self.prepacks and len({len(feed.tokens) for feed in feeds}) > 1
+        with rows_attend(self.attention_configs) if prepacked else nullcontext():
+            make = PrepackedCall if prepacked else _Call
+            call = make(self, feeds, cache, None if start is None else start.hidden)
+            for layer in range(0 if start is None else start.layer, self.num_layers):
+                if tap is not None:
+                    tap(layer, call.padded())
+                for piece in spans(feeds, layer):
+                    check_lengths(feeds, piece, layer, cache)
+                    call.run(layer, piece)
         if tap is not None:
-            tap(self.num_layers, call.hidden)
+            tap(self.num_layers, call.padded())
         mark_shallow(feeds, cache)
-        return self._logits(feeds, call.hidden)
+        return self.parts.head(call.wanted())
 
-    def _hidden(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
+    def embedded(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
         """Embeddings [R, m, D], short rows padded by their last token."""
         width = max(len(feed.tokens) for feed in feeds)
         ids = [[*feed.tokens, *[feed.tokens[-1]] * (width - len(feed.tokens))] for feed in feeds]
         places = [positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds]
         return self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
-
-    def _logits(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
-        """Logits [sum of wanted, V], through norm and head together."""
-        ends = [len(feed.tokens) for feed in feeds]
-        picked = [hidden[i, end - feed.wanted : end] for i, (feed, end) in enumerate(zip(feeds, ends, strict=True))]
-        return self.parts.head(torch.cat(picked))
 
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
@@ -126,6 +129,30 @@ class HFStack:
                 )
             self._halves[key] = half
         return self._halves[key]
+
+    def arguments(
+        self, layer: int, hidden: Tensor, places: Tensor, cache: Any, seen: Any, tables: dict[Any, Any], key: Any
+    ) -> dict[str, Any]:
+        """What a layer is called with beside its input.
+
+        Args:
+            layer: its number.
+            hidden, places: the input [R, m, D] and its positions [R, m].
+            cache, seen: what stands for its cache and its mask.
+            tables: rotary tables that layers share, by `key`, which tells positions apart.
+        """
+        call = self.parts.calls[layer]
+        arguments = {**call.constants, call.mask: seen, call.cache: cache}
+        if call.positions is not None:
+            arguments[call.positions] = places
+        if call.cache_position is not None:
+            arguments[call.cache_position] = places[0]
+        if call.rotary is not None:
+            name = ("rotary", call.rotary_call, key)
+            if name not in tables:
+                tables[name] = self.parts.rotary[call.rotary_call](hidden, places)
+            arguments[call.rotary] = tables[name]
+        return arguments
 
     def attention_mask(self, rows: Sequence[RowView], window: int | None) -> Tensor | None:
         """The mask in the form that the model's attention takes: bool for sdpa, else additive."""
@@ -155,10 +182,14 @@ class _Slot:
 
 
 class _Call:
-    """One forward under way: the hidden states [R, m, D] and the tables that its pieces share."""
+    """One forward under way: the hidden states [R, m, D] and the tables that its pieces share.
 
-    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor) -> None:
-        self.stack, self.feeds, self.cache, self.hidden = stack, feeds, cache, hidden
+    See `shoal.model.prepacked.PrepackedCall`; here rows are padded to the longest.
+    """
+
+    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor | None = None) -> None:
+        self.stack, self.feeds, self.cache = stack, feeds, cache
+        self.hidden = stack.embedded(feeds, cache) if hidden is None else hidden.clone()
         self.sizes = tuple(len(feed.tokens) for feed in feeds)
         self._memo: dict[Any, Any] = {}
 
@@ -178,29 +209,22 @@ class _Call:
         store = self.cache.layers[layer]
         numbers = [self.feeds[i].row for i in rows]
         store.make_room(numbers, counts)
-        hidden = self._inputs(piece)
-        call = self.stack.parts.calls[layer]
-        output = module(hidden, **self._arguments(call, piece, rows, store, _Slot(store, numbers, counts), hidden))
+        hidden, slot = self._inputs(piece), _Slot(store, numbers, counts)
+        places = self._shared("positions", piece, lambda: self._positions(piece, rows))
+        window, starts = store.window, tuple(store.starts[self.feeds[i].row] for i in rows)
+        seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
+        key = (piece.first, piece.last)
+        output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
-    def _arguments(
-        self, call: LayerCall, piece: Span, rows: list[int], store: KVLayer, slot: _Slot, hidden: Tensor
-    ) -> dict[str, Any]:
-        places = self._shared("positions", piece, lambda: self._positions(piece, rows))
-        starts = tuple(store.starts[self.feeds[i].row] for i in rows)
-        window = store.window
-        arguments = dict(call.constants)
-        seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
-        arguments[call.mask] = seen
-        arguments[call.cache] = slot
-        if call.positions is not None:
-            arguments[call.positions] = places
-        if call.cache_position is not None:
-            arguments[call.cache_position] = places[0]
-        if call.rotary is not None:
-            rotary = self.stack.parts.rotary[call.rotary_call]
-            arguments[call.rotary] = self._shared(("rotary", call.rotary_call), piece, lambda: rotary(hidden, places))
-        return arguments
+    def padded(self) -> Tensor:
+        """The hidden states as [feeds, widest, D]."""
+        return self.hidden
+
+    def wanted(self) -> Tensor:
+        """The states [sum of wanted, D] whose logits are wanted."""
+        ends = zip(self.hidden, self.feeds, self.sizes, strict=True)
+        return torch.cat([states[end - feed.wanted : end] for states, feed, end in ends])
 
     def _shared(self, name: Any, piece: Span, make: Callable[[], T]) -> T:
         """A table that all layers with the same nodes share."""

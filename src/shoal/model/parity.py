@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
+
+if TYPE_CHECKING:
+    from shoal.model.hf import HFStack
 
 _LENGTH = 9
 _CHUNKS = (5, 1, 3)
@@ -53,6 +56,17 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
             _REMEDY,
         )
     return error
+
+
+def settle_prepacking(stack: HFStack, model: Any) -> float:
+    """`check_parity` of a model's own modules; where they cannot run rows side by side, they are padded from now on."""
+    try:
+        return check_parity(stack, model)
+    except Unsupported:
+        if not stack.prepacks:
+            raise
+    stack.prepacks = False
+    return check_parity(stack, model)
 
 
 def _run(stack: Stack, tokens: list[int], name: str) -> list[Tensor]:

@@ -1,0 +1,139 @@
+"""What it brings that rows share forwards without padding, on a real model: time of a load, shared and apart.
+
+    python benchmarks/prepacking.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--rounds 9] [--json OUT]
+
+`step`: requests come one every few steps; pieces of their prompts share the forward of the rows that decode, or have
+one of their own before it. `padding` (only with --backend hf): prompts of different lengths are read side by side, or
+padded to the longest. Both forms do the same work in turns, and every row's text must be the same in both. The last
+line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.bench import idle, report
+from shoal.cli import env
+from shoal.decode.batch import Batch
+from shoal.decode.row import Row
+from shoal.engine.engine import Engine
+from shoal.engine.request import Request
+from shoal.model.hf import HFStack
+
+EVERY = 4
+"""Steps between two arrivals."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure and print."""
+    args = arguments(words)
+    engine = shoal.load(args.model, backend=args.backend, dtype=args.dtype)
+    ids = engine.tokenizer(args.text.read_text("utf-8")[:20_000], add_special_tokens=False)["input_ids"]
+    dice = random.Random(0)
+    prompts = [cut(ids, dice.choice((16, 32, 64, 128, 256)), dice) for _ in range(args.requests)]
+    forms: dict[str, dict[str, Callable[[], list[Row]]]] = {
+        "step": {"apart": lambda: arrivals(engine, prompts, args.new_tokens, shared=False),
+                 "shared": lambda: arrivals(engine, prompts, args.new_tokens, shared=True)},
+    }
+    if isinstance(engine.stack, HFStack):
+        forms["padding"] = {"padded": lambda: side_by_side(engine, prompts, prepacked=False),
+                            "prepacked": lambda: side_by_side(engine, prompts, prepacked=True)}
+    found = {name: compare(both, args.rounds) for name, both in forms.items()}
+    result = {
+        **report.heading(env.collect(), ["python", "benchmarks/prepacking.py", *words]), "kind": "prepacking",
+        "model": Path(engine.model_name).name, "backend": type(engine.stack).__name__, "prompts": [len(one) for one in prompts],
+        "new_tokens": args.new_tokens, "every": EVERY, "idle": {"now": idle.watch(0.5)}, **found,
+    }
+    if args.json is not None:
+        report.write(result, args.json)
+    print(json.dumps(result))
+    return 0
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that prompts are cut from")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(words)
+
+
+def cut(ids: Sequence[int], length: int, dice: random.Random) -> list[int]:
+    """A stretch of the text."""
+    first = dice.randrange(len(ids) - length)
+    return list(ids[first : first + length])
+
+
+def rows_of(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[Row]:
+    """A row per prompt, decoding greedily with all layers and no end but its length."""
+    request = Request.from_options({"method": "full", "max_new_tokens": new_tokens, "ignore_eos": True})
+    return [engine.rows([prompt], request)[0] for prompt in prompts]
+
+
+def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, shared: bool) -> list[Row]:
+    """Serve all prompts, of which one comes every few steps."""
+    batch, rows = Batch(engine.stack), rows_of(engine, prompts, new_tokens)
+    chunk, steps, waiting = min(256, engine.stack.prefill_chunk), 0, list(rows)
+    while waiting or batch.rows:
+        if waiting and steps % EVERY == 0:
+            batch.join([waiting.pop(0)])
+        reading = [row for row in batch.rows if not row.emitted]
+        if shared or not reading:
+            batch.step(chunk)
+        else:
+            decoding = batch.decoding
+            batch.step(chunk, reading)
+            batch.step(chunk, [row for row in decoding if row.finish_reason is None])
+        steps += 1
+    return rows
+
+
+def side_by_side(engine: Engine, prompts: Sequence[list[int]], *, prepacked: bool) -> list[Row]:
+    """Read all prompts in one forward."""
+    assert isinstance(engine.stack, HFStack)
+    able, engine.stack.prepacks = engine.stack.prepacks, prepacked
+    try:
+        batch, rows = Batch(engine.stack), rows_of(engine, prompts, 1)
+        batch.join(rows)
+        while batch.rows:
+            batch.step(sum(map(len, prompts)))
+    finally:
+        engine.stack.prepacks = able
+    return rows
+
+
+def compare(forms: dict[str, Callable[[], list[Row]]], rounds: int) -> dict[str, Any]:
+    """Seconds of both forms, in turns, and how the second compares with the first."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    texts: dict[str, list[list[int]]] = {}
+    for number in range(-1, rounds):
+        for name, run in forms.items():
+            start = time.perf_counter()
+            rows = run()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+            texts[name] = [row.tokens for row in rows]
+    first, second = forms
+    ratios = [a / b for a, b in zip(seconds[first], seconds[second], strict=True)]
+    equal = sum(a == b for a, b in zip(texts[first], texts[second], strict=True))
+    return {"seconds": seconds, "times_faster": statistics.median(seconds[first]) / statistics.median(seconds[second]),
+            "per_round": ratios, "texts": len(texts[first]), "equal": equal}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Rows of different lengths in one forward of transformers' modules without padding: prepacking (arXiv 2404.09529).
+
+The tokens of all rows stand one after the other in a single row [1, T, D]. All but attention treats each token for
+itself. Attention is done row by row, by the function that the model uses anyway, with that row's keys and values and
+its own mask; the paper masks the products of different rows instead, so its cost grows with the rows' lengths together.
+
+A model takes part if its attention looks up its function in transformers' registry: a function of ours stands there
+while a forward runs, and what it needs to know comes to it in place of the mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+from shoal.model.kv import KVCache, KVLayer
+from shoal.model.masks import RowView
+from shoal.model.stack import Feed, Span
+
+if TYPE_CHECKING:
+    from shoal.model.hf import HFStack
+
+_NAME = "shoal_rows"
+_REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+
+
+_own_names: dict[int, str] = {}
+"""Id of the config of a model whose forward is under way -> the attention function that it names otherwise."""
+
+
+def attention_configs(layers: Sequence[nn.Module]) -> list[Any]:
+    """The configs in which the layers' attention looks up its function; empty where that cannot be told."""
+    parts = [[part for part in layer.modules() if _looks_up(part)] for layer in layers]
+    configs = {id(part.config): part.config for some in parts for part in some}
+    return list(configs.values()) if all(parts) else []
+
+
+def _looks_up(part: nn.Module) -> bool:
+    registered = hasattr(sys.modules[type(part).__module__], _REGISTRY)
+    return registered and hasattr(part, "config") and "Attention" in type(part).__name__
+
+
+class Rows:
+    """What one attention call is about; stands for both its cache and its mask.
+
+    Args:
+        store: the layer's KV.
+        rows: ascending rows of the cache, and how many tokens of each there are.
+        masks: of each row, [1, 1, tokens, columns]; None where the attention's own default is right.
+    """
+
+    def __init__(self, store: KVLayer, rows: Sequence[int], counts: list[int], masks: Sequence[Tensor | None]) -> None:
+        self._store, self._rows, self.counts, self.masks = store, rows, counts, masks
+        self.read: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values [1, heads, T, head_dim] and remember what each row is to read."""
+        parts = zip(self._rows, self.counts, keys.split(self.counts, 2), values.split(self.counts, 2), strict=True)
+        self.read = [self._store.append(k, v, [row], [count]) for row, count, k, v in parts]
+        return keys, values
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """The registered function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], row by row."""
+    home, name = sys.modules[type(module).__module__], _own_names[id(module.config)]
+    attend = getattr(home, _EAGER) if name == "eager" else getattr(home, _REGISTRY)[name]
+    if not isinstance(attention_mask, Rows):  # somebody else's forward of the same model
+        return cast("tuple[Tensor, Any]", attend(module, query, key, value, attention_mask, *args, **options))
+    parts = zip(query.split(attention_mask.counts, 2), attention_mask.read, attention_mask.masks, strict=True)
+    return torch.cat([attend(module, q, *kv, seen, *args, **options)[0] for q, kv, seen in parts], 1), None
+
+
+AttentionInterface.register(_NAME, _attend)
+
+
+@contextmanager
+def rows_attend(configs: Sequence[Any]) -> Iterator[None]:
+    """Let attention find our function by these configs; they are as they were afterwards."""
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        for config, name in before:
+            _own_names[id(config)] = name
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+            _own_names.pop(id(config), None)
+
+
+class PrepackedCall:
+    """One forward under way: the hidden states [1, T, D] of all feeds' tokens, one feed after the other.
+
+    Args:
+        stack: the model.
+        feeds: ascending rows.
+        cache: their KV.
+        hidden: [feeds, widest, D] to go on from, or None for the embeddings.
+    """
+
+    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor | None) -> None:
+        self.stack, self.feeds, self.cache = stack, feeds, cache
+        self.sizes = [len(feed.tokens) for feed in feeds]
+        self._offsets = [0, *accumulate(self.sizes)]
+        places = [place for feed in feeds for place in feed.positions(cache.positions[feed.row])]
+        self._places = torch.tensor([places], device=stack.device)
+        if hidden is None:
+            ids = torch.tensor([[token for feed in feeds for token in feed.tokens]], device=stack.device)
+            self.hidden = stack.parts.embed(ids, self._places)
+        else:
+            self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
+        self._memo: dict[Any, Any] = {}
+
+    def run(self, layer: int, piece: Span) -> None:
+        """Run a piece of work and put its outcome into the hidden states."""
+        chosen = self._chosen(piece)
+        hidden = self.hidden if chosen is None else self.hidden[:, chosen]
+        rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+        counts = [piece.last[i] - piece.first[i] for i in rows]
+        store, numbers = self.cache.layers[layer], [self.feeds[i].row for i in rows]
+        store.make_room(numbers, counts)
+        masks = self._masks(piece, rows, store)
+        seen = Rows(store, numbers, counts, masks)
+        places = self._places if chosen is None else self._places[:, chosen]
+        arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
+        output = self.stack.module(layer, piece.part)(hidden, **arguments)
+        output = output[0] if isinstance(output, tuple) else output
+        self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
+
+    def _chosen(self, piece: Span) -> Tensor | None:
+        """Indices of the piece's tokens; None for all."""
+        if not any(piece.first) and list(piece.last) == self.sizes:
+            return None
+        spans = zip(self._offsets, piece.first, piece.last, strict=False)
+        flat = [offset + node for offset, first, last in spans for node in range(first, last)]
+        return torch.tensor(flat, device=self.stack.device)
+
+    def _masks(self, piece: Span, rows: list[int], store: KVLayer) -> list[Tensor | None]:
+        key = ("masks", store.window, tuple(store.starts[self.feeds[i].row] for i in rows), piece.first, piece.last)
+        if key not in self._memo:
+            self._memo[key] = [self.stack.attention_mask([self._view(i, piece, store)], store.window) for i in rows]
+        return cast("list[Tensor | None]", self._memo[key])
+
+    def _view(self, index: int, piece: Span, store: KVLayer) -> RowView:
+        feed = self.feeds[index]
+        nodes = feed.fed + piece.first[index], feed.fed + piece.last[index]
+        return RowView(self.cache.positions[feed.row], store.starts[feed.row], *nodes, feed.parents, feed.depths)
+
+    def padded(self) -> Tensor:
+        """The hidden states as [feeds, widest, D]."""
+        return pad_sequence(list(self.hidden[0].split(self.sizes)), batch_first=True)
+
+    def wanted(self) -> Tensor:
+        """The states [sum of wanted, D] whose logits are wanted."""
+        ends = zip(self.feeds, self._offsets[1:], strict=True)
+        return torch.cat([self.hidden[0, end - feed.wanted : end] for feed, end in ends])
