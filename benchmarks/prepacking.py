@@ -50,8 +50,9 @@ def main(words: Sequence[str]) -> int:
     found = {name: compare(both, args.rounds) for name, both in forms.items()}
     result = {
         **report.heading(env.collect(), ["python", "benchmarks/prepacking.py", *words]), "kind": "prepacking",
-        "model": Path(engine.model_name).name, "backend": type(engine.stack).__name__, "prompts": [len(one) for one in prompts],
-        "new_tokens": args.new_tokens, "every": EVERY, "idle": {"now": idle.watch(0.5)}, **found,
+        "model": Path(engine.model_name).name, "backend": type(engine.stack).__name__,
+        "prompts": [len(one) for one in prompts], "new_tokens": args.new_tokens, "every": EVERY,
+        "idle": {"now": idle.watch(0.5)}, **found,
     }
     if args.json is not None:
         report.write(result, args.json)

@@ -240,8 +240,8 @@ class _Share:
 def _guesses(row: Row, tree: TokenTree) -> _Share:
     """A row's root with what is guessed after it."""
     steps = [row.emitted + depth for depth in tree.depths]
-    shape = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    return _Share(row, Feed(row.slot, tree.tokens, steps, row.recipe.plan, *shape, wanted=len(tree)), tree)
+    parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
+    return _Share(row, Feed(row.slot, tree.tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree)), tree)
 
 
 def _piece(row: Row, first: int, size: int) -> _Share:
