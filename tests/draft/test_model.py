@@ -124,7 +124,7 @@ def test_other_tokenizers_are_refused() -> None:
     other = engine_for(tiny("llama"), metaspace())
     companion = engine.info().companion
     assert companion is not None
-    companion._wrapped = lambda model: other  # type: ignore[attr-defined]
+    companion._open = lambda home, model: other  # type: ignore[attr-defined]
     refused(engine, DraftModel(tiny("llama", seed=1)), "its tokenizer has another vocabulary. Draft with")
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +16,7 @@ import shoal
 import shoal.methods
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods import get, make, names
+from shoal.methods import base, get, make, names
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
@@ -234,14 +233,12 @@ def test_methods_are_frozen_and_hashable() -> None:
 
 def test_a_method_is_the_callable_that_generate_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    fake = types.ModuleType("shoal.integrations.transformers")
-    fake.run_custom_generate = lambda *args, **kwargs: seen.append((args, kwargs)) or "ids"  # type: ignore[attr-defined]
-    fake.BoundMethod = lambda method, **kwargs: ("bound", method, kwargs)  # type: ignore[attr-defined]
-    package = types.ModuleType("shoal.integrations")
-    package.transformers = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.integrations", package)
-    monkeypatch.setitem(sys.modules, "shoal.integrations.transformers", fake)
-    monkeypatch.setattr(shoal, "integrations", package, raising=False)
+    adapter = base.Adapter(
+        run=lambda *args, **kwargs: seen.append((args, kwargs)) or "ids",
+        bound=lambda method, **kwargs: ("bound", method, kwargs),
+    )
+    monkeypatch.setattr(base, "_adapters", [])
+    base.register_adapter(adapter)
     method = D3(alpha=0.9)
     assert method("model", "input", "processors", "criteria", generation_config="config", use_cache=True) == "ids"
     keywords = {

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import OutOfMemory, Unsupported
+from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+
+OpenModel = Callable[["Engine", Any], "Engine"]
+"""The engine of a folder, Hub id, file or transformers model, in the dtype and on the device of another engine."""
 
 _REMEDY = "Draft with a smaller model of the same family, or with a method that needs no second model"
 
@@ -19,10 +23,11 @@ class Companions:
 
     Args:
         home: the engine; companions are loaded in its dtype and on its device.
+        open_model: makes a companion's engine.
     """
 
-    def __init__(self, home: Engine) -> None:
-        self._home = home
+    def __init__(self, home: Engine, open_model: OpenModel) -> None:
+        self._home, self._open = home, open_model
         self._known: dict[object, tuple[Any, Engine]] = {}
         self._lock = threading.Lock()
 
@@ -40,33 +45,10 @@ class Companions:
         key = os.fspath(model) if named else id(model)
         with self._lock:
             if key not in self._known:
-                engine = self._loaded(os.fspath(model)) if named else self._wrapped(model)
+                engine = self._open(self._home, os.fspath(model) if named else model)
                 check_tokens(self._home, engine)
                 self._known[key] = model, engine  # holds the model, so that nobody else gets its id
             return self._known[key][1]
-
-    def _loaded(self, name: str) -> Engine:
-        from shoal.engine.load import load
-
-        stack = self._home.stack
-        try:
-            return load(name, dtype=stack.dtype, device=stack.device)
-        except OutOfMemory:
-            raise
-        except (ValueError, OSError) as error:
-            raise ValueError(f"the draft model {name!r} cannot be loaded: {error}") from error
-
-    def _wrapped(self, model: Any) -> Engine:
-        from shoal.engine.load import engine_for
-
-        engine = engine_for(model)
-        if engine.stack.device != self._home.stack.device:
-            raise Unsupported(
-                f"a draft model on {engine.stack.device} for a model on {self._home.stack.device}",
-                "logits of both are compared",
-                "Move the draft model there before, with draft.to(...)",
-            )
-        return engine
 
 
 def check_tokens(home: Engine, other: Engine) -> None:

@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from shoal.control.meter import Meter
-from shoal.decode.loop import Loop
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.draft.auto import Cautious
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
-from shoal.engine.companion import Companions
-from shoal.engine.memory import naming
+from shoal.engine.companion import Companions, OpenModel
 from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
-from shoal.engine.result import result_of
+from shoal.engine.session import Session
+from shoal.engine.stream import Stream
 from shoal.methods import make
 from shoal.model.kv import KVCache
-from shoal.types import ModelInfo, Result, Step
+from shoal.types import ModelInfo, Result
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
     from shoal.decode.recipe import Recipe
-    from shoal.engine.session import Session
     from shoal.model.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -58,6 +55,7 @@ class Engine:
         eos_token_ids: ids that end a row.
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
+        open_model: makes the engine of a model that is to draft; None where no second model can be had.
 
     Attributes:
         ranks: the processes that share the model.
@@ -73,6 +71,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         card: Card | None = None,
         model: Any = None,
+        open_model: OpenModel | None = None,
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
@@ -80,7 +79,7 @@ class Engine:
         self.misses_card = True
         self.ranks = ALONE
         self._turn = threading.RLock()
-        self._companions = Companions(self)
+        self._companions = None if open_model is None else Companions(self, open_model)
         self._memory: dict[Any, Any] = {}
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
@@ -166,8 +165,6 @@ class Engine:
 
     def session(self, *, system: str | None = None, **options: Unpack[Options]) -> Session:
         """A chat that keeps its KV between turns; `options` are the defaults of every turn."""
-        from shoal.engine.session import Session
-
         return Session(self, system=system, **options)
 
     def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
@@ -241,74 +238,3 @@ class Engine:
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""
         return self._turn
-
-
-class Stream(Iterator[Step]):
-    """The steps of a generation as they come; `result` and `results` afterwards.
-
-    Args:
-        engine: whose turn it is to ask for before each tick.
-        rows: the rows to decode.
-        cache: their cache.
-        release: whether dropped layers give up their KV at once.
-        prefill_chunk: the most prompt tokens per row and forward; None for the loop's own choice.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        rows: list[Row],
-        cache: KVCache,
-        *,
-        release: bool = True,
-        prefill_chunk: int | None = None,
-    ) -> None:
-        self._engine, self._rows = engine, rows
-        chunk = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
-        loop = Loop(engine.stack, cache, rows, release=release, **chunk)
-        self._ticks, self._clock = loop.run(), loop.clock
-        self._ready: list[Step] = []
-        self._started = time.perf_counter()
-        self._seconds = 0.0
-
-    def __next__(self) -> Step:
-        while not self._ready:
-            with self._engine.turn(), naming(self._size):
-                self._ready = list(reversed(next(self._ticks)))
-            self._seconds = time.perf_counter() - self._started
-        return self._ready.pop()
-
-    def _size(self) -> tuple[str, str]:
-        """What fills the memory, and what to do where it does not suffice."""
-        prompt = max(row.prompt_length for row in self._rows)
-        new = max(row.emitted + row.stop.room for row in self._rows)
-        what = f"a batch of {len(self._rows)}, prompts of up to {prompt} tokens and max_new_tokens={new}"
-        return what, "Use a smaller max_new_tokens, fewer prompts at once, or shorter ones"
-
-    def close(self) -> None:
-        """End the generation now: no further step comes, and its memory is free."""
-        with self._engine.turn():
-            self._ticks.close()
-        self._ready.clear()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and generated tokens of a single prompt."""
-        return self._rows[0].tokens
-
-    @property
-    def result(self) -> Result:
-        """The outcome of a single prompt."""
-        return self.results[0]
-
-    @property
-    def results(self) -> list[Result]:
-        """The outcome of every row; a row that was ended early has the finish reason "cancelled"."""
-        return [result_of(row, self._engine.info(), self._clock, self._seconds) for row in self._rows]
-

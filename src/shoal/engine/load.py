@@ -109,7 +109,28 @@ def engine_for(
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
     name = name or origin or type(model).__name__
-    return Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model)
+    return Engine(
+        stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside
+    )
+
+
+def open_beside(home: Engine, model: Any) -> Engine:
+    """The engine of a model that is to work beside that of `home`; see `shoal.engine.companion`."""
+    if not isinstance(model, str):
+        engine = engine_for(model)
+        if engine.stack.device != home.stack.device:
+            raise Unsupported(
+                f"a draft model on {engine.stack.device} for a model on {home.stack.device}",
+                "logits of both are compared",
+                "Move the draft model there before, with draft.to(...)",
+            )
+        return engine
+    try:
+        return load(model, dtype=home.stack.dtype, device=home.stack.device)
+    except OutOfMemory:
+        raise
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the draft model {model!r} cannot be loaded: {error}") from error
 
 
 def _check_shared(model: Any, backend: Backend, quant: Quant | None) -> None:
@@ -159,7 +180,7 @@ def _from_files(
     if stack is None:
         return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
     eos = eos_ids(files.generation_config(), config, words)
-    return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card)
+    return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card, open_model=open_beside)
 
 
 def _from_model(

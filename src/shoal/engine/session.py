@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.engine.engine import Engine, Stream
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
+from shoal.engine.stream import Stream
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.types import Result, Step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from shoal.engine.engine import Engine
 
 
 class Session:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shoal.decode.row import Row
 from shoal.decode.stop import StopRules, StopState
-from shoal.engine.engine import Engine, Stream
+from shoal.engine.engine import Engine
+from shoal.engine.stream import Stream
 from shoal.errors import Unsupported
 from shoal.integrations import _outputs
 from shoal.integrations._engines import engine_of
@@ -30,7 +31,7 @@ from shoal.integrations._inputs import left_padding
 from shoal.integrations._rows import Ending, Record, RowProcessors, check_processors, for_row
 from shoal.integrations.generation_config import check
 from shoal.methods import make
-from shoal.methods.base import Method
+from shoal.methods.base import Adapter, Method, register_adapter
 from shoal.types import Sampling
 
 KEY = "shoal"
@@ -303,3 +304,6 @@ class _Call:
                 "rows that end early must be filled up",
                 "Set pad_token_id",
             )
+
+
+register_adapter(Adapter(run_custom_generate, BoundMethod))

@@ -6,8 +6,9 @@ Knows no method and no model; imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from shoal.errors import unknown
@@ -20,6 +21,34 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
 
 _KEYS = ("method", "method_args", "inner")
+_ADAPTER = "shoal.integrations.transformers"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What puts a method in the place of transformers' own generation; it registers itself when it is imported.
+
+    Attributes:
+        run: decodes for `model.generate`.
+        bound: a method with what `generate` does not hand on to callables.
+    """
+
+    run: Callable[..., Any]
+    bound: Callable[..., Any]
+
+
+_adapters: list[Adapter] = []
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Let methods decode for transformers' `generate` by this adapter."""
+    _adapters[:] = [adapter]
+
+
+def _adapter() -> Adapter:
+    if not _adapters:
+        import_module(_ADAPTER)
+    return _adapters[0]
 
 
 @dataclass(frozen=True)
@@ -117,9 +146,7 @@ class Method(ABC):
         **model_kwargs: Any,
     ) -> Any:
         """Decode for `model.generate(..., custom_generate=method)`: ids [B, T], prompt included."""
-        import shoal.integrations.transformers as hf
-
-        return hf.run_custom_generate(
+        return _adapter().run(
             self,
             model,
             input_ids,
@@ -131,7 +158,5 @@ class Method(ABC):
 
     def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: str | Sequence[str] = ()) -> Any:
         """This method as a `custom_generate` callable that carries what `generate` does not hand on to callables."""
-        import shoal.integrations.transformers as hf
-
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        return hf.BoundMethod(self, streamer=streamer, tokenizer=tokenizer, stop_strings=stops)
+        return _adapter().bound(self, streamer=streamer, tokenizer=tokenizer, stop_strings=stops)

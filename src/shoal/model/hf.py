@@ -1,14 +1,13 @@
 """Any Hugging Face decoder as a stack of layers.
 
 The model's own layer modules do the work; Shoal supplies positions, masks, rotary tables and the KV cache and decides
-which layers run on which tokens. The model and its config are as they were after every forward.
+which layers run on which tokens. Nothing about the model is changed, not even its config.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -19,7 +18,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
-from shoal.model.prepacked import PrepackedCall, attention_configs, rows_attend
+from shoal.model.prepacked import PrepackedCall, asks_by_rows
 from shoal.model.probe import find_layers, take_apart
 from shoal.model.stack import Feed, Part, Span, Start, Tap, check_lengths, mark_shallow, spans
 from shoal.model.windows import context_of, windows_of
@@ -57,9 +56,8 @@ class HFStack:
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
-        self.attention_configs = attention_configs(layers)
-        self.prepacks = bool(self.attention_configs)
-        self._halves: dict[tuple[int, Part], nn.Module] = {}
+        self.prepacks = all(asks_by_rows(layer) is not None for layer in layers)
+        self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
     def can_split(self) -> bool:
@@ -83,15 +81,14 @@ class HFStack:
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         prepacked = self.prepacks and len({len(feed.tokens) for feed in feeds}) > 1
-        with rows_attend(self.attention_configs) if prepacked else nullcontext():
-            make = PrepackedCall if prepacked else _Call
-            call = make(self, feeds, cache, None if start is None else start.hidden)
-            for layer in range(0 if start is None else start.layer, self.num_layers):
-                if tap is not None:
-                    tap(layer, call.padded())
-                for piece in spans(feeds, layer):
-                    check_lengths(feeds, piece, layer, cache)
-                    call.run(layer, piece)
+        make = PrepackedCall if prepacked else _Call
+        call = make(self, feeds, cache, None if start is None else start.hidden)
+        for layer in range(0 if start is None else start.layer, self.num_layers):
+            if tap is not None:
+                tap(layer, call.padded())
+            for piece in spans(feeds, layer):
+                check_lengths(feeds, piece, layer, cache)
+                call.run(layer, piece)
         if tap is not None:
             tap(self.num_layers, call.padded())
         mark_shallow(feeds, cache)
@@ -114,21 +111,26 @@ class HFStack:
         """See the protocol."""
         return torch.no_grad()(self.parts.head.cut(ids))
 
-    def module(self, layer: int, part: Part) -> nn.Module:
-        """The layer, or a twin that shares its weights and lacks the other sublayer."""
-        if part == "layer":
+    def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
+        """The layer, or a twin that shares its weights: without the other sublayer, or for rows side by side."""
+        if part == "layer" and not prepacked:
             return self.parts.layers[layer]
-        key = (layer, part)
-        if key not in self._halves:
-            half = _without(self.parts.layers[layer], _MLP if part == "attention" else _ATTENTION)
-            if half is None or not self.can_split:
-                raise Unsupported(
-                    f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
-                    "they cannot be told apart in this architecture",
-                    "Use a plan that drops whole layers",
-                )
-            self._halves[key] = half
-        return self._halves[key]
+        key = (layer, part, prepacked)
+        if key not in self._twins:
+            own = self.module(layer, part) if prepacked else self._half(layer, part)
+            self._twins[key] = (asks_by_rows(own) or own) if prepacked else own  # without attention nobody asks
+        return self._twins[key]
+
+    def _half(self, layer: int, part: Part) -> nn.Module:
+        """The layer without its other sublayer."""
+        half = _without(self.parts.layers[layer], _MLP if part == "attention" else _ATTENTION)
+        if half is None or not self.can_split:
+            raise Unsupported(
+                f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
+                "they cannot be told apart in this architecture",
+                "Use a plan that drops whole layers",
+            )
+        return half
 
     def arguments(
         self, layer: int, hidden: Tensor, places: Tensor, cache: Any, seen: Any, tables: dict[Any, Any], key: Any

@@ -4,15 +4,16 @@ The tokens of all rows stand one after the other in a single row [1, T, D]. All 
 itself. Attention is done row by row, by the function that the model uses anyway, with that row's keys and values and
 its own mask; the paper masks the products of different rows instead, so its cost grows with the rows' lengths together.
 
-A model takes part if its attention looks up its function in transformers' registry: a function of ours stands there
-while a forward runs, and what it needs to know comes to it in place of the mask.
+A model takes part if its attention looks up its function in transformers' registry by a name in its config: twins of
+its layers, which share all weights, have a config that names a function of ours. What that needs to know comes to it in
+place of the mask.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,19 +29,22 @@ from shoal.model.stack import Feed, Span
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
 
-_NAME = "shoal_rows"
+_NAME, _OWN_NAME = "shoal_rows", "shoal_own_attention"
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
-_own_names: dict[int, str] = {}
-"""Id of the config of a model whose forward is under way -> the attention function that it names otherwise."""
-
-
-def attention_configs(layers: Sequence[nn.Module]) -> list[Any]:
-    """The configs in which the layers' attention looks up its function; empty where that cannot be told."""
-    parts = [[part for part in layer.modules() if _looks_up(part)] for layer in layers]
-    configs = {id(part.config): part.config for some in parts for part in some}
-    return list(configs.values()) if all(parts) else []
+def asks_by_rows(layer: nn.Module) -> nn.Module | None:
+    """A twin that shares all weights and whose attention finds our function; None where it cannot be told how."""
+    if not any(map(_looks_up, layer.modules())):
+        return None
+    twin = copy.copy(layer)
+    if _looks_up(layer):
+        twin.config = copy.copy(layer.config)
+        setattr(twin.config, _OWN_NAME, layer.config._attn_implementation)
+        twin.config._attn_implementation_internal = _NAME  # its public setter would reach configs that the copy shares
+    twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
+    twin._modules = {**layer._modules, **{name: part for name, part in twins.items() if part is not None}}
+    return twin
 
 
 def _looks_up(part: nn.Module) -> bool:
@@ -70,32 +74,17 @@ class Rows:
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, None]:
     """The registered function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], row by row."""
-    home, name = sys.modules[type(module).__module__], _own_names[id(module.config)]
+    if not isinstance(attention_mask, Rows):
+        raise TypeError(f"{type(module).__name__} does not hand its mask on to its attention as it is")
+    home, name = sys.modules[type(module).__module__], getattr(module.config, _OWN_NAME)
     attend = getattr(home, _EAGER) if name == "eager" else getattr(home, _REGISTRY)[name]
-    if not isinstance(attention_mask, Rows):  # somebody else's forward of the same model
-        return cast("tuple[Tensor, Any]", attend(module, query, key, value, attention_mask, *args, **options))
     parts = zip(query.split(attention_mask.counts, 2), attention_mask.read, attention_mask.masks, strict=True)
     return torch.cat([attend(module, q, *kv, seen, *args, **options)[0] for q, kv, seen in parts], 1), None
 
 
 AttentionInterface.register(_NAME, _attend)
-
-
-@contextmanager
-def rows_attend(configs: Sequence[Any]) -> Iterator[None]:
-    """Let attention find our function by these configs; they are as they were afterwards."""
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
-        for config, name in before:
-            _own_names[id(config)] = name
-            config._attn_implementation = _NAME
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
-            _own_names.pop(id(config), None)
 
 
 class PrepackedCall:
@@ -133,7 +122,7 @@ class PrepackedCall:
         seen = Rows(store, numbers, counts, masks)
         places = self._places if chosen is None else self._places[:, chosen]
         arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
-        output = self.stack.module(layer, piece.part)(hidden, **arguments)
+        output = self.stack.module(layer, piece.part, prepacked=True)(hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
 
