@@ -39,9 +39,10 @@ def asks_by_rows(layer: nn.Module) -> nn.Module | None:
         return None
     twin = copy.copy(layer)
     if _looks_up(layer):
-        twin.config = copy.copy(layer.config)
-        setattr(twin.config, _OWN_NAME, layer.config._attn_implementation)
-        twin.config._attn_implementation_internal = _NAME  # its public setter would reach configs that the copy shares
+        config: Any = copy.copy(layer.config)
+        setattr(config, _OWN_NAME, config._attn_implementation)
+        config._attn_implementation_internal = _NAME  # the public setter would reach configs that the copy shares
+        twin.config = config
     twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
     twin._modules = {**layer._modules, **{name: part for name, part in twins.items() if part is not None}}
     return twin
