@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from commands import current
+from serving_expect import Costs, House, in_phase
 from shoal.bench import report
-from shoal.bench.load.expect import Costs, House, in_phase
 from shoal.bench.load.figures import speed
 from shoal.bench.load.loops import Load
 from shoal.bench.load.run import Wish
 from shoal.bench.load.trace import Trace
-from shoal.bench.summary import figure
-from shoal.cli import bench, env
-from shoal.cli.load import wish_of
+from shoal.bench.rounds import figure
+from shoal.cli import bench_serve, env
 from shoal.cli.parser import Parser, parse
 from shoal.depth.plan import DepthPlan
 from shoal.methods.d3 import D3
@@ -125,8 +125,8 @@ def _in_phase(load: Report, one: Report, card: CostCard) -> dict[str, float]:
 def _wish(load: Report) -> Wish:
     """What the load's command asked for."""
     parser = Parser(add_help=False)
-    bench.add_arguments(parser)
-    return wish_of(parse(parser, shlex.split(load["command"])[2:]))
+    bench_serve.add_arguments(parser)
+    return bench_serve.wish_of(parse(parser, shlex.split(current(load["command"]))[2:]))
 
 
 def _d3(layers: int, answer: int) -> DepthPlan:

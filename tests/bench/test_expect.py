@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.bench.load.expect import Costs, House, in_phase, on_line
+from serving_expect import Costs, House, in_phase, on_line
 from shoal.bench.load.figures import speed
 from shoal.bench.load.loops import Load, Turn
 from shoal.bench.load.prompts import Prompts

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import bench_file
-from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer
-from shoal.bench import dequantised, gguf_facts, memory, report
-from shoal.bench import run as runner
-from shoal.bench.ours import Shoal
+from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
+from shoal.bench import gguf_facts, report
 from shoal.bench.peers.hf import HuggingFace
 from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.run import Plan, cut, run
+from shoal.bench.speed import dequantised, memory
+from shoal.bench.speed import run as runner
+from shoal.bench.speed.ours import Shoal
+from shoal.bench.speed.run import Plan, cut, run
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting, file_traffic
-from shoal.bench.worker import Local
 from shoal.errors import Unsupported
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")

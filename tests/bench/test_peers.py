@@ -15,12 +15,12 @@ import torch
 from bench_systems import SETTING, SUBJECT
 from shoal.bench import peers
 from shoal.bench.load.multi import LlamaMulti
-from shoal.bench.ours import Shoal
 from shoal.bench.peers import gguf_file
 from shoal.bench.peers.ggml import BITS, encode
 from shoal.bench.peers.hf import HuggingFace
 from shoal.bench.peers.hf_compiled import CompiledHuggingFace
 from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.speed.ours import Shoal
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting, System
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import bench_file
-from bench_systems import SUBJECT
-from shoal.bench import startup
-from shoal.bench.starters import HFStarter, LlamaStarter, ShoalStarter
-from shoal.bench.startup import CONDITIONS, Wish, measure
+from bench_systems import SUBJECT, Local
+from shoal.bench.speed import startup
+from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
+from shoal.bench.speed.startup import CONDITIONS, Wish, measure
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Local
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
 SECONDS = {"shoal": (4.0, 1.0, 8.0, 2.0), "llama.cpp": (3.0, 5.0), "hf": (20.0,)}

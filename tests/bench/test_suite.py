@@ -12,12 +12,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
-from shoal.bench import suite, words, workloads
-from shoal.bench.drafts import PROBLEMS, Wish, measure
-from shoal.bench.replay import replayed
-from shoal.bench.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench import words, workloads
+from shoal.bench.drafts import suite
+from shoal.bench.drafts.measure import Wish, measure
+from shoal.bench.drafts.replay import replayed
+from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench.drafts.suite import Decoded, Task
 from shoal.bench.subject import Subject
-from shoal.bench.suite import Decoded, Task
 from shoal.bench.system import Setting
 from shoal.engine.load import engine_for
 from shoal.methods.d3 import D3
@@ -145,7 +146,7 @@ def test_every_peer_gives_the_model_s_own_answer() -> None:
         Subject(model=str(FIXTURES / REFERENCE)),
         Setting("float32", None, "auto", "cpu", 1),
         {"draft_model": DraftModel(draft=draft, length=3)},
-        Wish([PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
+        Wish([workloads.PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
     )
     rows = {row["system"]: row for row in found["results"]}
     assert set(rows) == {suite.PLAIN, "draft_model", *peers}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench_systems import SUBJECT, Moody
+from bench_systems import SUBJECT, Local, Moody
+from shoal.bench.process import peak_memory, reset_peak_memory
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Local, Worker, peak_memory, reset_peak_memory
+from shoal.bench.worker import Worker
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from shoal.cli import knobs
@@ -23,9 +24,11 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         default_method: name of the method that `--method` falls back to; None where a command takes no method.
+        elsewhere: options of other commands -> the command, for those who look for them here.
     """
 
     default_method: str | None = None
+    elsewhere: Mapping[str, str] = MappingProxyType({})
     method_options: argparse._ArgumentGroup
 
     def __init__(self, **options: Any) -> None:
@@ -40,10 +43,16 @@ class Parser(argparse.ArgumentParser):
         args, rest = self.parse_known_args(list(words))
         wrong = next((word.split("=")[0] for word in rest if word.startswith("-")), None)
         if wrong is not None:
-            self.error(f"there is no option {wrong}{suggest(wrong, self._option_string_actions)}")
+            self.refuse(wrong)
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; put quotes around a text with spaces")
         return args
+
+    def refuse(self, option: str) -> NoReturn:
+        """Say that there is no such option, and where it is or what may have been meant."""
+        if option in self.elsewhere:
+            self.error(f"{option} is no option of this command; it belongs to: {self.elsewhere[option]}")
+        self.error(f"there is no option {option}{suggest(option, self._option_string_actions)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -79,6 +88,8 @@ def _refuse_foreign_knobs(parser: Parser, choice: knobs.Choice, words: Sequence[
     wrong = next((option for option in options if option not in known), None)
     if wrong is None:
         return
+    if wrong in parser.elsewhere:
+        parser.refuse(wrong)
     owners = knobs.owners(wrong)
     hint = f"; --method {' or '.join(owners)} has." if owners else suggest(wrong, known)
     own = ", ".join(choice.flags) or "none"

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
+import numpy as np
 
 from shoal.bench.load.trace import Trace
-from shoal.bench.summary import figure
+from shoal.bench.rounds import figure
 
 _SHARES = (50, 90, 99)
 
@@ -104,12 +104,10 @@ def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str,
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
     """Mean, p50, p90, p99 of what is known; None where nothing is."""
-    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-    if not len(known):
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    cuts = known.quantile(torch.tensor(_SHARES, dtype=torch.float64) / 100).tolist()
-    named = {f"p{share}": cut for share, cut in zip(_SHARES, cuts, strict=True)}
-    return {"mean": float(known.mean()), **named}
+    return {"mean": float(np.mean(known)), **{f"p{share}": float(np.percentile(known, share)) for share in _SHARES}}
 
 
 def ratio(ours: Sequence[Sequence[Trace]], theirs: Sequence[Sequence[Trace]]) -> dict[str, float]:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.idle import cpu_seconds
 from shoal.bench.load.loops import Turn
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import resident
 from shoal.bench.load.trace import Trace
 from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.process import cpu_seconds, resident
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting
 from shoal.bench.worker import Worker

@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.cells import in_order
 from shoal.bench.load import figures
 from shoal.bench.load.figures import Objective
 from shoal.bench.load.loops import Load, Turn
@@ -17,7 +16,7 @@ from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.targets import Target
 from shoal.bench.load.trace import Trace
 from shoal.bench.load.watch import Watch
-from shoal.bench.summary import figure
+from shoal.bench.rounds import Rounds, check_rounds, figure, in_order
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,12 @@ class Wish:
     period: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "waves", "requests"):
+        check_rounds(self.rounds, self.minutes)
+        for name in ("waves", "requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("seconds", "minutes", "period"):
+        for name in ("seconds", "period"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
@@ -91,21 +91,17 @@ class Measured:
     cores: list[float] = field(default_factory=list)
 
 
-def measure(targets: Sequence[Target], wish: Wish) -> tuple[list[Measured], bool]:
-    """All rounds; and whether the time box cut some off."""
+def measure(targets: Sequence[Target], wish: Wish) -> tuple[list[Measured], Rounds]:
+    """All rounds; and how many the time allowed."""
     cells = [Measured(target, load) for load in wish.loads for target in targets]
-    started, number = time.perf_counter(), 0
+    rounds = Rounds(wish.rounds, wish.minutes)
     with tqdm(total=wish.rounds * len(cells), desc="turns", disable=None) as bar:
-        for number in range(wish.rounds):
-            began = time.perf_counter()
+        for number in rounds:
             for cell in in_order(cells, number):
                 bar.set_postfix_str(f"{cell.target.name} {cell.target.label}, {cell.load.label}")
                 take_turn(cell, wish, number)
                 bar.update()
-            spent = time.perf_counter() - began
-            if wish.minutes is not None and time.perf_counter() - started + spent > 60 * wish.minutes:
-                break
-    return cells, number + 1 < wish.rounds
+    return cells, rounds
 
 
 def take_turn(cell: Measured, wish: Wish, number: int) -> None:

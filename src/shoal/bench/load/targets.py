@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import httpx
 
-from shoal.bench.idle import cpu_seconds
 from shoal.bench.load.http import Address, Failed, get
-from shoal.bench.load.loops import Turn
+from shoal.bench.load.loops import Load, Turn
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, resident
+from shoal.bench.load.servers import Server
 from shoal.bench.load.trace import Trace, ask
+from shoal.bench.process import cpu_seconds, resident
 
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
 
@@ -173,8 +173,6 @@ def own_fields(
 
 def warm_up(targets: Sequence[Target], rows: int, prompts: Prompts) -> dict[int, str]:
     """Let every target answer once with `rows` at a time; what went wrong, by place in `targets`."""
-    from shoal.bench.load.loops import Load
-
     failed = {}
     for place, target in enumerate(targets):
         traces = target.run(Turn(Load(concurrency=rows), requests=rows), prompts)

@@ -6,22 +6,32 @@ TTFT, TPOT = (E2E - TTFT) / (n - 1), tokens/s = rows / TPOT: decoding alone, as 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
-from shoal.bench.cells import OURS, Cell, Job
 from shoal.bench.idle import BUSY
-from shoal.bench.outcome import Measured, Outcome
+from shoal.bench.rounds import Figure, figure
+from shoal.bench.speed.cells import OURS, Cell, Job
+from shoal.bench.speed.outcome import Measured, Outcome
+from shoal.bench.system import Setting
 
-Figure = dict[str, float]
 Raw = Mapping[str, Any]
 
 
-def figure(values: Iterable[float]) -> Figure:
-    """Median and spread."""
-    listed = list(values)
-    return {"median": statistics.median(listed), "min": min(listed), "max": max(listed)}
+def findings(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+    """What a report says of an outcome, in JSON values; of the setting everything but the weights' format."""
+    return {
+        "setting": {key: value for key, value in asdict(setting).items() if key != "quant"},
+        "rounds": outcome.rounds.to_dict(),
+        "roof": roof_of(outcome),
+        "idle": idle_of(outcome),
+        "warnings": warnings_of(outcome),
+        "results": results(outcome),
+        "cost_cards": [{"quant": quant, **card} for (quant, _), card in outcome.cards.items()],
+        "not_measured": [asdict(one) for one in dict.fromkeys(outcome.absent)],
+    }
 
 
 def tpot(run: Raw) -> float:
@@ -173,9 +183,9 @@ def idle_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def warnings_of(outcome: Outcome, rounds: int) -> list[str]:
+def warnings_of(outcome: Outcome) -> list[str]:
     """What makes the figures doubtful."""
-    idle, found = idle_of(outcome), []
+    idle, rounds, found = idle_of(outcome), outcome.rounds, []
     seen = [idle["before"], (idle["during"] or {}).get("median")]
     worst = max((value for value in seen if value is not None), default=None)
     if worst is None:
@@ -184,8 +194,8 @@ def warnings_of(outcome: Outcome, rounds: int) -> list[str]:
         found.append(f"the machine was busy: other processes used {worst:.2f} cores; these figures are not comparable")
     missing = {why for one in outcome.measured if (why := one.about.extra.get("native_kernels")) is not None}
     found += [f"Shoal ran without its native kernels: {why}" for why in sorted(missing)]
-    if outcome.stopped_early:
-        found.append(f"the time box ended the benchmark after {outcome.rounds} of {rounds} rounds")
-    if outcome.rounds < 3:
-        found.append(f"{outcome.rounds} rounds show no spread; run at least 3")
+    if rounds.done < rounds.asked:
+        found.append(f"the time box ended the benchmark after {rounds.done} of {rounds.asked} rounds")
+    if rounds.done < 3:
+        found.append(f"{rounds.done} rounds show no spread; run at least 3")
     return found

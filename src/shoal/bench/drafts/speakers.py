@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shoal.bench.replay import replayed
-from shoal.bench.suite import Decoded, Task
+from shoal.bench.drafts.replay import replayed
+from shoal.bench.drafts.suite import Decoded, Task
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from shoal.bench import table
-from shoal.bench.cells import in_order
+from shoal.bench.rounds import figure, in_order
 
 PLAIN = "full"
 
@@ -97,12 +97,7 @@ class _Score:
             "runs": len(self.runs),
             "tokens": sum(run.timed for run in timed),
             "tokens_per_second": sum(run.timed for run in timed) / sum(run.seconds for run in timed),
-            "times_faster": {
-                "median": statistics.median(self.faster),
-                "min": min(self.faster),
-                "max": max(self.faster),
-                "each": self.faster,
-            },
+            "times_faster": {**figure(self.faster), "each": self.faster},
             "tokens_per_forward": statistics.mean(known) if known else None,
             "acceptance": _mean_by_place([run.acceptance for run in self.runs]),
             "equal_to_plain": self.equal / len(self.runs),
@@ -156,11 +151,6 @@ HEADER = ["text", "system", "runs", "tokens/s", "times faster than plain", "toke
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a table for people."""
     return "\n".join(table.aligned([HEADER, *map(_line, rows)]))
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    return table.markdown(HEADER, [_line(row) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:

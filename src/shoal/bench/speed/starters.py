@@ -12,9 +12,9 @@ from types import MappingProxyType
 import psutil
 import torch
 
+from shoal.bench.process import peak_memory, reset_peak_memory, resident
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import peak_memory, reset_peak_memory
 from shoal.engine.device import as_dtype
 from shoal.model.packed import native
 from shoal.model.packed.native import build as native_build
@@ -54,11 +54,11 @@ class Starter(ABC):
             disk, not from the page cache).
         """
         reset_peak_memory()
-        before, held = _memory(), resident()
+        before, held = _memory(), resident() or 0
         clock = time.perf_counter()
         generate = self.load()
         load_seconds = time.perf_counter() - clock
-        loaded = resident() - held
+        loaded = (resident() or 0) - held
         generate(prompt, 1)
         first = time.perf_counter() - clock
         generate(prompt, new_tokens)
@@ -154,11 +154,6 @@ STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
     {"shoal": ShoalStarter, "hf": HFStarter, "llama.cpp": LlamaStarter}
 )
 """Name of a system -> how it starts."""
-
-
-def resident() -> int:
-    """Bytes that this process holds now."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def _memory() -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What a million generated tokens cost on paper: cost cards that were measured, times the price of an hour.
 
-    python -m shoal.bench.price benchmarks/results/1b-batch.json --per-hour 0.10
+    python benchmarks/price.py benchmarks/results/1b-batch.json --per-hour 0.10
 
 One replica is taken to be busy all the time with as many rows as the card was measured for, all in phase; prompts are
 read for every request anew. A fleet multiplies tokens and cost alike. What it leaves out raises the price: idle hours,

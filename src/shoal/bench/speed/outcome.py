@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.cells import Cell
+from shoal.bench.rounds import Rounds
+from shoal.bench.speed.cells import Cell
 from shoal.bench.system import About, Expected
 
 
@@ -53,17 +54,15 @@ class Outcome:
     """A whole benchmark.
 
     Attributes:
+        rounds: how many there were.
         measured: the cells that were measured.
         absent: what was not.
-        rounds: how many were done.
-        stopped_early: whether the time box cut rounds off.
         idle_before: cores kept busy by other processes before the first round; None where unknown.
         cards: (quant, rows) -> cost card of Shoal.
     """
 
+    rounds: Rounds
     measured: list[Measured] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
-    rounds: int = 0
-    stopped_early: bool = False
     idle_before: float | None = None
     cards: dict[tuple[str | None, int], dict[str, Any]] = field(default_factory=dict)

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench import idle, memory, peers, roof
-from shoal.bench.cells import OURS, Cell, Grid, in_order
-from shoal.bench.ours import Shoal
-from shoal.bench.outcome import Absent, Measured, Outcome
+from shoal.bench import idle, peers, roof
+from shoal.bench.rounds import Rounds, check_rounds, in_order
+from shoal.bench.speed import memory
+from shoal.bench.speed.cells import OURS, Cell, Grid
+from shoal.bench.speed.ours import Shoal
+from shoal.bench.speed.outcome import Absent, Measured, Outcome
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, NotMeasured, Run, Setting
 from shoal.bench.worker import Factory, Worker
@@ -24,29 +26,7 @@ _IDLE_SECONDS = 1.0
 _FORWARDS = 8
 
 
-class Caller(Protocol):
-    """A `Worker`, or what stands in for one."""
-
-    @property
-    def pid(self) -> int:
-        """Of its process; 0 where it has none."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be called."""
-        ...
-
-    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
-        """See `Worker.call`."""
-        ...
-
-    def stop(self) -> None:
-        """See `Worker.stop`."""
-        ...
-
-
-Start = Callable[[Factory, Subject, Setting], Caller]
+Start = Callable[[Factory, Subject, Setting], Worker]
 Key = tuple[str, str | None]
 """A system and a quantisation: what shares one process."""
 
@@ -72,10 +52,7 @@ class Plan:
     start: Start = Worker
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; it must be at least 1, and 3 to show a spread")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes is {self.minutes}; it must be above 0")
+        check_rounds(self.rounds, self.minutes)
 
 
 def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
@@ -90,10 +67,11 @@ def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
     factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
     memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
-    outcome = Outcome(absent=[Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()])
+    outcome = Outcome(Rounds(plan.rounds, plan.minutes))
+    outcome.absent += [Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()]
     with _Bench(subject, plan, factories, outcome) as bench:
         bench.prepare(cells)
-        bench.rounds()
+        bench.measure()
     return outcome
 
 
@@ -107,10 +85,9 @@ class _Bench:
 
     def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Outcome) -> None:
         self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
-        self._workers: dict[Key, Caller] = {}
+        self._workers: dict[Key, Worker] = {}
         self._ready: dict[Key, tuple[About, float, int | None]] = {}
         self._lost: set[Key] = set()
-        self._started = time.perf_counter()
         self._last_roof = 0.0
         self._ids: list[int] = []
 
@@ -170,28 +147,19 @@ class _Bench:
             self._outcome.cards[cell.quant, job.rows] = card
         return measured
 
-    def rounds(self) -> None:
+    def measure(self) -> None:
         """Measure, round after round, as long as the time box allows."""
         outcome, plan = self._outcome, self._plan
         self._roof()
         outcome.idle_before = idle.watch(_IDLE_SECONDS, self._pids())
         with tqdm(total=plan.rounds * len(outcome.measured), desc="rounds", disable=None) as bar:
-            for number in range(plan.rounds):
-                began = time.perf_counter()
+            for number in outcome.rounds:
                 self._last_roof = self._roof()
                 for measured in in_order(outcome.measured, number):
                     with self._or_absent(measured.cell):
                         self._turn(measured, number)
                     bar.update()
-                outcome.rounds = number + 1
-                if number + 1 < plan.rounds and self._no_time_for(time.perf_counter() - began):
-                    outcome.stopped_early = True
-                    break
-        outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds]
-
-    def _no_time_for(self, seconds: float) -> bool:
-        limit = self._plan.minutes
-        return limit is not None and time.perf_counter() - self._started + seconds > 60 * limit
+        outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds.done]
 
     def _turn(self, measured: Measured, number: int) -> None:
         key = measured.cell.system, measured.cell.quant
