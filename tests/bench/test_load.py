@@ -371,8 +371,8 @@ def test_targets_take_turns_and_every_other_round_runs_backwards() -> None:
     log: list[str] = []
     targets = [Made("a", 2.0, log), Made("b", 1.0, log)]
     wish = Wish([Load(concurrency=1), Load(concurrency=3)], Prompts(), rounds=2)
-    cells, cut = measure(targets, wish)
-    assert not cut
+    cells, rounds = measure(targets, wish)
+    assert rounds.to_dict() == {"asked": 2, "done": 2, "stopped_early": False}
     assert [line for line in log if "held" not in line] == [
         "a 1 at once 0", "b 1 at once 0", "a 3 at once 0", "b 3 at once 0",
         "b 3 at once 1", "a 3 at once 1", "b 1 at once 1", "a 1 at once 1",
@@ -387,8 +387,9 @@ def test_targets_take_turns_and_every_other_round_runs_backwards() -> None:
 
 def test_the_time_box_cuts_rounds_off() -> None:
     log: list[str] = []
-    _, cut = measure([Made("a", 1.0, log)], Wish([Load(concurrency=1)], Prompts(), rounds=5, minutes=1e-9))
-    assert cut and len([line for line in log if "held" not in line]) == 1
+    _, rounds = measure([Made("a", 1.0, log)], Wish([Load(concurrency=1)], Prompts(), rounds=5, minutes=1e-9))
+    assert rounds.to_dict() == {"asked": 5, "done": 1, "stopped_early": True}
+    assert len([line for line in log if "held" not in line]) == 1
 
 
 def test_an_http_target_takes_a_load() -> None:

@@ -12,7 +12,6 @@ import torch
 
 from bench_systems import SUBJECT
 from shoal.bench import idle, process, roof
-from shoal.bench.load import servers
 from shoal.bench.speed import memory, starters
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting

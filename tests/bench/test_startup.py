@@ -11,7 +11,7 @@ import pytest
 
 import bench_file
 from bench_systems import SUBJECT, Local
-from shoal.bench.speed import startup
+from shoal.bench.speed import startup, startup_table
 from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
 from shoal.bench.speed.startup import CONDITIONS, Wish, measure
 from shoal.bench.subject import FILE, Subject
@@ -90,7 +90,7 @@ def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]],
     assert all(not row["ratios"] for row in found["results"] if row["system"] != "shoal")
     assert found["rounds"]["done"] == 2 and found["model_bytes"] == Path(str(subject.model)).stat().st_size
     assert "2 rounds show no spread" in found["warnings"][0]
-    table = startup.text(found)
+    table = startup_table.text(found)
     assert "llama.cpp 0.75" in table and "transformers 20.00" in table
 
 

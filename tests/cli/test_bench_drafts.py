@@ -17,8 +17,8 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    words = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8", "--rounds", "1",
-             "--threads", "1", "--json", str(tmp_path / "a.json")]
+    words = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
+             "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]
     *table, last = report(capsys, *words)
     found = json.loads(last)
     assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
