@@ -16,9 +16,8 @@ from bench_systems import SETTING, SUBJECT
 from shoal.bench import peers
 from shoal.bench.load.multi import LlamaMulti
 from shoal.bench.peers import gguf_file
-from shoal.bench.peers.ggml import BITS, encode
-from shoal.bench.peers.hf import HuggingFace
-from shoal.bench.peers.hf_compiled import CompiledHuggingFace
+from shoal.bench.peers.gguf_file import KINDS, bits_of, encode
+from shoal.bench.peers.hf import CompiledHuggingFace, HuggingFace
 from shoal.bench.peers.llama_cpp import LlamaCpp
 from shoal.bench.speed.ours import Shoal
 from shoal.bench.subject import Subject
@@ -122,7 +121,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     import gguf
 
@@ -152,7 +151,7 @@ def test_weights_are_rounded_as_the_other_systems_have_them(tmp_path: Path) -> N
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_bytes_are_those_of_the_reference(kind: str) -> None:
     import gguf
 
@@ -162,8 +161,8 @@ def test_bytes_are_those_of_the_reference(kind: str) -> None:
     weights[5, :32], weights[6, 7] = -0.5, 40.0
     expected = gguf.quants.quantize(weights.numpy(), gguf.GGMLQuantizationType[kind]).view(np.uint8)
     found = encode(weights, kind)
-    assert np.array_equal(found.numpy(), expected)
-    assert found.numel() * 8 == BITS[kind] * weights.numel()
+    assert np.array_equal(found, expected)
+    assert found.size * 8 == bits_of(kind) * weights.numel()
 
 
 def test_rows_of_a_head_are_interleaved() -> None:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from shoal.bench.drafts.replay import replayed
 from shoal.bench.drafts.suite import Decoded, Task
+from shoal.bench.peers.hf import Stamps, greedy
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 
@@ -78,19 +77,9 @@ class HFSpeaker:
         """A streamer takes the times."""
         if task.answer is not None:
             raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")
-        ids, stamps = torch.tensor([task.prompt], device=self._model.device), _Stamps()
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=task.new_tokens,
-            eos_token_id=self._eos or None,
-            pad_token_id=0,
-            streamer=stamps,
-            **self._options,
-        )
-        tokens = tuple(out[0, ids.shape[1] :].tolist())
+        stamps = Stamps()
+        out = greedy(self._model, [task.prompt], task.new_tokens, self._eos or None, streamer=stamps, **self._options)
+        tokens = tuple(out[0, len(task.prompt) :].tolist())
         first, last = stamps.times[1], stamps.times[-1]
         return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
 
@@ -109,21 +98,6 @@ class HFCourse:
     def decoded(self) -> Decoded:
         """See `Course`."""
         return self._made[0]
-
-
-class _Stamps:
-    """A streamer that notes when it is given how much: the prompt first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.sizes: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-        self.sizes.append(value.numel())
-
-    def end(self) -> None:
-        pass
 
 
 HF_OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from shoal.errors import unknown
 PEERS: Mapping[str, str] = MappingProxyType(
     {
         "hf": "shoal.bench.peers.hf:HuggingFace",
-        "hf-static-compiled": "shoal.bench.peers.hf_compiled:CompiledHuggingFace",
+        "hf-static-compiled": "shoal.bench.peers.hf:CompiledHuggingFace",
         "llama.cpp": "shoal.bench.peers.llama_cpp:LlamaCpp",
     }
 )

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.bench.peers.ggml import encode
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured
 
@@ -37,6 +36,7 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _ROWS = 4096
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -154,4 +154,21 @@ class _Encoder:
         """In pieces of some rows: quantising makes temporary copies in float32."""
         if tensor.ndim == 1:
             return tensor.float().numpy()
-        return torch.cat([encode(piece, self._kind) for piece in tensor.split(_ROWS)]).numpy()
+        return np.concatenate([encode(piece, self._kind) for piece in tensor.split(_ROWS)])
+
+
+def encode(matrix: Tensor, kind: str) -> Any:
+    """The bytes of a matrix in a GGML type, uint8 [rows, bytes per row]; what is quantised, by GGML's own package."""
+    import gguf
+
+    if kind in _FLOATS:
+        return matrix.to(_FLOATS[kind]).contiguous().view(torch.uint8).numpy()
+    return gguf.quants.quantize(matrix.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+def bits_of(kind: str) -> float:
+    """Bits per weight of a GGML type, scales included."""
+    import gguf
+
+    block, size = map(int, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]])
+    return 8 * size / block

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
-import torch
 
+from shoal.bench.peers.hf import greedy
 from shoal.bench.process import peak_memory, reset_peak_memory, resident
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
@@ -121,13 +121,7 @@ class HFStarter(Starter):
         place, options = (path.parent, {"gguf_file": path.name}) if self._subject.is_file else (path, {})
         AutoTokenizer.from_pretrained(place, **options)
         model = AutoModelForCausalLM.from_pretrained(place, dtype=as_dtype(self._setting.dtype), **options).eval()
-
-        def generate(prompt: Sequence[int], count: int) -> object:
-            ids = torch.tensor([list(prompt)])
-            return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                                  eos_token_id=None, pad_token_id=0)
-
-        return generate
+        return lambda prompt, count: greedy(model, [prompt], count)
 
 
 class LlamaStarter(Starter):
