@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pages import current, markdown
 from shoal.bench import table
 from shoal.bench.speed import startup_table
 from shoal.bench.speed.cells import OURS
@@ -28,7 +29,7 @@ def overview(reports: Sequence[Report]) -> str:
     if not rows:
         return ""
     used = [report for report in reports if report.get("kind") == "startup" or _speed(report)]
-    lines = [*_machines(used), "", table.markdown(HEADER, rows), ""]
+    lines = [*_machines(used), "", markdown(HEADER, rows), ""]
     return "\n" + "\n".join([*lines, *(f"Warning: {warning}.\n" for warning in _warnings(used))])
 
 
@@ -37,7 +38,7 @@ def page(stem: str, report: Report) -> str:
     header, *rows = startup_table.rows(report) if report["kind"] == "startup" else fidelity_rows(report)
     when = f"{report['date'][:10]}, {_commit(report)}"
     lines = [f"\n### {stem}\n", f"**{_name(report)}**, {_machine(report)}, {when}.", ""]
-    lines += ["```sh", report["command"], "```", "", table.markdown(header, rows), ""]
+    lines += ["```sh", current(report["command"]), "```", "", markdown(header, rows), ""]
     lines += [f"- Not measured: {one['system']}: {one['reason']}." for one in report["not_measured"]]
     lines += [f"\nWarning: {warning}." for warning in report.get("warnings", ())]
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from commands import current
+from pages import current
 from serving_expect import Costs, House, in_phase
 from shoal.bench import report
 from shoal.bench.load.figures import speed

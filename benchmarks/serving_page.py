@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commands import current
-from shoal.bench.table import markdown, processor, spread
+from pages import current, markdown
+from shoal.bench.table import processor, spread
 
 _STAGES = {
     "streams": "Full depth, clients that ask again once answered",

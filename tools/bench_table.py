@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.speed import table as speeds
-from shoal.bench.table import markdown, processor
+from shoal.bench.table import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import real_page as real  # noqa: E402 - beside the reports
 import serving_page as load  # noqa: E402
-from commands import current  # noqa: E402
+from pages import current, markdown  # noqa: E402
 
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 _NOTHING = """

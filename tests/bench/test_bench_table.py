@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from commands import current
+from pages import current
 from shoal.cli.parser import Parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,11 +18,12 @@ BILLIONS = {"135m": 0.1345, "1b": 1.2358, "7b": 6.7384, "13b": 13.0157, "70b": 6
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_names_and_sizes_are_those_of_a_checkpoint(name: str) -> None:
     config = shapes.config_of(name)
-    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.hidden_size // config.num_attention_heads
-    narrow = config.num_key_value_heads * head_dim
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    narrow = config.num_key_value_heads * hidden // config.num_attention_heads
     layer = {
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (narrow, hidden), "self_attn.v_proj": (narrow, hidden), "self_attn.o_proj": (hidden, hidden),
+        "self_attn.k_proj": (narrow, hidden), "self_attn.v_proj": (narrow, hidden),
+        "self_attn.o_proj": (hidden, hidden),
         "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn),
     }
     expected = {f"model.layers.{index}.{key}.weight": shape for index in range(config.num_hidden_layers)

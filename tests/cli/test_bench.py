@@ -150,19 +150,17 @@ def test_help_names_every_group(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("words", "option", "command"),
     [
-        (["--serve", "--concurrency", "8"], "bench-serve"),
-        (["--url", "http://127.0.0.1:9"], "bench-serve"),
-        (["--shape", "1b", "--soak"], "bench-serve"),
-        (["--suite", "spec"], "bench-drafts"),
-        (["--texts=chat"], "bench-drafts"),
+        (["--serve", "--concurrency", "8"], "--serve", "bench-serve"),
+        (["--concurrency", "8", "--url=http://127.0.0.1:9"], "--url", "bench-serve"),
+        (["--shape", "1b", "--soak"], "--soak", "bench-serve"),
+        (["--suite", "spec", "--texts", "chat"], "--suite", "bench-drafts"),
     ],
 )
-def test_what_another_command_does_is_named(capsys, words, command):
+def test_what_another_command_does_is_named(capsys, words, option, command):
     said = fails(capsys, *words)
-    assert f"{words[-1] if words[-1] == '--soak' else words[0].split('=')[0]} is no option" in said
-    assert said.endswith(f"it belongs to: shoal {command}\n")
+    assert f" {option} is no option here" in said and said.endswith(f" shoal {command}\n")
 
 
 def test_no_compile_leaves_out_what_compiles():

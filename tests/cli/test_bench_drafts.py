@@ -32,7 +32,7 @@ def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_pa
     ("words", "said"),
     [
         (["--suite", "spec"], "this command is the suite"),
-        (["--method", "d3"], "--methods, which takes several"),
+        (["--method", "d3"], "--methods takes several"),
         (["--texts", "chat"], "--data"),
         (["--texts", "chat,poems"], "unknown workload 'poems'"),
         (["--texts", "code", "--data", "nowhere"], "see --data"),

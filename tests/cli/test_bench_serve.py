@@ -91,7 +91,9 @@ def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--serve"], "leave it out"),
         (["--url", "nonsense"], "must look like"),
+        (["--batch", "2"], "no option --batch"),
         (["--url", "http://127.0.0.1:9", "--peer", "transformers"], "no --model, --shape or --peer"),
         (["--peer", "vllm"], "vllm"),
         (["--concurrency", "x"], "--concurrency"),

@@ -1,4 +1,4 @@
-"""Tables: plain text for a terminal, Markdown for a page."""
+"""Tables of plain text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = list[str]
-
-
-def markdown(header: Row, rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:

@@ -37,9 +37,9 @@ shoal bench-serve puts a load on servers; shoal bench-drafts shows what drafts b
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.elsewhere = {**dict.fromkeys(("--serve", "--url", "--soak", "--concurrency", "--rate"), "shoal bench-serve"),
-                        **dict.fromkeys(("--suite", "--texts", "--data"), "shoal bench-drafts")}
-    common.add_method(parser)
+    serve, drafts = "loads are measured by: shoal bench-serve", "drafts are measured by: shoal bench-drafts"
+    parser.elsewhere = {**dict.fromkeys(("--serve", "--url", "--soak"), serve), "--suite": drafts}
+    common.add_method(parser, card=False)
     parser.add_argument("--methods", metavar="A,B:KNOB=X", help="several at once; the plain loop is always there")
     what = measuring.add_weights(parser, "the shape 135m if none")
     measuring.add_loading(what)

@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.elsewhere = {"--suite": "nobody: this command is the suite", "--method": "--methods, which takes several"}
+    parser.elsewhere = {"--suite": "this command is the suite; leave it out", "--method": "--methods takes several"}
     parser.add_argument("--methods", metavar="A,B:KNOB=X", default="prompt_lookup:control=goodput",
                         help="several at once; the plain loop is always there")
     what = measuring.add_weights(parser, "the default model if none")

@@ -36,8 +36,8 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.elsewhere = {"--serve": "nobody: this command is the load"}
-    common.add_method(parser)
+    parser.elsewhere = {"--serve": "this command is the load; leave it out"}
+    common.add_method(parser, card=False)
     parser.add_argument("--methods", metavar="A,B:KNOB=X", help="several at once, on the same server")
     what = measuring.add_weights(parser, "the default model if none")
     what.add_argument("--quant", choices=("none", "int8", "int4"), default="none", help="weight format")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from shoal.bench.system import Setting
 
 Number = TypeVar("Number", int, float)
-METHODS_HELP = "several, such as full,d3:mean=0.6"
 
 
 def add_weights(parser: Parser, default: str) -> argparse._ArgumentGroup:
@@ -37,10 +36,10 @@ def add_loading(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs Shoal's layers")
 
 
-def add_procedure(parser: Parser, rounds: int = 3) -> argparse._ArgumentGroup:
+def add_procedure(parser: Parser) -> argparse._ArgumentGroup:
     """How often, and where the report goes."""
     group = parser.add_argument_group("procedure")
-    group.add_argument("--rounds", metavar="N", type=int, default=rounds, help="how often everything is measured")
+    group.add_argument("--rounds", metavar="N", type=int, default=3, help="how often everything is measured")
     group.add_argument("--json", metavar="FILE", nargs="?", const="", help="write the report to a file as well as on "
                        "the last line of stdout; without FILE, print no table")
     return group

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         default_method: name of the method that `--method` falls back to; None where a command takes no method.
-        elsewhere: options of other commands -> the command, for those who look for them here.
+        elsewhere: options that some look for here -> what to do instead.
     """
 
     default_method: str | None = None
@@ -43,16 +43,10 @@ class Parser(argparse.ArgumentParser):
         args, rest = self.parse_known_args(list(words))
         wrong = next((word.split("=")[0] for word in rest if word.startswith("-")), None)
         if wrong is not None:
-            self.refuse(wrong)
+            self.error(f"there is no option {wrong}{suggest(wrong, self._option_string_actions)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; put quotes around a text with spaces")
         return args
-
-    def refuse(self, option: str) -> NoReturn:
-        """Say that there is no such option, and where it is or what may have been meant."""
-        if option in self.elsewhere:
-            self.error(f"{option} is no option of this command; it belongs to: {self.elsewhere[option]}")
-        self.error(f"there is no option {option}{suggest(option, self._option_string_actions)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -67,6 +61,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     The method has to be known before its options are, hence the look ahead: left to a single pass, argparse would
     take the value of an unknown option for a prompt.
     """
+    for option in (word.split("=")[0] for word in words):
+        if option in parser.elsewhere:
+            parser.error(f"{option} is no option here: {parser.elsewhere[option]}")
     if parser.default_method is None:
         return parser.parse_words(words)
     finder = Parser(add_help=False)
@@ -88,8 +85,6 @@ def _refuse_foreign_knobs(parser: Parser, choice: knobs.Choice, words: Sequence[
     wrong = next((option for option in options if option not in known), None)
     if wrong is None:
         return
-    if wrong in parser.elsewhere:
-        parser.refuse(wrong)
     owners = knobs.owners(wrong)
     hint = f"; --method {' or '.join(owners)} has." if owners else suggest(wrong, known)
     own = ", ".join(choice.flags) or "none"

@@ -162,12 +162,10 @@ def look(address: Address) -> Face:
         raise ValueError(f"{address.url}/v1/models does not list a model: {error}") from None
 
 
-def own_fields(
-    method: Mapping[str, Any] | None, equal_lengths: bool, *, numbers: bool = True
-) -> dict[str, Any]:
+def own_fields(method: Mapping[str, Any], equal_lengths: bool) -> dict[str, Any]:
     """Fields that Shoal's server understands: the method, no early end, and its own account of waiting."""
-    asked = {} if method is None else {"method": method["method"], "method_args": method.get("method_args", {})}
-    told = {"metrics": True, "stream_options": {"include_usage": True}} if numbers else {}
+    asked = {"method": method["method"], "method_args": method.get("method_args", {})}
+    told = {"metrics": True, "stream_options": {"include_usage": True}}
     return {**asked, **told, **({"ignore_eos": True} if equal_lengths else {})}
 
 
