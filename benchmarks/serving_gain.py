@@ -14,7 +14,7 @@ from serving_expect import Costs, House, in_phase
 from shoal.bench import report
 from shoal.bench.load.figures import speed
 from shoal.bench.load.loops import Load
-from shoal.bench.load.run import Wish
+from shoal.bench.load.run import LoadConfig
 from shoal.bench.load.trace import Trace
 from shoal.bench.rounds import figure
 from shoal.cli import bench_serve, env
@@ -104,7 +104,7 @@ def _on_paper(load: Report, one: Report, cards: list[CostCard], policy: str) -> 
     return figure([_ratio(wish, at, number, full, d3) for number in rounds])
 
 
-def _ratio(wish: Wish, load: Load, number: int, full: House, d3: House) -> float:
+def _ratio(wish: LoadConfig, load: Load, number: int, full: House, d3: House) -> float:
     turn, prompts = wish.turn(load, number), wish.prompts_of(number)
     before, after = full.serve(turn, prompts), d3.serve(turn, prompts)
     return _latency(before) / _latency(after) if load.rate is not None else speed(after) / speed(before)
@@ -122,7 +122,7 @@ def _in_phase(load: Report, one: Report, card: CostCard) -> dict[str, float]:
     return {"in_phase": d3 / full}
 
 
-def _wish(load: Report) -> Wish:
+def _wish(load: Report) -> LoadConfig:
     """What the load's command asked for."""
     parser = Parser(add_help=False)
     bench_serve.add_arguments(parser)

@@ -104,7 +104,7 @@ def failing(name: str, what: str, after: int = 0) -> type[Fake]:
 
 
 class Local:
-    """The face of a `Worker` without a process."""
+    """The face of a `SystemProcess` without a process."""
 
     pid, alive = 0, True
 
@@ -112,7 +112,7 @@ class Local:
         self._host = Host(factory(subject, setting), setting.device)
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
-        """See `Worker.call`; nothing stops a call that takes long."""
+        """See `SystemProcess.call`; nothing stops a call that takes long."""
         return self._host.call(name, *args)
 
     def stop(self) -> None:

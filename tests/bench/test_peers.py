@@ -17,7 +17,7 @@ from shoal.bench import peers
 from shoal.bench.load.multi import LlamaMulti
 from shoal.bench.peers import gguf_file
 from shoal.bench.peers.gguf_file import KINDS, bits_of, encode
-from shoal.bench.peers.hf import CompiledHuggingFace, HuggingFace
+from shoal.bench.peers.hf import HFGenerate, HFGenerateCompiled
 from shoal.bench.peers.llama_cpp import LlamaCpp
 from shoal.bench.speed.ours import Shoal
 from shoal.bench.subject import Subject
@@ -205,13 +205,13 @@ def test_llama_cpp_refuses_what_it_has_not(setting: Setting) -> None:
 
 def test_transformers_decodes_the_tokens_that_we_decode(make: Make) -> None:
     prompts = [IDS[:20], IDS[30:50]]
-    theirs, ours = make(HuggingFace), make(Shoal)
+    theirs, ours = make(HFGenerate), make(Shoal)
     one, other = theirs.generate(prompts, 10, None), ours.generate(prompts, 10, None)
     assert one.tokens == other.tokens and len(one.times) == 10 and list(one.times) == sorted(one.times)
 
 
 def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    system, lengths = make(HuggingFace), []
+    system, lengths = make(HFGenerate), []
     step = system._step
     monkeypatch.setattr(system, "_step", lambda *a, **k: (lengths.append(a[1].get_seq_length()), step(*a, **k)))
     assert len(system.forward(IDS[:20], 4, 3)) == 3
@@ -220,11 +220,11 @@ def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypa
 
 def test_transformers_has_no_quantised_weights_here() -> None:
     with pytest.raises(NotMeasured, match="not in int8"):
-        HuggingFace(SUBJECT, Setting("float32", "int8")).prepare()
+        HFGenerate(SUBJECT, Setting("float32", "int8")).prepare()
 
 
 def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Make) -> None:
-    system = make(CompiledHuggingFace)
+    system = make(HFGenerateCompiled)
     options = system.options()
     assert options["cache_implementation"] == "static" and options["compile_config"].mode == "default"
     with pytest.raises(NotMeasured, match="not compiled"):
@@ -234,7 +234,7 @@ def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Mak
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_transformers_decodes_the_same_tokens(make: Make) -> None:
-    theirs, ours = make(CompiledHuggingFace), make(Shoal)
+    theirs, ours = make(HFGenerateCompiled), make(Shoal)
     assert theirs.generate([IDS[:20]], 6, None).tokens == ours.generate([IDS[:20]], 6, None).tokens
 
 
@@ -270,7 +270,7 @@ def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: py
 
 def test_unknown_peers() -> None:
     assert set(peers.PEERS).isdisjoint(peers.NOT_HERE)
-    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HuggingFace", "CompiledHuggingFace", "LlamaCpp"]
+    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HFGenerate", "HFGenerateCompiled", "LlamaCpp"]
     with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
         peers.load("llama_cpp")
 

@@ -15,7 +15,7 @@ from shoal.bench import rounds as rounds_of
 from shoal.bench.rounds import in_order
 from shoal.bench.speed import run as runner
 from shoal.bench.speed.cells import FULL, Grid
-from shoal.bench.speed.outcome import Outcome
+from shoal.bench.speed.outcome import Measurements
 from shoal.bench.speed.run import Plan, prompts_for, run
 from shoal.bench.subject import Subject
 from shoal.errors import Unsupported
@@ -125,7 +125,7 @@ def test_systems_are_closed_even_after_a_failure(log, monkeypatch: pytest.Monkey
     assert {entry[0] for entry in log if entry[1:] == ("close",)} == {"shoal", "hf"}
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Outcome:
+def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Measurements:
     """A benchmark whose clock moves on by a minute at every look."""
     now = iter(range(0, 10**6, 60))
     for module in (runner, rounds_of):

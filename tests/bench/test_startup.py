@@ -13,7 +13,7 @@ import bench_file
 from bench_systems import SUBJECT, Local
 from shoal.bench.speed import startup, startup_table
 from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
-from shoal.bench.speed.startup import CONDITIONS, Wish, measure
+from shoal.bench.speed.startup import CONDITIONS, StartupConfig, measure
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting
 
@@ -64,7 +64,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def measured(subject: Subject, peers: Sequence[str], rounds: int = 2) -> dict[str, Any]:
-    return measure(subject, Setting("float32"), Wish(peers, rounds, start=Local))
+    return measure(subject, Setting("float32"), StartupConfig(peers, rounds, start=Local))
 
 
 def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
@@ -99,9 +99,9 @@ def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: Subjec
     assert [one["reason"] for one in found["not_measured"]] == ["not today"]
     assert {row["system"] for row in found["results"]} == {"shoal"}
     with pytest.raises(ValueError, match="'vllm'"):
-        Wish(["vllm"])
+        StartupConfig(["vllm"])
     with pytest.raises(ValueError, match="rounds is 0"):
-        Wish(rounds=0)
+        StartupConfig(rounds=0)
     with pytest.raises(ValueError, match="no local file"):
         measured(SUBJECT, [])
 

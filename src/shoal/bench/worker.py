@@ -19,7 +19,7 @@ from shoal.bench.system import NotMeasured, Setting, System
 Factory = Callable[[Subject, Setting], System]
 
 
-class Worker:
+class SystemProcess:
     """A system in a process of its own.
 
     Args:

@@ -94,7 +94,7 @@ def _startup(args: argparse.Namespace) -> int:
         raise ValueError("--startup measures how a model file loads; give one with --model")
     subject = measuring.subject_of(args, trust_remote_code=args.trust_remote_code)
     setting = measuring.setting_of(args, backend=args.backend)
-    wish = startup.Wish(measuring.peers_from(args.peer or ["hf"]), args.rounds, args.minutes)
+    wish = startup.StartupConfig(measuring.peers_from(args.peer or ["hf"]), args.rounds, args.minutes)
     found = startup.measure(subject, setting, wish)
     found = report.framed(found, subject, setting, machine=env.collect(), command=args.words)
     measuring.publish(found, args, startup_table.text)

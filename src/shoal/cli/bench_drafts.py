@@ -15,7 +15,7 @@ from shoal.cli.method_list import methods_from
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.bench.drafts.measure import Wish
+    from shoal.bench.drafts.measure import DraftsConfig
 
 EXAMPLES = """examples:
   shoal bench-drafts --methods prompt_lookup:control=goodput --peer hf-prompt-lookup
@@ -61,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wish(args: argparse.Namespace) -> Wish:
+def _wish(args: argparse.Namespace) -> DraftsConfig:
     from shoal.bench import workloads
-    from shoal.bench.drafts.measure import Wish
+    from shoal.bench.drafts.measure import DraftsConfig
 
     usual = [workloads.PROBLEMS] if args.data is None else list(workloads.WORKLOADS)
     names = [word for word in args.texts.split(",") if word] if args.texts else usual
     peers = measuring.peers_from(args.peer)
-    return Wish(names, args.data, args.items, args.new_tokens, args.rounds, peers, args.exit_at, args.assistant)
+    return DraftsConfig(names, args.data, args.items, args.new_tokens, args.rounds, peers, args.exit_at, args.assistant)

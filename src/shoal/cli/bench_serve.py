@@ -23,7 +23,7 @@ from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.bench.load.lineup import Lineup, Servers
-    from shoal.bench.load.run import Wish
+    from shoal.bench.load.run import LoadConfig
 
 FAILED = 1
 EXAMPLES = """examples:
@@ -99,7 +99,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(args: argparse.Namespace, wish: Wish, lineup: Lineup) -> None:
+def _check(args: argparse.Namespace, wish: LoadConfig, lineup: Lineup) -> None:
     """Before anything is loaded."""
     if args.url is not None and (args.model or args.shape or lineup.peers):
         raise ValueError("--url names a server that runs already; it goes with no --model, --shape or --peer")
@@ -109,7 +109,7 @@ def _check(args: argparse.Namespace, wish: Wish, lineup: Lineup) -> None:
                          "--soak --concurrency 16 --minutes 10")
 
 
-def _fill(servers: Servers, args: argparse.Namespace, wish: Wish) -> dict[str, Any]:
+def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[str, Any]:
     """Start or find the servers; what a report says about them."""
     from shoal.bench.load.http import Address
 
@@ -128,14 +128,14 @@ def _fill(servers: Servers, args: argparse.Namespace, wish: Wish) -> dict[str, A
     }
 
 
-def _soak(args: argparse.Namespace, wish: Wish, servers: Servers) -> dict[str, Any]:
+def _soak(args: argparse.Namespace, wish: LoadConfig, servers: Servers) -> dict[str, Any]:
     from shoal.bench.load.soak import soak
 
     rounds = {"asked": 1, "done": 1, "stopped_early": False}
     return {"rounds": rounds, **soak(servers.targets[0], wish, args.minutes)}
 
 
-def _measure(wish: Wish, servers: Servers) -> dict[str, Any]:
+def _measure(wish: LoadConfig, servers: Servers) -> dict[str, Any]:
     from shoal.bench.load.run import measure, results
 
     cells, rounds = measure(servers.targets, wish)
@@ -158,18 +158,18 @@ def _lineup(args: argparse.Namespace) -> Lineup:
     )
 
 
-def wish_of(args: argparse.Namespace) -> Wish:
+def wish_of(args: argparse.Namespace) -> LoadConfig:
     """What the words of a command line ask for; ValueError for what cannot be measured."""
     from shoal.bench.load.figures import Objective
     from shoal.bench.load.loops import Load
     from shoal.bench.load.prompts import Prompts, recorded
-    from shoal.bench.load.run import Wish
+    from shoal.bench.load.run import LoadConfig
 
     loads = [Load(concurrency=number) for number in numbers("--concurrency", args.concurrency, int)]
     loads += [Load(rate=rate) for rate in numbers("--rate", args.rate, float)]
     texts = recorded([word for word in args.texts.split(",") if word], args.data) if args.texts else []
     answers = numbers("--answers", args.answers, int) or [args.new_tokens]
-    return Wish(
+    return LoadConfig(
         loads or [Load(concurrency=1)],
         Prompts(texts, numbers("--context", args.context, int), answers, args.seed),
         args.requests,

@@ -20,7 +20,7 @@ def methods_from(text: str | None) -> dict[str, Method]:
 def _method(word: str) -> Method:
     name, *knobs = word.split(":")
     parser = Parser(add_help=False)
-    common.add_method(parser)
+    common.add_method(parser, card=False)
     options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]
     method: Method = parse(parser, ["--method", name, *options]).method
     return method

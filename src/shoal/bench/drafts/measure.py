@@ -11,7 +11,7 @@ from shoal import catalog
 from shoal.bench import words, workloads
 from shoal.bench.drafts import suite
 from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
-from shoal.bench.drafts.suite import Speaker, Task
+from shoal.bench.drafts.suite import DraftTask, Speaker
 from shoal.bench.rounds import check_rounds
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting
@@ -23,7 +23,7 @@ from shoal.methods.full import Full
 
 
 @dataclass(frozen=True)
-class Wish:
+class DraftsConfig:
     """What is to be measured.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wish:
         workloads.check(self.data, self.workloads)
 
 
-def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: Wish) -> dict[str, Any]:
+def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: DraftsConfig) -> dict[str, Any]:
     """Decode all texts by all systems; JSON values.
 
     Raises:
@@ -83,21 +83,21 @@ def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], w
     }
 
 
-def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[Task]:
+def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[DraftTask]:
     if not replay:
         encode = engine.tokenizer
         room = (engine.stack.max_positions or 1 << 30) - new_tokens
-        return [Task(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
+        return [DraftTask(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
     tokenizer = words.train(part for one in texts for part in (one.prompt, one.answer))
     tasks = []
     for one in texts:
         answer = tuple(tokenizer.encode(one.answer).ids[:new_tokens])
         if len(answer) > 1:
-            tasks.append(Task(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
+            tasks.append(DraftTask(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
     return tasks
 
 
-def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> dict[str, Speaker]:
+def _peers(subject: Subject, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, Speaker]:
     if not wish.peers:
         return {}
     model = subject.hf_model(as_dtype(setting.dtype), setting.device)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shoal.bench.drafts.replay import replayed
-from shoal.bench.drafts.suite import Decoded, Task
+from shoal.bench.drafts.suite import Decoded, DraftTask
 from shoal.bench.peers.hf import Stamps, greedy
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
@@ -25,7 +25,7 @@ class ShoalSpeaker:
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
 
-    def begin(self, task: Task) -> ShoalCourse:
+    def begin(self, task: DraftTask) -> ShoalCourse:
         """See `Speaker`; along the recorded answer where there is one."""
         return ShoalCourse(self._engine, self._method, task)
 
@@ -33,7 +33,7 @@ class ShoalSpeaker:
 class ShoalCourse:
     """A stream whose every step is timed. See `Course`."""
 
-    def __init__(self, engine: Engine, method: Method, task: Task) -> None:
+    def __init__(self, engine: Engine, method: Method, task: DraftTask) -> None:
         held = method if task.answer is None else replayed(method, task.answer)
         self._stream = engine.stream(
             list(task.prompt), method=held, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
@@ -69,11 +69,11 @@ class HFSpeaker:
     def __init__(self, model: Any, options: dict[str, Any], eos: list[int]) -> None:
         self._model, self._options, self._eos = model, options, eos
 
-    def begin(self, task: Task) -> HFCourse:
+    def begin(self, task: DraftTask) -> HFCourse:
         """See `Speaker`."""
         return HFCourse(partial(self._decode, task))
 
-    def _decode(self, task: Task) -> Decoded:
+    def _decode(self, task: DraftTask) -> Decoded:
         """A streamer takes the times."""
         if task.answer is not None:
             raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")

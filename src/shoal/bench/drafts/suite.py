@@ -22,7 +22,7 @@ PLAIN = "full"
 
 
 @dataclass(frozen=True)
-class Task:
+class DraftTask:
     """A text in tokens.
 
     Attributes:
@@ -70,7 +70,7 @@ class Course(Protocol):
 class Speaker(Protocol):
     """A system that can decode a task."""
 
-    def begin(self, task: Task) -> Course:
+    def begin(self, task: DraftTask) -> Course:
         """Greedily, to the task's length or the model's own end; the prompt is read here."""
         ...
 
@@ -113,7 +113,9 @@ def _mean_by_place(shares: Sequence[tuple[float, ...]]) -> list[float]:
     return [statistics.mean([one[place] for one in shares if len(one) > place]) for place in range(longest)]
 
 
-def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker], rounds: int) -> list[dict[str, Any]]:
+def run(
+    workloads: Mapping[str, Sequence[DraftTask]], systems: Mapping[str, Speaker], rounds: int
+) -> list[dict[str, Any]]:
     """Rows of the table: a workload and a system each, the plain loop's among them.
 
     Args:
@@ -132,7 +134,7 @@ def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker],
     return [scores[name, label].row(name, label) for name in workloads for label in systems if (name, label) in scores]
 
 
-def together(task: Task, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
+def together(task: DraftTask, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
     """All systems on one task, in turn."""
     courses = {label: system.begin(task) for label, system in systems.items()}
     going = list(courses.values())
@@ -141,7 +143,7 @@ def together(task: Task, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
     return {label: course.decoded() for label, course in courses.items()}
 
 
-def _warm_up(task: Task, systems: Mapping[str, Speaker]) -> None:
+def _warm_up(task: DraftTask, systems: Mapping[str, Speaker]) -> None:
     together(task, systems)
 
 

@@ -15,7 +15,7 @@ from shoal.bench.load.http import Address
 from shoal.bench.load.multi import Multi
 from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.servers import Server, free_port, shoal_words, transformers_words
-from shoal.bench.load.targets import Form, Http, Target, look, own_fields, warm_up
+from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
 from shoal.errors import unknown
@@ -75,7 +75,7 @@ class Servers(ExitStack):
     def __init__(self, lineup: Lineup, texts: Sequence[str] = ()) -> None:
         super().__init__()
         self.lineup, self._texts = lineup, texts
-        self.targets: list[Target] = []
+        self.targets: list[LoadTarget] = []
         self.absent: list[dict[str, str]] = []
         self.notes: list[str] = []
 

@@ -10,16 +10,16 @@ from typing import Any
 from tqdm import tqdm
 
 from shoal.bench.load import figures
-from shoal.bench.load.run import Measured, Wish, results, take_turn, thinned
-from shoal.bench.load.targets import Target
-from shoal.bench.load.watch import Watch
+from shoal.bench.load.run import LoadConfig, LoadResult, results, take_turn, thinned
+from shoal.bench.load.targets import LoadTarget
+from shoal.bench.load.watch import MemorySampler
 
 FLAT = 0.02
 """Most that memory may move after the warm-up, as a share of what it was then."""
 _WINDOWS = 10
 
 
-def soak(target: Target, wish: Wish, minutes: float) -> dict[str, Any]:
+def soak(target: LoadTarget, wish: LoadConfig, minutes: float) -> dict[str, Any]:
     """Keep the first load up for so long.
 
     Returns:
@@ -28,8 +28,8 @@ def soak(target: Target, wish: Wish, minutes: float) -> dict[str, Any]:
     seconds = 60 * minutes
     longer = replace(wish, requests=None, waves=10**9, seconds=seconds, rounds=1, minutes=None,
                      period=min(1.0, seconds / (10 * _WINDOWS)))
-    cell = Measured(target, longer.loads[0])
-    with tqdm(total=round(seconds), desc="seconds", disable=None) as bar, Watch(partial(_tick, bar), 1.0):
+    cell = LoadResult(target, longer.loads[0])
+    with tqdm(total=round(seconds), desc="seconds", disable=None) as bar, MemorySampler(partial(_tick, bar), 1.0):
         take_turn(cell, longer, 0)
     (found,) = results([cell], wish.objective)
     within = [point for point in cell.curve if point["seconds"] <= seconds]  # afterwards rows leave one by one

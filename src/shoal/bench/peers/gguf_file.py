@@ -40,7 +40,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TensorEntry:
     """A tensor of the file: its names there and in the checkpoint, and the heads whose rows are reordered."""
 
     name: str
@@ -115,16 +115,16 @@ def _describe(writer: Any, subject: Subject) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def _entries(subject: Subject) -> Iterator[_Entry]:
+def _entries(subject: Subject) -> Iterator[_TensorEntry]:
     config = subject.text
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for theirs, ours in _GLOBAL.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
-            yield _Entry(f"{ours}.weight", f"{theirs}.weight")
+            yield _TensorEntry(f"{ours}.weight", f"{theirs}.weight")
     for index in range(config.num_hidden_layers):
         for theirs, ours in _LAYER.items():
             name, source = f"blk.{index}.{ours}.weight", f"model.layers.{index}.{theirs}.weight"
-            yield _Entry(name, source, heads.get(theirs, 0))
+            yield _TensorEntry(name, source, heads.get(theirs, 0))
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:

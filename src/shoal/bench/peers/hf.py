@@ -14,7 +14,7 @@ from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traff
 from shoal.engine.device import as_dtype
 
 
-class HuggingFace:
+class HFGenerate:
     """See `shoal.bench.system.System`."""
 
     detail = "generate, sdpa, DynamicCache"
@@ -79,7 +79,7 @@ class HuggingFace:
         self.model = None
 
 
-class CompiledHuggingFace(HuggingFace):
+class HFGenerateCompiled(HFGenerate):
     """With a StaticCache and torch.compile on the decoding step; the first generation compiles."""
 
     detail = "generate, sdpa, StaticCache, torch.compile"

@@ -11,7 +11,7 @@ from shoal.bench.system import About, Expected
 
 
 @dataclass
-class Measured:
+class CellResult:
     """One cell's runs.
 
     Attributes:
@@ -34,7 +34,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Skipped:
     """Something that was not measured, and why.
 
     Attributes:
@@ -50,7 +50,7 @@ class Absent:
 
 
 @dataclass
-class Outcome:
+class Measurements:
     """A whole benchmark.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outcome:
     """
 
     rounds: Rounds
-    measured: list[Measured] = field(default_factory=list)
-    absent: list[Absent] = field(default_factory=list)
+    measured: list[CellResult] = field(default_factory=list)
+    absent: list[Skipped] = field(default_factory=list)
     idle_before: float | None = None
     cards: dict[tuple[str | None, int], dict[str, Any]] = field(default_factory=dict)

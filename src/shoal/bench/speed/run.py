@@ -16,17 +16,17 @@ from shoal.bench.rounds import Rounds, check_rounds, in_order
 from shoal.bench.speed import memory
 from shoal.bench.speed.cells import OURS, Cell, Grid
 from shoal.bench.speed.ours import Shoal
-from shoal.bench.speed.outcome import Absent, Measured, Outcome
+from shoal.bench.speed.outcome import CellResult, Measurements, Skipped
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, NotMeasured, Run, Setting
-from shoal.bench.worker import Factory, Worker
+from shoal.bench.worker import Factory, SystemProcess
 
 _ROOF_SECONDS = 0.2
 _IDLE_SECONDS = 1.0
 _FORWARDS = 8
 
 
-Start = Callable[[Factory, Subject, Setting], Worker]
+Start = Callable[[Factory, Subject, Setting], SystemProcess]
 Key = tuple[str, str | None]
 """A system and a quantisation: what shares one process."""
 
@@ -49,13 +49,13 @@ class Plan:
     setting: Setting = field(default_factory=lambda: Setting("bfloat16"))
     roof_bytes: int = roof.BUFFER
     text: str | None = None
-    start: Start = Worker
+    start: Start = SystemProcess
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds, self.minutes)
 
 
-def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
+def run(subject: Subject, grid: Grid, plan: Plan) -> Measurements:
     """Measure the grid.
 
     Raises:
@@ -67,8 +67,8 @@ def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
     factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
     memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
-    outcome = Outcome(Rounds(plan.rounds, plan.minutes))
-    outcome.absent += [Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()]
+    outcome = Measurements(Rounds(plan.rounds, plan.minutes))
+    outcome.absent += [Skipped(name, None, None, reason) for name, reason in peers.NOT_HERE.items()]
     with _Bench(subject, plan, factories, outcome) as bench:
         bench.prepare(cells)
         bench.measure()
@@ -83,9 +83,9 @@ def _held(plan: Plan, system: str, quant: str | None) -> Setting:
 class _Bench:
     """The systems while they are alive."""
 
-    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Outcome) -> None:
+    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements) -> None:
         self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
-        self._workers: dict[Key, Worker] = {}
+        self._workers: dict[Key, SystemProcess] = {}
         self._ready: dict[Key, tuple[About, float, int | None]] = {}
         self._lost: set[Key] = set()
         self._last_roof = 0.0
@@ -120,7 +120,7 @@ class _Bench:
             if cell.system == OURS:
                 raise ValueError(f"Shoal itself could not be measured: {reason}") from error
             whole = whole or not self._workers[key].alive
-            self._outcome.absent.append(Absent(*key, None if whole else cell.job.kind, reason))
+            self._outcome.absent.append(Skipped(*key, None if whole else cell.job.kind, reason))
             if whole:
                 self._lost.add(key)
                 self._workers.pop(key).stop()
@@ -135,12 +135,12 @@ class _Bench:
         about = worker.call("prepare")
         return about, time.perf_counter() - start, before
 
-    def _warm_up(self, cell: Cell) -> Measured:
+    def _warm_up(self, cell: Cell) -> CellResult:
         key, job = (cell.system, cell.quant), cell.job
         worker, (about, load_seconds, _) = self._workers[key], self._ready[key]
         start = time.perf_counter()
         self._once(cell, None if cell.system == OURS else 60 * self._plan.setting.compile_minutes)
-        measured = Measured(cell, about, load_seconds=load_seconds, warm_up_seconds=time.perf_counter() - start)
+        measured = CellResult(cell, about, load_seconds=load_seconds, warm_up_seconds=time.perf_counter() - start)
         if job.kind == "generate":
             measured.expected = worker.call("expect", job.context, job.rows, job.new_tokens, cell.method)
         if cell.system == OURS and (card := worker.call("card", job.rows)) is not None:
@@ -161,7 +161,7 @@ class _Bench:
                     bar.update()
         outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds.done]
 
-    def _turn(self, measured: Measured, number: int) -> None:
+    def _turn(self, measured: CellResult, number: int) -> None:
         key = measured.cell.system, measured.cell.quant
         if key in self._lost:
             return

@@ -24,7 +24,7 @@ from shoal.bench.speed.run import Start, prompts_for
 from shoal.bench.speed.starters import STARTERS
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Worker
+from shoal.bench.worker import SystemProcess
 
 CONDITIONS: Mapping[str, Sequence[str]] = MappingProxyType(
     {OURS: ("first", "cached", "cold-first", "cold"), "llama.cpp": ("warm", "cold"), "hf": ("warm",)}
@@ -39,7 +39,7 @@ _PROMPT = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class StartupConfig:
     """What is to be measured.
 
     Attributes:
@@ -54,7 +54,7 @@ class Wish:
     rounds: int = 3
     minutes: float | None = None
     new_tokens: int = 16
-    start: Start = Worker
+    start: Start = SystemProcess
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds, self.minutes)
@@ -63,7 +63,7 @@ class Wish:
             raise ValueError(f"peer is {wrong[0]!r}; startup is measured of {', '.join(STARTERS)}")
 
 
-def measure(subject: Subject, setting: Setting, wish: Wish) -> dict[str, Any]:
+def measure(subject: Subject, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
     """Load again and again; JSON values.
 
     Raises:
@@ -102,7 +102,7 @@ def _warnings(busy: float | None, rounds: int) -> list[str]:
 class _Samples:
     """All loads so far."""
 
-    def __init__(self, subject: Subject, setting: Setting, wish: Wish) -> None:
+    def __init__(self, subject: Subject, setting: Setting, wish: StartupConfig) -> None:
         self._subject, self._setting, self._wish = subject, setting, wish
         self._runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.absent: dict[str, str] = {}

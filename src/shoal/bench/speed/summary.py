@@ -14,13 +14,13 @@ from typing import Any
 from shoal.bench.idle import BUSY
 from shoal.bench.rounds import Figure, figure
 from shoal.bench.speed.cells import OURS, Cell, Job
-from shoal.bench.speed.outcome import Measured, Outcome
+from shoal.bench.speed.outcome import CellResult, Measurements
 from shoal.bench.system import Setting
 
 Raw = Mapping[str, Any]
 
 
-def findings(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+def findings(outcome: Measurements, setting: Setting) -> dict[str, Any]:
     """What a report says of an outcome, in JSON values; of the setting everything but the weights' format."""
     return {
         "setting": {key: value for key, value in asdict(setting).items() if key != "quant"},
@@ -47,12 +47,12 @@ def main_seconds(run: Raw, job: Job) -> float:
     return tpot(run) if job.kind == "generate" else float(run["times"][0])
 
 
-def results(outcome: Outcome) -> list[dict[str, Any]]:
+def results(outcome: Measurements) -> list[dict[str, Any]]:
     """A JSON object per cell, raw runs included."""
     return [_result(measured, outcome.measured) for measured in outcome.measured]
 
 
-def _result(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+def _result(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Any]:
     cell, job = measured.cell, measured.cell.job
     return {
         "system": cell.system,
@@ -78,7 +78,7 @@ def _result(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _generation(measured: Measured) -> dict[str, Any]:
+def _generation(measured: CellResult) -> dict[str, Any]:
     runs, rows, expected = measured.runs, measured.cell.job.rows, measured.expected
     figures: dict[str, Any] = {
         "ttft_seconds": figure(run["times"][0] for run in runs),
@@ -96,24 +96,24 @@ def _generation(measured: Measured) -> dict[str, Any]:
     return figures
 
 
-def _prefill(measured: Measured) -> dict[str, Any]:
+def _prefill(measured: CellResult) -> dict[str, Any]:
     tokens = measured.cell.job.rows * measured.cell.job.context
     firsts = [run["times"][0] for run in measured.runs]
     return {"ttft_seconds": figure(firsts), "prompt_tokens_per_second": figure(tokens / first for first in firsts)}
 
 
-def _forward(measured: Measured) -> dict[str, Any]:
+def _forward(measured: CellResult) -> dict[str, Any]:
     return {"seconds": figure(statistics.median(run["seconds"]) for run in measured.runs)}
 
 
-_FIGURES: Mapping[str, Callable[[Measured], dict[str, Any]]] = {
+_FIGURES: Mapping[str, Callable[[CellResult], dict[str, Any]]] = {
     "generate": _generation,
     "prefill": _prefill,
     "forward": _forward,
 }
 
 
-def _against_full(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+def _against_full(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Any]:
     """Beside the plain loop with the same weights: what the cost card expected, and how many leading tokens agree."""
     cell = measured.cell
     full = next((other for other in every if other.cell.system == OURS and other.cell.label == "full"
@@ -126,7 +126,7 @@ def _against_full(measured: Measured, every: Sequence[Measured]) -> dict[str, An
     return found if ours is None or theirs is None else {**found, "predicted_speedup": theirs / ours}
 
 
-def _ratios(measured: Measured, every: Sequence[Measured]) -> dict[str, Figure]:
+def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Figure]:
     """How many times faster than the plain loop, than each peer, and (forwards) the cost against one position.
 
     Round by round, so that what slows both down cancels. A peer without these quantised weights counts unquantised.
@@ -144,7 +144,7 @@ def _ratios(measured: Measured, every: Sequence[Measured]) -> dict[str, Figure]:
     return found
 
 
-def _quotients(above: Measured, below: Measured) -> Figure:
+def _quotients(above: CellResult, below: CellResult) -> Figure:
     job = below.cell.job
     pairs = zip(above.runs, below.runs, strict=True)
     return figure(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
@@ -154,7 +154,7 @@ def _same_system(one: Cell, other: Cell) -> bool:
     return (one.system, one.quant, one.label) == (other.system, other.quant, other.label)
 
 
-def _ratio_name(cell: Cell, other: Cell, every: Sequence[Measured]) -> str | None:
+def _ratio_name(cell: Cell, other: Cell, every: Sequence[CellResult]) -> str | None:
     """What a ratio to `other` is called; None where there is nothing to compare."""
     if cell.system != OURS or other.job != cell.job:
         return None
@@ -166,13 +166,13 @@ def _ratio_name(cell: Cell, other: Cell, every: Sequence[Measured]) -> str | Non
     return f"{other.system} unquantised" if other.quant is None and not exact else None
 
 
-def roof_of(outcome: Outcome) -> dict[str, Any]:
+def roof_of(outcome: Measurements) -> dict[str, Any]:
     """All readings of the roof."""
     readings = [reading for measured in outcome.measured for run in measured.runs for reading in run["roof"]]
     return {"unit": "bytes/s", **(figure(readings) if readings else {}), "readings": readings}
 
 
-def idle_of(outcome: Outcome) -> dict[str, Any]:
+def idle_of(outcome: Measurements) -> dict[str, Any]:
     """How busy other processes kept the machine."""
     during = [run["others"] for measured in outcome.measured for run in measured.runs if run["others"] is not None]
     return {
@@ -183,7 +183,7 @@ def idle_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def warnings_of(outcome: Outcome) -> list[str]:
+def warnings_of(outcome: Measurements) -> list[str]:
     """What makes the figures doubtful."""
     idle, rounds, found = idle_of(outcome), outcome.rounds, []
     seen = [idle["before"], (idle["during"] or {}).get("median")]
