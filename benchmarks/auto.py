@@ -27,9 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from auto_prompts import KINDS, prompts
-
 import shoal
+from auto_prompts import KINDS, prompts
 from shoal.bench import report
 from shoal.bench.roof import read_bandwidth
 from shoal.cli.common import encode

@@ -5,8 +5,8 @@
 
 The reference is transformers on the file's numbers, dequantised to float32. Every system reads in a process of its own,
 one after the other, each for at most `--minutes`; what was read lies in the folder `--work`, and the same command goes
-on from there. `--join` only writes the report from what is there. Systems: see `shoal.bench.readers.SYSTEMS`; those in
-formats of Shoal's own read the folder `--dequantised`, which is made below `--work` where none is given.
+on from there. `--join` only writes the report from what is there. Systems: see `SYSTEMS` in benchmarks/readers.py;
+those in formats of Shoal's own read the folder `--dequantised`, which is made below `--work` where none is given.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from typing import Any
 import numpy
 import torch
 
-from shoal.bench import dequantised, fidelity, idle, readers, report, roof
+import perplexity
+import readers
+from real_page import fidelity_rows
+from shoal.bench import idle, report, roof
+from shoal.bench.speed import dequantised
 from shoal.bench.subject import Subject
+from shoal.bench.table import aligned
 from shoal.cli import env
 from shoal.cli.divergence import diverge
 
@@ -83,11 +88,11 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     if readers.OURS.get(name, "file") != "file" and args.dequantised is None:
         subject = Subject(model=args.model, dequantised=str(made(args, subject)))
     ids, first = tokens_of(args, subject)
-    pieces = fidelity.windows(ids, args.tokens, args.window, first)
+    pieces = perplexity.windows(ids, args.tokens, args.window, first)
     record = args.work / f"{slug(name)}.json"
     about = {"model": Path(args.model).name, "text": args.text.name, "window": args.window, "first": first,
              "tokens": args.tokens}
-    begun = fidelity.resume(record, about)
+    begun = perplexity.resume(record, about)
     if len(begun["losses"]) == len(pieces) and "greedy" in begun:
         return
     reader = readers.open_reader(name, subject, torch.get_num_threads())
@@ -98,7 +103,7 @@ def read_one(args: argparse.Namespace, name: str) -> None:
         begun["bits_per_weight"], begun["threads"] = reader.bits_per_weight, torch.get_num_threads()
         record.write_text(json.dumps(begun), encoding="utf-8")
     until = None if args.minutes is None else time.perf_counter() + 60 * args.minutes
-    fidelity.read(reader, pieces, record, about, until)
+    perplexity.read(reader, pieces, record, about, until)
 
 
 def made(args: argparse.Namespace, subject: Subject) -> Path:
@@ -150,10 +155,10 @@ def joined(
 def row(work: Path, name: str, found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Everything about one system."""
     ours, theirs = (torch.from_numpy(numpy.load(work / f"{slug(one)}.npy")) for one in (name, readers.REFERENCE))
-    error = fidelity.logit_error(ours, theirs)
+    error = perplexity.logit_error(ours, theirs)
     seconds = found["seconds"]
     return {
-        "system": name, "bits_per_weight": found["bits_per_weight"], **fidelity.against(found, reference),
+        "system": name, "bits_per_weight": found["bits_per_weight"], **perplexity.against(found, reference),
         "logits": {"tokens": PROBE, **error},
         "greedy": greedy(found["greedy"], reference["greedy"], 2 * error["largest"]),
         "tokens_per_second": sum(found["judged"]) / seconds if seconds else None, "threads": found["threads"],
@@ -180,9 +185,6 @@ def slug(name: str) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """A table for a terminal."""
-    from shoal.bench.real import fidelity_rows
-    from shoal.bench.table import aligned
-
     return "\n".join(aligned(fidelity_rows(found)))
 
 

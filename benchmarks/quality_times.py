@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from quality import publish
-from quality_tables import key_of
 
 import shoal
+from quality import publish
+from quality_tables import key_of
 from shoal import methods
 from shoal.cli import env
 from shoal.eval import suites

@@ -4,7 +4,7 @@
     python benchmarks/serving.py --only streams,card,depth --minutes 10
     python benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
 
-Every stage but two is one `shoal bench --serve` command, which is printed and stands in its result:
+Every stage but two is one `shoal bench-serve` command, which is printed and stands in its result:
 
     streams   full depth, 1, 8 and 16 clients that ask again once answered
     card      what a step costs with 1, 8 and 16 rows, for the predictions (no server)
@@ -76,7 +76,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="A,...", help="stages; all if none")
     parser.add_argument("--minutes", metavar="T", type=float, default=25.0, help="for all stages together: what is "
                         "left is shared out, and a stage begins no round that would end later; each does one at least")
-    parser.add_argument("--shape", metavar="S", help="1b (default), or another shape of `shoal bench`")
+    parser.add_argument("--shape", metavar="S", help="1b (default), or another shape of `shoal bench-serve`")
     parser.add_argument("--model", metavar="M", help="folder, Hub id or name instead")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", metavar="N", type=int, help="most rounds of every stage")
@@ -127,8 +127,8 @@ def perform(name: str, stage: Stage, minutes: float, args: argparse.Namespace) -
     lengths = ["--context", str(args.words), "--new-tokens", str(16 if args.quick else args.new_tokens)]
     # a quarter of the time is for writing weights, loading and warming up, which the command does not count
     how = ["--rounds", str(rounds), "--minutes", f"{0.75 * minutes:.2f}"]
-    what = ["--serve", *subject(args), "--dtype", args.dtype, *lengths, *stage.words, *how]
-    shoal(["bench", *what, "--json", str(shown(args.out / f"{name}.json"))])
+    what = [*subject(args), "--dtype", args.dtype, *lengths, *stage.words, *how]
+    shoal(["bench-serve", *what, "--json", str(shown(args.out / f"{name}.json"))])
 
 
 def subject(args: argparse.Namespace) -> list[str]:

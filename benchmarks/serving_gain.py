@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pages import current
+from serving_expect import Costs, House, in_phase
 from shoal.bench import report
-from shoal.bench.load.expect import Costs, House, in_phase
 from shoal.bench.load.figures import speed
 from shoal.bench.load.loops import Load
-from shoal.bench.load.run import Wish
+from shoal.bench.load.run import LoadConfig
 from shoal.bench.load.trace import Trace
-from shoal.bench.summary import figure
-from shoal.cli import bench, env
-from shoal.cli.load import wish_of
+from shoal.bench.rounds import figure
+from shoal.cli import bench_serve, env
 from shoal.cli.parser import Parser, parse
 from shoal.depth.plan import DepthPlan
 from shoal.methods.d3 import D3
@@ -104,7 +104,7 @@ def _on_paper(load: Report, one: Report, cards: list[CostCard], policy: str) -> 
     return figure([_ratio(wish, at, number, full, d3) for number in rounds])
 
 
-def _ratio(wish: Wish, load: Load, number: int, full: House, d3: House) -> float:
+def _ratio(wish: LoadConfig, load: Load, number: int, full: House, d3: House) -> float:
     turn, prompts = wish.turn(load, number), wish.prompts_of(number)
     before, after = full.serve(turn, prompts), d3.serve(turn, prompts)
     return _latency(before) / _latency(after) if load.rate is not None else speed(after) / speed(before)
@@ -122,11 +122,11 @@ def _in_phase(load: Report, one: Report, card: CostCard) -> dict[str, float]:
     return {"in_phase": d3 / full}
 
 
-def _wish(load: Report) -> Wish:
+def _wish(load: Report) -> LoadConfig:
     """What the load's command asked for."""
     parser = Parser(add_help=False)
-    bench.add_arguments(parser)
-    return wish_of(parse(parser, shlex.split(load["command"])[2:]))
+    bench_serve.add_arguments(parser)
+    return bench_serve.wish_of(parse(parser, shlex.split(current(load["command"]))[2:]))
 
 
 def _d3(layers: int, answer: int) -> DepthPlan:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.bench.cells import Grid
+from shoal.bench.speed.cells import Grid
 from shoal.bench.subject import Subject
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting
+from shoal.bench.worker import Factory, Host
 
 SUBJECT = Subject(shape="tiny")
 SETTING = Setting("float32", threads=1, card_seconds=0.01)
@@ -100,3 +101,20 @@ def failing(name: str, what: str, after: int = 0) -> type[Fake]:
         return call
 
     return type("Failing", (Fake,), {"name": name, what: refuse(getattr(Fake, what))})
+
+
+class Local:
+    """The face of a `SystemProcess` without a process."""
+
+    pid, alive = 0, True
+
+    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
+        self._host = Host(factory(subject, setting), setting.device)
+
+    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
+        """See `SystemProcess.call`; nothing stops a call that takes long."""
+        return self._host.call(name, *args)
+
+    def stop(self) -> None:
+        """Close the system."""
+        self._host.call("close")

@@ -4,8 +4,8 @@
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
 The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
-benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, with `--suite spec`
-those in benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and benchmarks/auto.py into
+benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, `shoal bench-drafts
+--json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and benchmarks/auto.py into
 benchmarks/auto. The README shows real models only. The tables go between the lines `<!-- benchmarks:begin -->` and
 `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and `<!-- auto:end -->`.
 """
@@ -19,10 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import real, table
-from shoal.bench.load import page as load
+from shoal.bench.speed import table as speeds
+from shoal.bench.table import processor
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import real_page as real  # noqa: E402 - beside the reports
+import serving_page as load  # noqa: E402
+from pages import current, markdown  # noqa: E402
+
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 _NOTHING = """
 No real model has been measured for this table yet. Shapes with random weights have: [benchmarks](benchmarks/README.md).
@@ -76,10 +81,10 @@ def long(path: Path, report: dict[str, Any]) -> str:
     if "kind" in report:
         return real.page(path.stem, report)
     parts = [f"\n### {path.stem}\n", intro(report), ""]
-    parts += [f"{system}: {what}. " for system, what in table.systems(report).items()]
-    parts += ["", "```sh", report["command"], "```"]
-    for title, header, rows in table.sections(report):
-        parts += ["", f"{title}:", "", table.markdown(header, rows)]
+    parts += [f"{system}: {what}. " for system, what in speeds.systems(report).items()]
+    parts += ["", "```sh", current(report["command"]), "```"]
+    for title, header, rows in speeds.sections(report):
+        parts += ["", f"{title}:", "", markdown(header, rows)]
     absent = [one for one in report["not_measured"] if one["what"] is None]
     parts += ["", *(f"- Not measured: {_who(one)}: {one['reason']}." for one in absent)]
     return "\n".join(parts) + "\n" + notes(report)
@@ -94,21 +99,21 @@ def drafts(report: dict[str, Any]) -> str:
     lines = [[system, *(_draft(cells.get((system, text)), best[text]) for text in texts)] for system in systems]
     machine, setting = report["machine"], report["setting"]
     said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
-    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {table.processor(machine)}, "
+    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {processor(machine)}, "
             f"{setting['threads']} threads, {_rounds(report['rounds'])}, systems in turn token by token, "
             f"{report['date'][:10]}:")
-    return f"\n{head}\n\n{table.markdown(['method', *texts], lines)}\n\n{_FENCE}{report['command']}\n```\n"
+    return f"\n{head}\n\n{markdown(['method', *texts], lines)}\n\n{_FENCE}{current(report['command'])}\n```\n"
 
 
 def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """A line per kind of text, a column per model: times faster than plain decoding, at least; tokens per forward."""
     kinds = list(dict.fromkeys(kind for _, report in files for kind in report["kinds"]))
     lines = [[kind, *(_auto(report["kinds"].get(kind)) for _, report in files)] for kind in kinds]
-    found = ["", table.markdown(["kind", *(path.stem for path, _ in files)], lines), ""]
+    found = ["", markdown(["kind", *(path.stem for path, _ in files)], lines), ""]
     for path, report in files:
         asked, timed = report["setting"], [text for text in report["texts"] if "ratio" in text]
         parted = sum(text["first_difference"] is not None for text in timed)
-        found.append(f"- {path.stem}: {asked['model']}, {table.processor(report['machine'])}, {len(timed)} texts, "
+        found.append(f"- {path.stem}: {asked['model']}, {processor(report['machine'])}, {len(timed)} texts, "
                      f"{asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, {report['date'][:10]}; "
                      f"{len(timed) - parted} texts equal to plain decoding's. `{report['command']}`")
     return "\n".join(found) + "\n\n"
@@ -133,7 +138,7 @@ def _draft(row: dict[str, Any] | None, best: float) -> str:
 def intro(report: dict[str, Any]) -> str:
     """What was measured on what."""
     machine, setting, roof = report["machine"], report["setting"], report["roof"]
-    where = f"{table.processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
+    where = f"{processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
             f"roof {roof['median'] / 1e9:.1f} GB/s ({roof['min'] / 1e9:.1f}-{roof['max'] / 1e9:.1f}), "
             f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from pages import current
+from shoal.cli.parser import Parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURE = {"median": 2.0, "min": 1.0, "max": 3.0}
@@ -49,6 +54,21 @@ def tool() -> ModuleType:
 def test_the_tables_are_up_to_date(tool: ModuleType) -> None:
     stale = [path.name for path, text in tool.documents().items() if path.read_text("utf-8") != text]
     assert not stale, f"{stale} are out of date; run: python tools/bench_table.py"
+
+
+def test_recorded_commands_are_shown_as_they_are_given_today() -> None:
+    reports = (json.loads(path.read_text("utf-8")) for path in (ROOT / "benchmarks").rglob("*.json"))
+    commands = [one["command"] for one in reports if str(one.get("command")).startswith("shoal bench")]
+    assert len(commands) > 10
+    for command in map(current, commands):
+        name, *words = shlex.split(command)[1:]
+        module, parser = importlib.import_module(f"shoal.cli.{name.replace('-', '_')}"), Parser()
+        module.add_arguments(parser)
+        parse(parser, words)
+    assert current("shoal bench --serve --rate 2") == "shoal bench-serve --rate 2"
+    assert current("shoal bench --shape 1b --suite spec") == "shoal bench-drafts --shape 1b"
+    same = "shoal bench --shape 1b --json benchmarks/--serve.json"
+    assert current(same) == same and current("benchmarks/auto.py --serve x") == "benchmarks/auto.py --serve x"
 
 
 def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.bench.load.expect import Costs, House, in_phase, on_line
+from serving_expect import Costs, House, in_phase, on_line
 from shoal.bench.load.figures import speed
-from shoal.bench.load.loops import Load, Turn
+from shoal.bench.load.loops import Load, LoadPhase
 from shoal.bench.load.prompts import Prompts
 from shoal.depth.plan import DepthPlan
 from shoal.model.cost import CostCard
@@ -49,14 +49,14 @@ def test_cards_must_differ_in_rows(cards: list[CostCard]) -> None:
 def test_a_wave_takes_what_the_card_predicts(plan: DepthPlan) -> None:
     alone = CostCard(0.01, 0.02, 0.005, 1e-5 * 4, (None,) * LAYERS, ((10, 2.0),), 4)
     paper = House(Costs([alone]), lambda answer: plan, True, 16, 10, 40)
-    traces = paper.serve(Turn(Load(concurrency=4), requests=8), Prompts(new_tokens=(6,)))
+    traces = paper.serve(LoadPhase(Load(concurrency=4), requests=8), Prompts(new_tokens=(6,)))
     assert speed(traces) == pytest.approx(in_phase(alone, plan, 10, 6))
     assert [trace.due for trace in traces] == pytest.approx([0.0] * 4 + [alone.predict(plan, 10, 6)] * 4)
 
 
 def test_a_turn_by_hand() -> None:
     """Two clients, three answers of three tokens; the third request joins when the first two have ended."""
-    traces = house(waves=False).serve(Turn(Load(concurrency=2), requests=3), Prompts(new_tokens=(3,)))
+    traces = house(waves=False).serve(LoadPhase(Load(concurrency=2), requests=3), Prompts(new_tokens=(3,)))
     step = 0.025 + 4 * 0.01
     assert traces[0].chunks == pytest.approx([1.0, 1.0 + step, 1.0 + 2 * step])
     assert traces[2].due == pytest.approx(1.0 + 2 * step)
@@ -64,7 +64,7 @@ def test_a_turn_by_hand() -> None:
 
 
 def test_an_open_loop_waits_for_requests_and_requests_for_waves() -> None:
-    turn, asked = Turn(Load(rate=1.0), requests=6, seed=3), Prompts(new_tokens=(30,))
+    turn, asked = LoadPhase(Load(rate=1.0), requests=6, seed=3), Prompts(new_tokens=(30,))
     assert [trace.due for trace in house().serve(turn, asked)] == pytest.approx(list(turn.arrivals()))
     waited = sum(trace.ttft or 0.0 for trace in house(waves=True).serve(turn, asked))
     assert waited > sum(trace.ttft or 0.0 for trace in house(waves=False).serve(turn, asked))
@@ -72,7 +72,7 @@ def test_an_open_loop_waits_for_requests_and_requests_for_waves() -> None:
 
 def test_rows_of_different_ages_undo_what_rows_in_phase_save() -> None:
     late = DepthPlan.from_counts([4] * 20 + [2], [1, 2], LAYERS)
-    asked, turn = Prompts(new_tokens=(10, 40)), Turn(Load(concurrency=8), requests=64)
+    asked, turn = Prompts(new_tokens=(10, 40)), LoadPhase(Load(concurrency=8), requests=64)
     gains = [speed(house(late, waves).serve(turn, asked)) / speed(house(FULL, waves).serve(turn, asked))
              for waves in (False, True)]
     assert 1 < gains[0] < gains[1]
@@ -86,7 +86,7 @@ def test_every_request_is_answered_in_full(
     clients: int, requests: int, rows: int, waves: bool, answers: list[int], prompt: int
 ) -> None:
     paper, asked = house(HALF, waves, max_rows=rows, prompt=prompt), Prompts(new_tokens=answers)
-    traces = paper.serve(Turn(Load(concurrency=clients), requests=requests), asked)
+    traces = paper.serve(LoadPhase(Load(concurrency=clients), requests=requests), asked)
     assert [trace.tokens for trace in traces] == [asked[number].new_tokens for number in range(requests)]
     for trace in traces:
         assert list(trace.chunks) == sorted(trace.chunks) and trace.due < trace.chunks[0] and not trace.error

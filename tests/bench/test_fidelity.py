@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import bench_file
-from shoal.bench import fidelity, readers
+import perplexity
+import readers
 from shoal.bench.subject import Subject
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +57,12 @@ def script() -> ModuleType:
 
 
 def test_windows_do_not_overlap_and_begin_as_texts_do() -> None:
-    assert fidelity.windows(range(10), 100, 4, None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert fidelity.windows(range(10), 7, 4, 99) == [[99, 0, 1, 2], [99, 3, 4, 5]]
+    assert perplexity.windows(range(10), 100, 4, None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert perplexity.windows(range(10), 7, 4, 99) == [[99, 0, 1, 2], [99, 3, 4, 5]]
     with pytest.raises(ValueError, match="3 tokens, and a window takes 4"):
-        fidelity.windows(range(3), 100, 4, None)
+        perplexity.windows(range(3), 100, 4, None)
     with pytest.raises(ValueError, match="window is 1"):
-        fidelity.windows(range(3), 100, 1, None)
+        perplexity.windows(range(3), 100, 1, None)
 
 
 def test_a_loss_is_the_sum_over_all_tokens_but_the_first() -> None:
@@ -70,7 +71,7 @@ def test_a_loss_is_the_sum_over_all_tokens_but_the_first() -> None:
     wanted = -sum(
         float(logits[i, ids[i + 1]]) - math.log(sum(math.exp(float(value)) for value in logits[i])) for i in range(299)
     )
-    assert fidelity.loss(logits, ids) == pytest.approx(wanted, rel=1e-5)
+    assert perplexity.loss(logits, ids) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_reading_shows_a_bar_on_a_terminal(
@@ -78,39 +79,39 @@ def test_a_reading_shows_a_bar_on_a_terminal(
 ) -> None:
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)  # noqa: B023
-        fidelity.read(Flat(), [[1, 2, 3]], tmp_path / f"{terminal}.json", {})
+        perplexity.read(Flat(), [[1, 2, 3]], tmp_path / f"{terminal}.json", {})
         assert ("windows" in capsys.readouterr().err) == terminal
 
 
 def test_a_reading_goes_on_where_it_was(tmp_path: Path) -> None:
     pieces, record, about = [[1, 2, 3], [4, 5, 6], [7, 0, 1]], tmp_path / "a.json", {"model": "x"}
     first = Flat()
-    assert fidelity.read(first, pieces, record, about, until=0.0)["losses"] == [] and first.calls == 0
-    fidelity.read(first, pieces[:1], record, about)
+    assert perplexity.read(first, pieces, record, about, until=0.0)["losses"] == [] and first.calls == 0
+    perplexity.read(first, pieces[:1], record, about)
     second = Flat()
-    found = fidelity.read(second, pieces, record, about)
+    found = perplexity.read(second, pieces, record, about)
     assert (first.calls, second.calls) == (1, 2) and found["judged"] == [2, 2, 2]
     assert found["losses"] == pytest.approx([2 * math.log(8)] * 3)
     assert json.loads(record.read_text("utf-8")) == found
-    assert fidelity.resume(record, {"model": "y"})["losses"] == []
+    assert perplexity.resume(record, {"model": "y"})["losses"] == []
 
 
 def test_perplexities_are_compared_over_what_both_have_read() -> None:
     ours = {"losses": [2.0, 4.0, 9.0], "judged": [2, 2, 2]}
     theirs = {"losses": [1.0, 1.0], "judged": [2, 2]}
-    found = fidelity.against(ours, theirs)
+    found = perplexity.against(ours, theirs)
     assert (found["windows"], found["tokens"]) == (2, 4)
     assert found["perplexity"] == pytest.approx(math.exp(1.5))
     assert found["reference_perplexity"] == pytest.approx(math.exp(0.5))
     assert found["ratio"] == pytest.approx(math.e)
     spread = 1.96 * math.sqrt(0.5) / math.sqrt(2)  # differences per token are 0.5 and 1.5
     assert found["ratio_high"] == pytest.approx(math.exp(1 + spread))
-    assert fidelity.against(ours, {"losses": [], "judged": []}) == {"windows": 0, "tokens": 0}
+    assert perplexity.against(ours, {"losses": [], "judged": []}) == {"windows": 0, "tokens": 0}
 
 
 def test_a_difference_of_logits_is_relative_to_the_largest() -> None:
     reference = torch.tensor([[1.0, -4.0], [0.0, 2.0]])
-    found = fidelity.logit_error(torch.tensor([[1.0, -4.0, 7.0], [0.5, 2.0, 7.0]]), reference)
+    found = perplexity.logit_error(torch.tensor([[1.0, -4.0, 7.0], [0.5, 2.0, 7.0]]), reference)
     assert found == {"largest": 0.5, "rms": 0.25, "largest_logit": 4.0, "relative": 0.125}
 
 
@@ -119,9 +120,9 @@ def test_readers_of_a_file_agree(subject: Subject) -> None:
     ids = [1, 200, 3, 4, 150, 6, 7, 80, 9]
     opened = [readers.open_reader(name, subject, 1) for name in ("reference", "shoal", "llama.cpp", "llama.cpp Q8_0")]
     reference, ours, theirs, eight = (one.logits(ids) for one in opened)
-    assert fidelity.logit_error(ours, reference)["relative"] < 1e-4
-    assert fidelity.logit_error(theirs, reference)["relative"] < 0.01
-    assert 0.001 < fidelity.logit_error(eight, reference)["relative"] < 0.3
+    assert perplexity.logit_error(ours, reference)["relative"] < 1e-4
+    assert perplexity.logit_error(theirs, reference)["relative"] < 0.01
+    assert 0.001 < perplexity.logit_error(eight, reference)["relative"] < 0.3
     expected, margins = opened[0].greedy(ids, 6)
     assert expected == opened[1].greedy(ids, 6)[0] and len(margins) == 6 and min(margins) > 0
     assert [one.bits_per_weight for one in opened[:3]] == [32.0] * 3 and 8 < opened[3].bits_per_weight < 9

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import bench_file
-from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer
-from shoal.bench import dequantised, gguf_facts, memory, report
-from shoal.bench import run as runner
-from shoal.bench.ours import Shoal
-from shoal.bench.peers.hf import HuggingFace
+from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
+from shoal.bench import gguf_facts, report
+from shoal.bench.peers.hf import HFGenerate
 from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.run import Plan, cut, run
+from shoal.bench.speed import dequantised, memory
+from shoal.bench.speed import run as runner
+from shoal.bench.speed.ours import Shoal
+from shoal.bench.speed.run import Plan, cut, run
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting, file_traffic
-from shoal.bench.worker import Local
 from shoal.errors import Unsupported
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
@@ -71,7 +71,7 @@ def test_a_broken_file_is_refused_in_words(tmp_path: Path) -> None:
 def test_all_systems_run_the_numbers_of_the_file(subject: Subject, logits: torch.Tensor) -> None:
     theirs = torch.from_numpy(prepared(LlamaCpp, subject).logits(IDS).copy())
     assert float((theirs - logits).abs().max() / logits.abs().max()) < 0.01
-    answers = [prepared(kind, subject).generate([IDS], 8, None).tokens for kind in (Shoal, HuggingFace, LlamaCpp)]
+    answers = [prepared(kind, subject).generate([IDS], 8, None).tokens for kind in (Shoal, HFGenerate, LlamaCpp)]
     assert answers[0] == answers[1] == answers[2]
 
 
@@ -95,9 +95,9 @@ def test_other_types_are_made_from_the_file(subject: Subject, logits: torch.Tens
 
 
 def test_transformers_says_what_it_runs(subject: Subject) -> None:
-    assert "dequantised to float32" in prepared(HuggingFace, subject).prepare().detail
+    assert "dequantised to float32" in prepared(HFGenerate, subject).prepare().detail
     with pytest.raises(NotMeasured, match="int8"):
-        HuggingFace(subject, Setting("float32", "int8")).prepare()
+        HFGenerate(subject, Setting("float32", "int8")).prepare()
 
 
 def test_formats_of_our_own_come_from_a_folder_that_goes(subject: Subject) -> None:

@@ -20,15 +20,15 @@ from shoal.bench.load import figures
 from shoal.bench.load.figures import Objective
 from shoal.bench.load.folder import tokenizer
 from shoal.bench.load.http import Address, Failed, get
-from shoal.bench.load.loops import Load, Turn
-from shoal.bench.load.multi import _Run, _Sequence
+from shoal.bench.load.loops import Load, LoadPhase
+from shoal.bench.load.multi import _BatchLoop, _Sequence
 from shoal.bench.load.prompts import Prompts, recorded
-from shoal.bench.load.run import Wish, measure, results
+from shoal.bench.load.run import LoadConfig, measure, results
 from shoal.bench.load.servers import Server, free_port
 from shoal.bench.load.soak import verdict
 from shoal.bench.load.targets import Form, Http, look, own_fields
 from shoal.bench.load.trace import Trace, ask, read
-from shoal.bench.load.watch import Watch
+from shoal.bench.load.watch import MemorySampler
 from shoal.bench.system import NotMeasured
 from shoal.methods import make
 
@@ -52,7 +52,6 @@ def test_times_and_counts_are_read_from_a_stream() -> None:
     found = read(came, 0.5, 6.0, None)
     assert found == Trace(0.5, (1.0, 2.0), 6.0, 7, 9, 0.25, None)
     assert (found.ttft, found.gaps, found.tpot) == (0.5, [1.0], 1.0 / 8)
-    assert found.to_dict()["ttft"] == 0.5
 
 
 def test_chunks_stand_for_tokens_where_nothing_is_counted_and_chats_are_read() -> None:
@@ -166,7 +165,7 @@ def test_keys_paths_and_bodies_arrive() -> None:
     spec = make({"method": "early_exit", "method_args": {"exit_layer": 2}}).to_dict()
     fields = own_fields(spec, True)
     assert (fields["method"], fields["method_args"]["exit_layer"], fields["ignore_eos"]) == ("early_exit", 2, True)
-    assert "ignore_eos" not in own_fields(None, False)
+    assert "ignore_eos" not in own_fields(spec, False)
 
 
 def test_a_page_is_read_whole() -> None:
@@ -181,15 +180,15 @@ def test_a_page_is_read_whole() -> None:
 
 @given(st.floats(0.1, 50), st.integers(0, 99))
 def test_arrivals_are_seeded_and_end(rate: float, seed: int) -> None:
-    turn = Turn(Load(rate=rate), requests=20, seed=seed)
+    turn = LoadPhase(Load(rate=rate), requests=20, seed=seed)
     moments = list(turn.arrivals())
     assert moments == list(turn.arrivals()) == sorted(moments) and len(moments) == 20 and moments[0] == 0
-    assert moments != list(Turn(Load(rate=rate), requests=20, seed=seed + 1).arrivals())
-    assert all(moment < 3 / rate for moment in Turn(Load(rate=rate), seconds=3 / rate, seed=seed).arrivals())
+    assert moments != list(LoadPhase(Load(rate=rate), requests=20, seed=seed + 1).arrivals())
+    assert all(moment < 3 / rate for moment in LoadPhase(Load(rate=rate), seconds=3 / rate, seed=seed).arrivals())
 
 
 def test_arrivals_come_at_their_rate() -> None:
-    moments = list(Turn(Load(rate=4.0), requests=4000, seed=1).arrivals())
+    moments = list(LoadPhase(Load(rate=4.0), requests=4000, seed=1).arrivals())
     gaps = np.diff(moments)
     assert np.mean(gaps) == pytest.approx(0.25, rel=0.05)
     assert np.std(gaps) == pytest.approx(0.25, rel=0.08), "exponential gaps spread as wide as they are long"
@@ -214,7 +213,7 @@ class Clients:
 @given(st.integers(1, 9), st.integers(1, 40))
 def test_a_closed_loop_keeps_so_many_under_way(clients: int, requests: int) -> None:
     send = Clients()
-    traces = asyncio.run(Turn(Load(concurrency=clients), requests=requests).run(send))
+    traces = asyncio.run(LoadPhase(Load(concurrency=clients), requests=requests).run(send))
     assert send.most == min(clients, requests)
     assert sorted(send.numbers) == list(range(requests)) and [one.tokens for one in traces] == list(range(requests))
 
@@ -228,7 +227,7 @@ def test_an_open_loop_waits_for_nobody() -> None:
             await asyncio.sleep(0)
         return Trace(due, (), due, error="late")
 
-    traces = asyncio.run(Turn(Load(rate=1000.0), requests=6).run(send))
+    traces = asyncio.run(LoadPhase(Load(rate=1000.0), requests=6).run(send))
     assert len(traces) == 6 and {one.error for one in traces} == {"late"}
 
 
@@ -238,10 +237,10 @@ def test_an_open_loop_waits_for_nobody() -> None:
         (lambda: Load(), "either"),
         (lambda: Load(concurrency=0), "at least 1"),
         (lambda: Load(rate=-1.0), "above 0"),
-        (lambda: Turn(Load(rate=1.0)), "needs an end"),
-        (lambda: Wish([], Prompts()), "no load"),
-        (lambda: Wish([Load(rate=1.0)], Prompts()), "need an end"),
-        (lambda: Wish([Load(concurrency=1)], Prompts(), seconds=0), "above 0"),
+        (lambda: LoadPhase(Load(rate=1.0)), "needs an end"),
+        (lambda: LoadConfig([], Prompts()), "no load"),
+        (lambda: LoadConfig([Load(rate=1.0)], Prompts()), "need an end"),
+        (lambda: LoadConfig([Load(concurrency=1)], Prompts(), seconds=0), "above 0"),
         (lambda: Prompts(lengths=()), "at least 1"),
         (lambda: Objective.parse("ttft"), "ttft"),
         (lambda: Objective.parse("speed=3"), "speed=3"),
@@ -350,7 +349,7 @@ class Made:
     def __init__(self, name: str, speed: float, log: list[str]) -> None:
         self.name, self.label, self._speed, self._log = name, "", speed, log
 
-    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
+    def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
         self._log.append(f"{self.name} {turn.load.label} {turn.seed}")
         return [trace(first=1 / self._speed, gaps=1 / self._speed) for _ in range(turn.requests or 0)]
 
@@ -370,9 +369,9 @@ class Made:
 def test_targets_take_turns_and_every_other_round_runs_backwards() -> None:
     log: list[str] = []
     targets = [Made("a", 2.0, log), Made("b", 1.0, log)]
-    wish = Wish([Load(concurrency=1), Load(concurrency=3)], Prompts(), rounds=2)
-    cells, cut = measure(targets, wish)
-    assert not cut
+    wish = LoadConfig([Load(concurrency=1), Load(concurrency=3)], Prompts(), rounds=2)
+    cells, rounds = measure(targets, wish)
+    assert rounds.to_dict() == {"asked": 2, "done": 2, "stopped_early": False}
     assert [line for line in log if "held" not in line] == [
         "a 1 at once 0", "b 1 at once 0", "a 3 at once 0", "b 3 at once 0",
         "b 3 at once 1", "a 3 at once 1", "b 1 at once 1", "a 1 at once 1",
@@ -387,14 +386,15 @@ def test_targets_take_turns_and_every_other_round_runs_backwards() -> None:
 
 def test_the_time_box_cuts_rounds_off() -> None:
     log: list[str] = []
-    _, cut = measure([Made("a", 1.0, log)], Wish([Load(concurrency=1)], Prompts(), rounds=5, minutes=1e-9))
-    assert cut and len([line for line in log if "held" not in line]) == 1
+    _, rounds = measure([Made("a", 1.0, log)], LoadConfig([Load(concurrency=1)], Prompts(), rounds=5, minutes=1e-9))
+    assert rounds.to_dict() == {"asked": 5, "done": 1, "stopped_early": True}
+    assert len([line for line in log if "held" not in line]) == 1
 
 
 def test_an_http_target_takes_a_load() -> None:
     with fake_api() as url:
         target = Http("fake", "", Address(url), Form("fake"))
-        traces = target.run(Turn(Load(concurrency=3), requests=7), Prompts(new_tokens=(4,)))
+        traces = target.run(LoadPhase(Load(concurrency=3), requests=7), Prompts(new_tokens=(4,)))
     assert [one.tokens for one in traces] == [4] * 7 and not any(one.error for one in traces)
     assert target.resident() is None and target.cpu_seconds() is None
 
@@ -408,7 +408,7 @@ def test_memory_is_read_from_the_metrics_of_a_server_elsewhere() -> None:
 
 def test_a_watch_reads_at_once_and_until_the_end() -> None:
     values = iter(range(10**9))
-    with Watch(lambda: next(values), 0.001) as watch:
+    with MemorySampler(lambda: next(values), 0.001) as watch:
         while len(watch.curve) < 3:
             time.sleep(0.001)
     count = len(watch.curve)
@@ -508,7 +508,7 @@ def test_rows_of_a_shared_batch_are_what_they_are_alone(
                for number, (length, new) in enumerate(jobs)]
     seen = {one.number: one for one in waiting}
     chosen: dict[int, list[int]] = {one.number: [] for one in waiting}
-    run = _Run(context, rows, timed)
+    run = _BatchLoop(context, rows, timed)
     step = run._step
 
     def noted() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench_systems import SUBJECT
-from shoal.bench import idle, memory, roof, starters
-from shoal.bench.load import servers
+from shoal.bench import idle, process, roof
+from shoal.bench.speed import memory, starters
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting
 
@@ -55,13 +55,13 @@ def test_what_others_use_is_all_less_our_own(tmp_path: Path, monkeypatch: pytest
     after = idle.snapshot([2])
     assert before is not None and before.busy == 100.0 and before.own == 30.0
     assert idle.others(before, after) == pytest.approx((25.0 - 15.0) / 10.0)
-    assert idle.cpu_seconds(3) == 80.0
+    assert process.cpu_seconds(3) == 80.0
 
 
 def test_what_a_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", proc(tmp_path / "a", 10_000, {os.getpid(): 10, 3: 10}))
     page = os.sysconf("SC_PAGE_SIZE")
-    assert servers.resident(3) == starters.resident() == 1000 * page
+    assert process.resident(3) == process.resident() == 1000 * page
     assert starters._memory() == {"pss_bytes": 3500 * 1024, "private_bytes": 3000 * 1024,
                                   "shared_bytes": 1000 * page - 3000 * 1024, "disk_bytes": 4096}
 
@@ -69,7 +69,7 @@ def test_what_a_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_claimed_where_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", proc(tmp_path / "a", 10_000, {os.getpid(): 10}))
     assert idle.snapshot([]) is not None and idle.snapshot([7]) is None
-    assert idle.cpu_seconds(7) is None and servers.resident(7) is None
+    assert process.cpu_seconds(7) is None and process.resident(7) is None
     some = idle.CpuTimes(1.0, 0.0, 0.0)
     assert idle.others(None, some) is None and idle.others(some, None) is None and idle.others(some, some) is None
 

@@ -15,12 +15,11 @@ import torch
 from bench_systems import SETTING, SUBJECT
 from shoal.bench import peers
 from shoal.bench.load.multi import LlamaMulti
-from shoal.bench.ours import Shoal
 from shoal.bench.peers import gguf_file
-from shoal.bench.peers.ggml import BITS, encode
-from shoal.bench.peers.hf import HuggingFace
-from shoal.bench.peers.hf_compiled import CompiledHuggingFace
+from shoal.bench.peers.gguf_file import KINDS, bits_of, encode
+from shoal.bench.peers.hf import HFGenerate, HFGenerateCompiled
 from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.speed.ours import Shoal
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting, System
 
@@ -122,7 +121,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     import gguf
 
@@ -152,7 +151,7 @@ def test_weights_are_rounded_as_the_other_systems_have_them(tmp_path: Path) -> N
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_bytes_are_those_of_the_reference(kind: str) -> None:
     import gguf
 
@@ -162,8 +161,8 @@ def test_bytes_are_those_of_the_reference(kind: str) -> None:
     weights[5, :32], weights[6, 7] = -0.5, 40.0
     expected = gguf.quants.quantize(weights.numpy(), gguf.GGMLQuantizationType[kind]).view(np.uint8)
     found = encode(weights, kind)
-    assert np.array_equal(found.numpy(), expected)
-    assert found.numel() * 8 == BITS[kind] * weights.numel()
+    assert np.array_equal(found, expected)
+    assert found.size * 8 == bits_of(kind) * weights.numel()
 
 
 def test_rows_of_a_head_are_interleaved() -> None:
@@ -206,13 +205,13 @@ def test_llama_cpp_refuses_what_it_has_not(setting: Setting) -> None:
 
 def test_transformers_decodes_the_tokens_that_we_decode(make: Make) -> None:
     prompts = [IDS[:20], IDS[30:50]]
-    theirs, ours = make(HuggingFace), make(Shoal)
+    theirs, ours = make(HFGenerate), make(Shoal)
     one, other = theirs.generate(prompts, 10, None), ours.generate(prompts, 10, None)
     assert one.tokens == other.tokens and len(one.times) == 10 and list(one.times) == sorted(one.times)
 
 
 def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    system, lengths = make(HuggingFace), []
+    system, lengths = make(HFGenerate), []
     step = system._step
     monkeypatch.setattr(system, "_step", lambda *a, **k: (lengths.append(a[1].get_seq_length()), step(*a, **k)))
     assert len(system.forward(IDS[:20], 4, 3)) == 3
@@ -221,11 +220,11 @@ def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypa
 
 def test_transformers_has_no_quantised_weights_here() -> None:
     with pytest.raises(NotMeasured, match="not in int8"):
-        HuggingFace(SUBJECT, Setting("float32", "int8")).prepare()
+        HFGenerate(SUBJECT, Setting("float32", "int8")).prepare()
 
 
 def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Make) -> None:
-    system = make(CompiledHuggingFace)
+    system = make(HFGenerateCompiled)
     options = system.options()
     assert options["cache_implementation"] == "static" and options["compile_config"].mode == "default"
     with pytest.raises(NotMeasured, match="not compiled"):
@@ -235,7 +234,7 @@ def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Mak
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_transformers_decodes_the_same_tokens(make: Make) -> None:
-    theirs, ours = make(CompiledHuggingFace), make(Shoal)
+    theirs, ours = make(HFGenerateCompiled), make(Shoal)
     assert theirs.generate([IDS[:20]], 6, None).tokens == ours.generate([IDS[:20]], 6, None).tokens
 
 
@@ -271,7 +270,7 @@ def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: py
 
 def test_unknown_peers() -> None:
     assert set(peers.PEERS).isdisjoint(peers.NOT_HERE)
-    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HuggingFace", "CompiledHuggingFace", "LlamaCpp"]
+    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HFGenerate", "HFGenerateCompiled", "LlamaCpp"]
     with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
         peers.load("llama_cpp")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from documents import ROOT
-from shoal.bench.price import Demand, lines, main
+from price import Demand, lines, main
 
 CARD = {"quant": "int8", "layer_seconds": 0.01, "head_seconds": 0.02, "overhead_seconds": 0.005,
         "kv_seconds_per_position": 1e-5, "prefill": [[10, 0.5], [20, 1.0]], "rows": 4}
@@ -33,5 +33,5 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     report, *rest = words = ["benchmarks/results/1b-batch.json", "--per-hour", "0.10"]
     main([str(ROOT / report), *rest])
     page = (ROOT / "docs" / "scaling.md").read_text("utf-8")
-    assert " ".join(["python -m shoal.bench.price", *words]) in page
+    assert " ".join(["python benchmarks/price.py", *words]) in page
     assert capsys.readouterr().out.strip() in page

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import real
+import real_page as real
 from shoal.cli.bench import add_arguments
 from shoal.cli.parser import Parser
 
@@ -117,6 +117,6 @@ def test_every_part_is_a_command_within_its_share(
 
 
 def test_readers_of_the_script_are_known(script: ModuleType) -> None:
-    from shoal.bench.readers import SYSTEMS
+    from readers import SYSTEMS
 
     assert {name for names in script.READERS.values() for name in names} <= set(SYSTEMS)

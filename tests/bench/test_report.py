@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer
+from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
 from shoal.bench import report as reports
-from shoal.bench import run as runner
-from shoal.bench import summary, table
-from shoal.bench.cells import Grid
-from shoal.bench.run import Plan
-from shoal.bench.worker import Local
+from shoal.bench.rounds import figure
+from shoal.bench.speed import run as runner
+from shoal.bench.speed.cells import Grid
+from shoal.bench.speed.run import Plan
+from shoal.bench.speed.summary import findings
+from shoal.bench.speed.table import text as text_of
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch, grid: Grid = GRID, others: float | 
     monkeypatch.setattr(runner.idle, "watch", lambda *_: others)
     monkeypatch.setattr(runner.idle, "others", lambda *_: others)
     plan = Plan(3, setting=SETTING, start=Local)
-    outcome = runner.run(SUBJECT, grid, plan)
-    return reports.report(outcome, SUBJECT, grid, plan, machine={"cpu": "a chip"}, command=["shoal", "bench", "a b"])
+    found = findings(runner.run(SUBJECT, grid, plan), SETTING)
+    return reports.framed(found, SUBJECT, SETTING, machine={"cpu": "a chip"}, command=["shoal", "bench", "a b"])
 
 
 def pick(found: dict[str, Any], **wanted: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def test_figures_of_prompts_and_forwards(found: dict[str, Any]) -> None:
 
 
 def test_medians_and_spread() -> None:
-    assert summary.figure([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "min": 1.0, "max": 10.0}
+    assert figure([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "min": 1.0, "max": 10.0}
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_a_quantised_system_is_compared_with_its_like_or_says_that_it_is_not(mon
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, others: float, warned: bool) -> None:
     found = made_up(monkeypatch, others=others)
     assert any("busy" in warning for warning in found["warnings"]) == warned
-    assert ("busy" in table.text(found)) == warned
+    assert ("busy" in text_of(found)) == warned
 
 
 def test_an_unknown_load_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +157,8 @@ def test_a_written_report_reads_back(found: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_the_table_is_the_same_every_time_and_shows_every_result(found: dict[str, Any]) -> None:
-    text = table.text(found)
-    assert text == table.text(json.loads(json.dumps(found)))
+    text = text_of(found)
+    assert text == text_of(json.loads(json.dumps(found)))
     rows = [line for line in text.splitlines() if line.startswith(("  shoal ", "  hf, "))]
     assert len(rows) == len(found["results"])
     assert "shoal d3:mean=0.5, float32" in text and "1.50, 2.00" in text and "full 2.00, hf 5.00" in text
@@ -177,7 +178,7 @@ def test_commits_are_named_and_changes_marked(tmp_path: Path) -> None:
 
 def test_a_picture_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from shoal.bench.plot import draw
+    from shoal.bench.speed.plot import draw
 
     draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
-from bench_systems import D3, GRID, SETTING, SUBJECT, Fake, FakePeer, failing
-from shoal.bench import run as runner
-from shoal.bench.cells import FULL, Grid, in_order
-from shoal.bench.outcome import Outcome
-from shoal.bench.run import Plan, prompts_for, run
+from bench_systems import D3, GRID, SETTING, SUBJECT, Fake, FakePeer, Local, failing
+from shoal.bench import rounds as rounds_of
+from shoal.bench.rounds import in_order
+from shoal.bench.speed import run as runner
+from shoal.bench.speed.cells import FULL, Grid
+from shoal.bench.speed.outcome import Measurements
+from shoal.bench.speed.run import Plan, prompts_for, run
 from shoal.bench.subject import Subject
-from shoal.bench.worker import Local
 from shoal.errors import Unsupported
 
 PLAN = Plan(3, setting=SETTING, roof_bytes=2**16, start=Local)
@@ -69,7 +70,7 @@ def test_the_roof_is_read_before_and_after_every_turn(log: list[tuple[Any, ...]]
 
 def test_every_cell_has_a_run_per_round(log: list[tuple[Any, ...]]) -> None:
     outcome = run(SUBJECT, GRID, PLAN)
-    assert outcome.rounds == 3 and not outcome.stopped_early
+    assert outcome.rounds.to_dict() == {"asked": 3, "done": 3, "stopped_early": False}
     for measured in outcome.measured:
         assert [one["round"] for one in measured.runs] == [0, 1, 2]
         assert all(one["roof"] == [10_000.0, 10_000.0] for one in measured.runs)
@@ -124,20 +125,21 @@ def test_systems_are_closed_even_after_a_failure(log, monkeypatch: pytest.Monkey
     assert {entry[0] for entry in log if entry[1:] == ("close",)} == {"shoal", "hf"}
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Outcome:
+def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Measurements:
     """A benchmark whose clock moves on by a minute at every look."""
     now = iter(range(0, 10**6, 60))
-    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    for module in (runner, rounds_of):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     plan = Plan(rounds, minutes, SETTING, 2**16, start=Local)
     return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), plan)
 
 
 def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: pytest.MonkeyPatch) -> None:
     short, longer = clocked(monkeypatch, 0.001), clocked(monkeypatch, 20)
-    assert short.rounds == 1 and short.stopped_early
-    assert 1 < longer.rounds < 9 and longer.stopped_early
-    assert all(len(m.runs) == longer.rounds for m in longer.measured)
-    assert not clocked(monkeypatch, 0.001, rounds=1).stopped_early
+    assert short.rounds.to_dict() == {"asked": 9, "done": 1, "stopped_early": True}
+    assert 1 < longer.rounds.done < 9
+    assert all(len(m.runs) == longer.rounds.done for m in longer.measured)
+    assert not clocked(monkeypatch, 0.001, rounds=1).rounds.to_dict()["stopped_early"]
 
 
 def test_systems_that_nobody_measures_are_named(log: list[tuple[Any, ...]]) -> None:

@@ -16,12 +16,21 @@ BILLIONS = {"135m": 0.1345, "1b": 1.2358, "7b": 6.7384, "13b": 13.0157, "70b": 6
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
-def test_names_and_sizes_are_those_of_transformers(name: str) -> None:
+def test_names_and_sizes_are_those_of_a_checkpoint(name: str) -> None:
     config = shapes.config_of(name)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.tie_weights()
-    expected = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    narrow = config.num_key_value_heads * hidden // config.num_attention_heads
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (narrow, hidden), "self_attn.v_proj": (narrow, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn),
+    }
+    expected = {f"model.layers.{index}.{key}.weight": shape for index in range(config.num_hidden_layers)
+                for key, shape in layer.items()}
+    expected |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if name in ("7b", "13b", "70b"):
+        expected["lm_head.weight"] = (config.vocab_size, hidden)
     assert shapes.weight_shapes(config) == expected
 
 

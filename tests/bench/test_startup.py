@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import bench_file
-from bench_systems import SUBJECT
-from shoal.bench import startup
-from shoal.bench.starters import HFStarter, LlamaStarter, ShoalStarter
-from shoal.bench.startup import CONDITIONS, Wish, measure
+from bench_systems import SUBJECT, Local
+from shoal.bench.speed import startup, startup_table
+from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
+from shoal.bench.speed.startup import CONDITIONS, StartupConfig, measure
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Local
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
 SECONDS = {"shoal": (4.0, 1.0, 8.0, 2.0), "llama.cpp": (3.0, 5.0), "hf": (20.0,)}
@@ -65,7 +64,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def measured(subject: Subject, peers: Sequence[str], rounds: int = 2) -> dict[str, Any]:
-    return measure(subject, Setting("float32"), Wish(peers, rounds, start=Local))
+    return measure(subject, Setting("float32"), StartupConfig(peers, rounds, start=Local))
 
 
 def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
@@ -91,7 +90,7 @@ def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]],
     assert all(not row["ratios"] for row in found["results"] if row["system"] != "shoal")
     assert found["rounds"]["done"] == 2 and found["model_bytes"] == Path(str(subject.model)).stat().st_size
     assert "2 rounds show no spread" in found["warnings"][0]
-    table = startup.text(found)
+    table = startup_table.text(found)
     assert "llama.cpp 0.75" in table and "transformers 20.00" in table
 
 
@@ -100,9 +99,9 @@ def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: Subjec
     assert [one["reason"] for one in found["not_measured"]] == ["not today"]
     assert {row["system"] for row in found["results"]} == {"shoal"}
     with pytest.raises(ValueError, match="'vllm'"):
-        Wish(["vllm"])
+        StartupConfig(["vllm"])
     with pytest.raises(ValueError, match="rounds is 0"):
-        Wish(rounds=0)
+        StartupConfig(rounds=0)
     with pytest.raises(ValueError, match="no local file"):
         measured(SUBJECT, [])
 

@@ -12,12 +12,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
-from shoal.bench import suite, words, workloads
-from shoal.bench.drafts import PROBLEMS, Wish, measure
-from shoal.bench.replay import replayed
-from shoal.bench.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench import words, workloads
+from shoal.bench.drafts import suite
+from shoal.bench.drafts.measure import DraftsConfig, measure
+from shoal.bench.drafts.replay import replayed
+from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench.drafts.suite import Decoded, DraftTask
 from shoal.bench.subject import Subject
-from shoal.bench.suite import Decoded, Task
 from shoal.bench.system import Setting
 from shoal.engine.load import engine_for
 from shoal.methods.d3 import D3
@@ -29,7 +30,7 @@ PROMPT = tuple(range(3, 23))
 COPY = (*PROMPT[4:16], 90, *PROMPT[:6])
 
 
-def decode(speaker: Any, task: Task) -> Decoded:
+def decode(speaker: Any, task: DraftTask) -> Decoded:
     return suite.together(task, {"one": speaker})["one"]
 
 
@@ -37,13 +38,13 @@ def decode(speaker: Any, task: Task) -> Decoded:
 @pytest.mark.parametrize("method", [Full(), PromptLookup(), PromptLookup(inner=D3(mean=0.85))])
 def test_replay_emits_the_record(llama: PreTrainedModel, method: Any, answer: tuple[int, ...]) -> None:
     speaker = ShoalSpeaker(engine_for(llama), method)
-    made = decode(speaker, Task(PROMPT, answer, len(answer)))
+    made = decode(speaker, DraftTask(PROMPT, answer, len(answer)))
     assert made.tokens == answer and made.timed == len(answer) - 1
 
 
 def test_a_text_that_copies_needs_fewer_forwards(llama: PreTrainedModel) -> None:
-    made = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), Task(PROMPT, COPY, len(COPY)))
-    other = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), Task(PROMPT, tuple(range(40, 59)), 19))
+    made = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), DraftTask(PROMPT, COPY, len(COPY)))
+    other = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), DraftTask(PROMPT, tuple(range(40, 59)), 19))
     assert made.per_forward is not None and made.per_forward > 2
     assert other.per_forward == 1.0
 
@@ -59,7 +60,7 @@ class Fixed:
     def __init__(self, seconds: float, token: int = 1) -> None:
         self.seconds, self.token = seconds, token
 
-    def begin(self, task: Task) -> Fixed:
+    def begin(self, task: DraftTask) -> Fixed:
         self.left, self.task = task.new_tokens - 1, task
         return self
 
@@ -77,7 +78,7 @@ turns: list[float] = []
 
 
 def test_ratios_are_taken_text_by_text() -> None:
-    tasks = {"a": [Task((1,), None, 5), Task((2,), None, 9)], "b": [Task((3,), None, 3)]}
+    tasks = {"a": [DraftTask((1,), None, 5), DraftTask((2,), None, 9)], "b": [DraftTask((3,), None, 3)]}
     systems = {"full": Fixed(0.2), "fast": Fixed(0.1), "wrong": Fixed(0.4, token=2)}
     rows = {(row["workload"], row["system"]): row for row in suite.run(tasks, systems, 2)}
     assert len(rows) == 6
@@ -90,7 +91,7 @@ def test_ratios_are_taken_text_by_text() -> None:
 
 def test_systems_take_turns_token_by_token() -> None:
     turns.clear()
-    suite.together(Task((1,), None, 4), {"a": Fixed(1.0), "b": Fixed(2.0)})
+    suite.together(DraftTask((1,), None, 4), {"a": Fixed(1.0), "b": Fixed(2.0)})
     assert turns == [1.0, 2.0] * 3
 
 
@@ -127,7 +128,7 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
 )
 def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Wish(**{"workloads": ["maths"], "data": Path(), **wish})
+        DraftsConfig(**{"workloads": ["maths"], "data": Path(), **wish})
 
 
 def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
@@ -145,7 +146,7 @@ def test_every_peer_gives_the_model_s_own_answer() -> None:
         Subject(model=str(FIXTURES / REFERENCE)),
         Setting("float32", None, "auto", "cpu", 1),
         {"draft_model": DraftModel(draft=draft, length=3)},
-        Wish([PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
+        DraftsConfig([workloads.PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
     )
     rows = {row["system"]: row for row in found["results"]}
     assert set(rows) == {suite.PLAIN, "draft_model", *peers}

@@ -7,19 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench_systems import SUBJECT, Moody
+from bench_systems import SUBJECT, Local, Moody
+from shoal.bench.process import peak_memory, reset_peak_memory
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Local, Worker, peak_memory, reset_peak_memory
+from shoal.bench.worker import SystemProcess
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    started = Worker(Moody, SUBJECT, Setting("float32", threads=1))
+def worker() -> Iterator[SystemProcess]:
+    started = SystemProcess(Moody, SUBJECT, Setting("float32", threads=1))
     yield started
     started.stop()
 
 
-def test_a_process_of_its_own(worker: Worker) -> None:
+def test_a_process_of_its_own(worker: SystemProcess) -> None:
     about = worker.call("prepare")
     assert about.detail == "1 threads" and about.weight_bytes == worker.pid != os.getpid()
     assert worker.call("threads") == 1
@@ -34,7 +35,7 @@ def test_a_process_of_its_own(worker: Worker) -> None:
     assert not worker.alive
 
 
-def test_a_call_that_takes_too_long_ends_the_process(worker: Worker) -> None:
+def test_a_call_that_takes_too_long_ends_the_process(worker: SystemProcess) -> None:
     assert worker.call("threads") == 1
     with pytest.raises(NotMeasured, match="sleep took longer than 0 s"):
         worker.call("sleep", timeout=0.1)

@@ -6,9 +6,9 @@ import json
 import pytest
 
 import bench_file
-from bench_systems import SETTING
-from shoal.bench.worker import Local
+from bench_systems import SETTING, Local
 from shoal.cli import bench, main
+from shoal.cli.method_list import label_of, methods_from
 from shoal.methods import make
 
 
@@ -80,7 +80,7 @@ def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
         (["--startup", "--model", "nowhere.gguf"], "nowhere.gguf"),
         (["--shape", "tiny", "--quant", "file"], "tiny is no GGUF file"),
         (["--shape", "tiny", "--dequantised", "x"], "tiny is no GGUF file"),
-        (["--shape", "tiny", "--quant", "int3"], "none, int8, int4 and file"),
+        (["--shape", "tiny", "--quant", "int3"], "none, int8, int4, file"),
         (["--shape", "tiny", "--text", "nowhere.txt"], "nowhere.txt"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_model_from_files(capsys, quick, tiny_folder):
 
 @pytest.mark.slow
 def test_in_processes_of_their_own(capsys, monkeypatch):
-    monkeypatch.setattr("shoal.bench.run._ROOF_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.bench.speed.run._ROOF_SECONDS", 0.0)
     words = ["--shape", "tiny", "--dtype", "float32", "--threads", "1", "--context", "8", "--new-tokens", "4"]
     assert main(["bench", *words, "--rounds", "1", "--peer", "hf", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -138,15 +138,29 @@ def test_bad_input(capsys, words, message):
 
 def test_labels_and_methods_are_each_others_inverse():
     for word in ("full", "d3:mean=0.6", "d3:alpha=0.99:core=4", "early_exit:exit_layer=20"):
-        (method,) = bench.methods_from(word).values()
-        assert bench.label_of(method) == word
-    assert bench.methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
+        (method,) = methods_from(word).values()
+        assert label_of(method) == word
+    assert methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 
 
 def test_help_names_every_group(capsys):
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("--shape", "--peer", "--rounds", "--positions", "examples:"))
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "command"),
+    [
+        (["--serve", "--concurrency", "8"], "--serve", "bench-serve"),
+        (["--concurrency", "8", "--url=http://127.0.0.1:9"], "--url", "bench-serve"),
+        (["--shape", "1b", "--soak"], "--soak", "bench-serve"),
+        (["--suite", "spec", "--texts", "chat"], "--suite", "bench-drafts"),
+    ],
+)
+def test_what_another_command_does_is_named(capsys, words, option, command):
+    said = fails(capsys, *words)
+    assert f" {option} is no option here" in said and said.endswith(f" shoal {command}\n")
 
 
 def test_no_compile_leaves_out_what_compiles():

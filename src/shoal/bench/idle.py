@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from shoal.bench.process import cpu_seconds
+
 BUSY = 0.1
 """Cores kept busy by others from which on a measurement is suspect."""
 
@@ -33,15 +35,6 @@ def snapshot(pids: Sequence[int] = ()) -> CpuTimes | None:
     times = psutil.cpu_times()
     busy = sum(getattr(times, name, 0.0) for name in _FIELDS)
     return CpuTimes(busy, sum(filter(None, own)), time.perf_counter())
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """User and system time that a process has used; None where it has ended."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return None
-    return float(times.user + times.system)
 
 
 def others(before: CpuTimes | None, after: CpuTimes | None) -> float | None:

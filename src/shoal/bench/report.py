@@ -12,10 +12,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import summary
-from shoal.bench.cells import Grid
-from shoal.bench.outcome import Absent, Outcome
-from shoal.bench.run import Plan
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting
 
@@ -23,37 +19,10 @@ SCHEMA = 1
 _NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")
 
 
-def report(
-    outcome: Outcome, subject: Subject, grid: Grid, plan: Plan, *, machine: Mapping[str, Any], command: Sequence[str]
-) -> dict[str, Any]:
-    """Everything, in JSON values.
-
-    Args:
-        outcome: what was measured.
-        subject: on what.
-        grid: what was asked for.
-        plan: how.
-        machine: facts about hardware and versions.
-        command: the words of the command line.
-    """
-    return {
-        **heading(machine, command),
-        "subject": dict(subject.facts()),
-        "setting": _setting(plan),
-        "rounds": {"asked": plan.rounds, "done": outcome.rounds, "stopped_early": outcome.stopped_early},
-        "roof": summary.roof_of(outcome),
-        "idle": summary.idle_of(outcome),
-        "warnings": summary.warnings_of(outcome, plan.rounds),
-        "results": summary.results(outcome),
-        "cost_cards": [{"quant": quant, **card} for (quant, _), card in outcome.cards.items()],
-        "not_measured": [dataclasses.asdict(one) for one in _unique(outcome.absent)],
-    }
-
-
 def framed(
     found: Mapping[str, Any], subject: Subject, setting: Setting, *, machine: Mapping[str, Any], command: Sequence[str]
 ) -> dict[str, Any]:
-    """Findings of another kind with the same facts before them."""
+    """Findings with the facts before them."""
     return {
         **heading(machine, command),
         "subject": dict(subject.facts()),
@@ -92,16 +61,6 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     """Write a report to a file, lists of numbers on one line."""
     text = json.dumps(found, indent=1)
     path.write_text(_NUMBERS.sub(lambda list_: " ".join(list_[0].split()), text) + "\n", encoding="utf-8")
-
-
-def _setting(plan: Plan) -> dict[str, Any]:
-    values = dataclasses.asdict(plan.setting)
-    values.pop("quant")
-    return values
-
-
-def _unique(absent: Sequence[Absent]) -> list[Absent]:
-    return list(dict.fromkeys(absent))
 
 
 def commit(folder: Path | None = None) -> str | None:

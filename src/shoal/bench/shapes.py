@@ -119,27 +119,17 @@ def _block(seed: int) -> Tensor:
 
 def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama model's weights, as in its checkpoints; a tied LM head is left out."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    head_dim = config.head_dim or hidden // config.num_attention_heads
-    wide, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (wide, hidden),
-        "self_attn.k_proj": (narrow, hidden),
-        "self_attn.v_proj": (narrow, hidden),
-        "self_attn.o_proj": (hidden, wide),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    return {name: tuple(weight.shape) for name, weight in _empty(config).named_parameters()}
+
+
+def _empty(config: Any) -> Any:
+    """The model without weights."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
+    return model
 
 
 def make(
@@ -152,10 +142,7 @@ def make(
 
 def model_of(config: Any, weights: RandomWeights, dtype: torch.dtype) -> Any:
     """A LlamaForCausalLM that takes its parameters from `weights`."""
-    from transformers import LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+    model = _empty(config)
     for name in weights.names():
         owner = model.get_submodule(name.rpartition(".")[0])
         owner.weight = torch.nn.Parameter(weights[name], requires_grad=False)

@@ -1,157 +1,11 @@
-"""A report as tables: plain text for a terminal, Markdown for a page."""
+"""Tables of plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = list[str]
-Result = Mapping[str, Any]
-
-
-def processor(machine: Mapping[str, Any]) -> str:
-    """The processor's name and the widest vectors that torch uses on it, which the name often does not tell."""
-    facts = (machine.get("cpu", "unknown processor"), machine.get("cpu_capability"))
-    return " with ".join(fact for fact in facts if fact)
-
-
-def text(report: Mapping[str, Any]) -> str:
-    """The whole report for a terminal."""
-    machine, subject = report["machine"], report["subject"]
-    setting = report["setting"]
-    lines = [
-        f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {processor(machine)}, "
-        f"{setting['threads']} threads, {report['rounds']['done']} rounds, roof {_roof(report)}"
-    ]
-    lines += [f"{system}: {what}" for system, what in systems(report).items()]
-    for title, header, rows in sections(report):
-        lines += ["", title, *aligned([header, *rows])]
-    lines += _absent(report)
-    lines += [f"warning: {warning}" for warning in report["warnings"]]
-    return "\n".join(lines)
-
-
-def systems(report: Mapping[str, Any]) -> dict[str, str]:
-    """What stands behind each system's name."""
-    found: dict[str, str] = {}
-    for result in report["results"]:
-        found.setdefault(result["system"], f"{result['version'] or 'unknown version'}, {result['detail']}")
-    return found
-
-
-def sections(report: Mapping[str, Any]) -> list[tuple[str, Row, list[Row]]]:
-    """Title, header and rows of every kind of measurement that there is."""
-    found = []
-    for kind, (title, header, make) in _SECTIONS.items():
-        rows = [make(result, report) for result in report["results"] if result["kind"] == kind]
-        if rows:
-            found.append((title, header, rows))
-    return found
-
-
-def markdown(header: Row, rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def name(result: Result, dtype: str) -> str:
-    """System and weights, with Shoal's method."""
-    label = f" {result['label']}" if result["label"] else ""
-    return f"{result['system']}{label}, {weights(result, dtype)}"
-
-
-def weights(result: Result, dtype: str) -> str:
-    """What the weights are held in, in the system's own words where it has them."""
-    first = str(result["detail"]).split(",")[0]
-    if result["system"] == "llama.cpp":
-        return first
-    return dtype if result["system"] != "shoal" and result["quant"] == "file" else result["quant"] or dtype
-
-
-def _generation(result: Result, report: Mapping[str, Any]) -> Row:
-    mbu, predicted = result.get("mbu"), (result.get("predicted") or {}).get("tpot_seconds")
-    return [
-        name(result, report["setting"]["dtype"]),
-        str(result["rows"]),
-        str(result["context"]),
-        spread(result["tokens_per_second"], "{:.1f}"),
-        _milliseconds(result["ttft_seconds"]["median"]),
-        _milliseconds(result["tpot_seconds"]["median"]),
-        "" if predicted is None else _milliseconds(predicted),
-        "" if mbu is None else f"{100 * mbu['median']:.0f} %",
-        f"{result['mean_layers']:.1f}",
-        _speedups(result),
-        _memory(result["peak_memory_bytes"]),
-        ratios(result),
-    ]
-
-
-def _prefill(result: Result, report: Mapping[str, Any]) -> Row:
-    speed = spread(result["prompt_tokens_per_second"], "{:.0f}")
-    first = _milliseconds(result["ttft_seconds"]["median"])
-    return [name(result, report["setting"]["dtype"]), str(result["context"]), speed, first, ratios(result)]
-
-
-def _forward(result: Result, report: Mapping[str, Any]) -> Row:
-    seconds = {key: 1000 * value for key, value in result["seconds"].items()}
-    one = result["ratios"].get("cost_of_one_position")
-    cost = "" if one is None else f"{one['median']:.2f}"
-    return [name(result, report["setting"]["dtype"]), str(result["positions"]), spread(seconds, "{:.2f}"), cost,
-            ratios(result)]
-
-
-_SECTIONS: Mapping[str, tuple[str, Row, Callable[[Result, Mapping[str, Any]], Row]]] = {
-    "generate": (
-        "Generation",
-        ["system", "rows", "context", "tokens/s", "TTFT ms", "TPOT ms", "card", "MBU", "layers",
-         "ideal, card", "memory", "times faster than"],
-        _generation,
-    ),
-    "prefill": ("Prompt alone", ["system", "tokens", "tokens/s", "ms", "times faster than"], _prefill),
-    "forward": ("One forward", ["system", "positions", "ms", "of one", "times faster than"], _forward),
-}
-
-
-def _speedups(result: Result) -> str:
-    """Of a method over the plain loop: by layers alone, and by the cost card; what was measured is among the ratios."""
-    if "predicted_speedup" not in result:
-        return ""
-    return f"{result['ideal_speedup']:.2f}, {result['predicted_speedup']:.2f}"
-
-
-def spread(figure: Mapping[str, float], form: str) -> str:
-    """Median, with smallest and largest in parentheses."""
-    return f"{form.format(figure['median'])} ({form.format(figure['min'])}-{form.format(figure['max'])})"
-
-
-def ratios(result: Result) -> str:
-    """Every ratio but the one within a system."""
-    found = result["ratios"].items()
-    return ", ".join(f"{other} {value['median']:.2f}" for other, value in found if other != "cost_of_one_position")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}" if seconds < 0.1 else f"{1000 * seconds:.0f}"
-
-
-def _memory(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**30:.2f} GiB"
-
-
-def _roof(report: Mapping[str, Any]) -> str:
-    roof = report["roof"]
-    if "median" not in roof:
-        return "not read"
-    return spread({key: roof[key] / 1e9 for key in ("median", "min", "max")}, "{:.1f}") + " GB/s"
-
-
-def _absent(report: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for one in report["not_measured"]:
-        what = " ".join(word for word in (one["system"], one["quant"], one["what"]) if word)
-        lines.append(f"  {what}: {one['reason']}")
-    return ["", "Not measured", *lines] if lines else []
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
@@ -159,3 +13,14 @@ def aligned(rows: Sequence[Row]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return [("  " + "  ".join(row)).rstrip() for row in padded]
+
+
+def spread(figure: Mapping[str, float], form: str) -> str:
+    """Median, with smallest and largest in parentheses."""
+    return f"{form.format(figure['median'])} ({form.format(figure['min'])}-{form.format(figure['max'])})"
+
+
+def processor(machine: Mapping[str, Any]) -> str:
+    """The processor's name and the widest vectors that torch uses on it, which the name often does not tell."""
+    facts = (machine.get("cpu", "unknown processor"), machine.get("cpu_capability"))
+    return " with ".join(fact for fact in facts if fact)

@@ -10,16 +10,16 @@ import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from shoal.bench.process import peak_memory, reset_peak_memory
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting, System
 
 Factory = Callable[[Subject, Setting], System]
 
 
-class Worker:
+class SystemProcess:
     """A system in a process of its own.
 
     Args:
@@ -81,23 +81,6 @@ class Worker:
         self._pipe.close()
 
 
-class Local:
-    """The same face without a process, for tests and for debuggers."""
-
-    pid, alive = 0, True
-
-    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
-        self._host = Host(factory(subject, setting), setting.device)
-
-    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
-        """See `Worker.call`; nothing stops a call that takes long."""
-        return self._host.call(name, *args)
-
-    def stop(self) -> None:
-        """Close the system."""
-        self._host.call("close")
-
-
 class Host:
     """Answers calls for a system, and those about the process that holds it."""
 
@@ -138,33 +121,3 @@ def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Settin
             pipe.send(answer)
         except OSError:
             return
-
-
-# psutil knows no peak that can begin anew.
-_STATUS = Path("/proc/self/status")
-
-
-def peak_memory(device: str = "cpu") -> int | None:
-    """Largest resident set in bytes since the last reset, or memory of the device where it is not the CPU."""
-    if device != "cpu":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device)) if torch.cuda.is_initialized() else 0
-    try:
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
-    return found[0] if found else None
-
-
-def reset_peak_memory(device: str = "cpu") -> None:
-    """Begin a new peak, where the system lets us."""
-    if device != "cpu":
-        import torch
-
-        return torch.cuda.reset_peak_memory_stats(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal import reference
 from shoal.errors import unknown
 
+PROBLEMS = "problems"
+"""Word problems that ship with the package."""
 _DOCUMENT = 2400
 """Characters of a long document that a prompt holds."""
 _SHORTEST = 80
@@ -31,22 +34,36 @@ class Text:
     answer: str
 
 
-def load(data: Path, names: Sequence[str], items: int, seed: int = 0) -> dict[str, list[Text]]:
-    """`items` texts of each workload, drawn with `seed`.
+def load(data: Path | None, names: Sequence[str], items: int, seed: int = 0) -> dict[str, list[Text]]:
+    """`items` texts of each workload, drawn with `seed`; the first ones of the problems.
 
     Raises:
-        ValueError: an unknown workload, or a file of it is not in `data`.
+        ValueError: see `check`; or a file of a workload is not in `data`.
     """
-    found = {}
+    check(data, names)
+    return {name: _drawn(data, name, items, seed) if data and name != PROBLEMS else _problems(items) for name in names}
+
+
+def check(data: Path | None, names: Sequence[str]) -> None:
+    """ValueError for an unknown workload, or for one that needs a folder where there is none."""
     for name in names:
-        if name not in WORKLOADS:
-            raise unknown("workload", name, list(WORKLOADS))
-        try:
-            texts = [text for text in WORKLOADS[name](data) if len(text.answer) >= _SHORTEST]
-        except FileNotFoundError as error:
-            raise ValueError(f"workload {name!r} needs {error.filename}, which is not there; see --data") from error
-        found[name] = random.Random(f"{seed}/{name}").sample(texts, min(items, len(texts)))
-    return found
+        if name not in (*WORKLOADS, PROBLEMS):
+            raise unknown("workload", name, [*WORKLOADS, PROBLEMS])
+    if data is None and set(names) - {PROBLEMS}:
+        raise ValueError(f"{', '.join(names)} are read from files; give their folder with --data")
+
+
+def _drawn(data: Path, name: str, items: int, seed: int) -> list[Text]:
+    try:
+        texts = [text for text in WORKLOADS[name](data) if len(text.answer) >= _SHORTEST]
+    except FileNotFoundError as error:
+        raise ValueError(f"workload {name!r} needs {error.filename}, which is not there; see --data") from error
+    return random.Random(f"{seed}/{name}").sample(texts, min(items, len(texts)))
+
+
+def _problems(items: int) -> list[Text]:
+    problems = reference.problems("known_templates")[:items]
+    return [Text(one["question"] + "\n", one["solution"]) for one in problems]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -37,13 +37,14 @@ def add_model(parser: Parser, dtype: str | None = None) -> None:
     group.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
 
 
-def add_method(parser: Parser, default: str = "full") -> None:
-    """`--method`; the method's own options follow from it."""
+def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> None:
+    """`--method`; the method's own options follow from it. With `card`, also whether layers may be measured."""
     parser.default_method = default
     parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
                         help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
-    parser.add_argument("--no-card", action="store_true", help="measure no layers of a model that is not known: leave "
-                        "them out by their position, which may cost several times the quality")
+    if card:
+        parser.add_argument("--no-card", action="store_true", help="measure no layers of a model that is not known: "
+                            "leave them out by their position, which may cost several times the quality")
     parser.method_options = parser.add_argument_group()
 
 

@@ -23,6 +23,8 @@ COMMANDS = {
     "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "bench": "measure speed, beside other software on the same weights",
+    "bench-serve": "put a load on servers: waiting times, tokens a second, memory",
+    "bench-drafts": "measure what drafts bring on texts of different kinds",
     "eval": "measure quality: methods and controls beside the full model, on the same items",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "env": "print versions and hardware for a bug report",
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(name: str, words: list[str]) -> int:
-    command = import_module(f"shoal.cli.{name}")
+    command = import_module(f"shoal.cli.{name.replace('-', '_')}")
     parser = Parser(prog=_program(name), description=command.__doc__, epilog=command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

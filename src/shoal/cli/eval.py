@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
-from shoal.cli.bench import label_of, methods_from
+from shoal.cli.method_list import label_of, methods_from
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:

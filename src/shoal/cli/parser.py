@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from shoal.cli import knobs
@@ -23,9 +24,11 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         default_method: name of the method that `--method` falls back to; None where a command takes no method.
+        elsewhere: options that some look for here -> what to do instead.
     """
 
     default_method: str | None = None
+    elsewhere: Mapping[str, str] = MappingProxyType({})
     method_options: argparse._ArgumentGroup
 
     def __init__(self, **options: Any) -> None:
@@ -58,6 +61,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     The method has to be known before its options are, hence the look ahead: left to a single pass, argparse would
     take the value of an unknown option for a prompt.
     """
+    for option in (word.split("=")[0] for word in words):
+        if option in parser.elsewhere:
+            parser.error(f"{option} is no option here: {parser.elsewhere[option]}")
     if parser.default_method is None:
         return parser.parse_words(words)
     finder = Parser(add_help=False)

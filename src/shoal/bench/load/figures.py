@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
-import torch
+import numpy as np
 
 from shoal.bench.load.trace import Trace
-from shoal.bench.summary import figure
+from shoal.bench.rounds import figure
 
 _SHARES = (50, 90, 99)
 
@@ -104,12 +104,10 @@ def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str,
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
     """Mean, p50, p90, p99 of what is known; None where nothing is."""
-    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-    if not len(known):
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    cuts = known.quantile(torch.tensor(_SHARES, dtype=torch.float64) / 100).tolist()
-    named = {f"p{share}": cut for share, cut in zip(_SHARES, cuts, strict=True)}
-    return {"mean": float(known.mean()), **named}
+    return {"mean": float(np.mean(known)), **{f"p{share}": float(np.percentile(known, share)) for share in _SHARES}}
 
 
 def ratio(ours: Sequence[Sequence[Trace]], theirs: Sequence[Sequence[Trace]]) -> dict[str, float]:
@@ -128,15 +126,12 @@ def flat(curve: Sequence[Mapping[str, float]], share: float, windows: int = 10) 
     Returns:
         None where a stretch holds no point.
     """
-    end = max((point["seconds"] for point in curve), default=0.0)
-    start = 0.1 * end
-    parts: list[list[float]] = [[] for _ in range(windows)]
-    for point in curve:
-        if point["seconds"] >= start:
-            place = int((point["seconds"] - start) / (end - start or 1.0) * windows)
-            parts[min(windows - 1, place)].append(point["bytes"])
-    if not all(parts):
+    seconds, held = (np.array([point[key] for point in curve], float) for key in ("seconds", "bytes"))
+    edges = np.linspace(0.1, 1.0, windows + 1) * seconds.max(initial=0.0)
+    edges[-1] = np.inf
+    parts = [held[(low <= seconds) & (seconds < high)] for low, high in pairwise(edges)]
+    if not all(map(len, parts)):
         return None
-    medians = [statistics.median(part) for part in parts]
+    medians = [float(np.median(part)) for part in parts]
     change = max(abs(value / medians[0] - 1) for value in medians)
     return {"windows": medians, "largest_change": change, "allowed": share, "flat": change <= share}

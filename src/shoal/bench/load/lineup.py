@@ -15,7 +15,7 @@ from shoal.bench.load.http import Address
 from shoal.bench.load.multi import Multi
 from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.servers import Server, free_port, shoal_words, transformers_words
-from shoal.bench.load.targets import Form, Http, Target, look, own_fields, warm_up
+from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
 from shoal.errors import unknown
@@ -40,8 +40,6 @@ class Lineup:
         max_rows: most answers under way in one server.
         equal_lengths: whether every answer is as long as it may be.
         chat: whether requests are chats.
-        limit: seconds after which a request is given up.
-        more: options of `shoal serve` beyond these.
     """
 
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {"method": "full"}})
@@ -50,8 +48,6 @@ class Lineup:
     max_rows: int = 16
     equal_lengths: bool = True
     chat: bool = False
-    limit: float = 600.0
-    more: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -79,7 +75,7 @@ class Servers(ExitStack):
     def __init__(self, lineup: Lineup, texts: Sequence[str] = ()) -> None:
         super().__init__()
         self.lineup, self._texts = lineup, texts
-        self.targets: list[Target] = []
+        self.targets: list[LoadTarget] = []
         self.absent: list[dict[str, str]] = []
         self.notes: list[str] = []
 
@@ -89,7 +85,7 @@ class Servers(ExitStack):
         for label, method in self.lineup.methods.items():
             plain = not face.shoal
             fields = {"stream_options": {"include_usage": True}} if plain else own_fields(method, self._equal)
-            form = Form(model or face.model, self.lineup.chat, fields, self.lineup.limit)
+            form = Form(model or face.model, self.lineup.chat, fields)
             self.targets.append(Http(OURS if face.shoal else address.url, "" if plain else label, address, form))
             if plain:
                 break
@@ -139,10 +135,9 @@ class Servers(ExitStack):
         lineup, port = self.lineup, free_port()
         allowed = ",".join(dict.fromkeys(str(method["method"]) for method in lineup.methods.values()))
         more = ["--admission", admission, "--max-rows", str(lineup.max_rows), "--methods", allowed]
-        more += [*_NO_PREFIXES, *lineup.more]
-        server = self._server(shoal_words(model, port, setting, more), port, setting)
+        server = self._server(shoal_words(model, port, setting, [*more, *_NO_PREFIXES]), port, setting)
         for label, method in lineup.methods.items():
-            form = Form(str(model), lineup.chat, own_fields(method, lineup.equal_lengths), lineup.limit)
+            form = Form(str(model), lineup.chat, own_fields(method, lineup.equal_lengths))
             shown = f"{label}, {admission}" if len(lineup.admissions) > 1 or admission != "join" else label
             self.targets.append(Http(OURS, shown, Address(server.url), form, server))
 
@@ -151,7 +146,7 @@ class Servers(ExitStack):
             raise NotMeasured(f"transformers serves these weights in {setting.dtype}, not in {setting.quant}")
         port = free_port()
         server = self._server(transformers_words(model, port, setting), port, setting)
-        form = Form(str(model), self.lineup.chat, limit=self.lineup.limit)
+        form = Form(str(model), self.lineup.chat)
         self.targets.append(Http("transformers", "serve, continuous batching", Address(server.url), form, server))
 
     def _llama(self, model: Path, setting: Setting) -> None:

@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoadPhase:
     """A load for a while.
 
     Attributes:

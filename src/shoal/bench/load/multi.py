@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.idle import cpu_seconds
-from shoal.bench.load.loops import Turn
+from shoal.bench.load.loops import LoadPhase
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import resident
 from shoal.bench.load.trace import Trace
 from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.process import cpu_seconds, resident
 from shoal.bench.subject import Subject
 from shoal.bench.system import Setting
-from shoal.bench.worker import Worker
+from shoal.bench.worker import SystemProcess
 
 _STEP = 256
 """Lengths of contexts are multiples of this, so that one serves many turns."""
@@ -54,12 +53,12 @@ class LlamaMulti(LlamaCpp):
         """
         length = max(len(ids) + new for _, ids, new in jobs)
         context = self._room(rows, -(-length // _STEP) * _STEP)
-        run = _Run(context, rows if at_once is None else min(rows, at_once), at_once is None)
+        run = _BatchLoop(context, rows if at_once is None else min(rows, at_once), at_once is None)
         waiting = [_Sequence(number, due, list(ids), new) for number, (due, ids, new) in enumerate(jobs)]
         return run.through(waiting)
 
 
-class _Run:
+class _BatchLoop:
     """Rows that join a batch when they are due and there is a place, and leave it when they are done."""
 
     def __init__(self, context: Any, rows: int, timed: bool) -> None:
@@ -118,7 +117,7 @@ class _Run:
 
 
 class Multi:
-    """A `Target` over `LlamaMulti`.
+    """A `LoadTarget` over `LlamaMulti`.
 
     Args:
         subject: a model folder.
@@ -131,15 +130,15 @@ class Multi:
 
     def __init__(self, subject: Subject, setting: Setting, rows: int, tokenizer: Any) -> None:
         self._rows, self._tokenizer = rows, tokenizer
-        self._worker = Worker(LlamaMulti, subject, setting)
+        self._worker = SystemProcess(LlamaMulti, subject, setting)
         try:
             self.about = self._worker.call("prepare")
         except BaseException:
             self._worker.stop()
             raise
 
-    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
-        """See `Target`; a closed loop needs a number of requests, which it always gets through."""
+    def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
+        """See `LoadTarget`; a closed loop needs a number of requests, which it always gets through."""
         moments = list(turn.arrivals()) if turn.load.rate is not None else [0.0] * (turn.requests or 1)
         jobs = []
         for number, due in enumerate(moments):
@@ -152,13 +151,13 @@ class Multi:
         """It waits for calls and takes nothing meanwhile."""
 
     def resident(self) -> int | None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         return resident(self._worker.pid)
 
     def cpu_seconds(self) -> float | None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         return cpu_seconds(self._worker.pid)
 
     def stop(self) -> None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         self._worker.stop()

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shoal import reference
 from shoal.bench import workloads
-from shoal.bench.drafts import PROBLEMS
 
 _ITEMS = 200
 _STARTS = ("b", "c", "d", "f", "g", "h", "l", "m", "n", "p", "r", "s", "t", "w", "st", "tr")
@@ -63,16 +61,5 @@ class Prompts:
 
 
 def recorded(names: Sequence[str], data: Path | None) -> list[str]:
-    """The prompts of some workloads; ValueError as by `workloads.load`.
-
-    Args:
-        names: of `workloads.WORKLOADS`, or "problems".
-        data: the folder that holds their files.
-    """
-    texts = [item["question"] + "\n" for item in reference.problems("known_templates")] if PROBLEMS in names else []
-    others = [name for name in names if name != PROBLEMS]
-    if others and data is None:
-        raise ValueError(f"{', '.join(others)} are read from files; give their folder with --data")
-    for found in workloads.load(data or Path(), others, _ITEMS).values():
-        texts += [text.prompt for text in found]
-    return texts
+    """The prompts of some workloads; arguments and ValueError as of `workloads.load`."""
+    return [text.prompt for texts in workloads.load(data, names, _ITEMS).values() for text in texts]

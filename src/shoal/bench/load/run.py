@@ -9,19 +9,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.cells import in_order
 from shoal.bench.load import figures
 from shoal.bench.load.figures import Objective
-from shoal.bench.load.loops import Load, Turn
+from shoal.bench.load.loops import Load, LoadPhase
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.targets import Target
+from shoal.bench.load.targets import LoadTarget
 from shoal.bench.load.trace import Trace
-from shoal.bench.load.watch import Watch
-from shoal.bench.summary import figure
+from shoal.bench.load.watch import MemorySampler
+from shoal.bench.rounds import Rounds, check_rounds, figure, in_order
 
 
 @dataclass(frozen=True)
-class Wish:
+class LoadConfig:
     """What is to be measured.
 
     Attributes:
@@ -47,11 +46,12 @@ class Wish:
     period: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "waves", "requests"):
+        check_rounds(self.rounds, self.minutes)
+        for name in ("waves", "requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("seconds", "minutes", "period"):
+        for name in ("seconds", "period"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
@@ -60,12 +60,12 @@ class Wish:
         if self.requests is None and self.seconds is None and any(load.rate is not None for load in self.loads):
             raise ValueError("requests at a rate need an end: give seconds or a number of requests")
 
-    def turn(self, load: Load, number: int) -> Turn:
+    def turn(self, load: Load, number: int) -> LoadPhase:
         """The turn at a load in a round: the same arrivals for every target, others in every round."""
         requests = self.requests
         if requests is None and load.concurrency is not None:
             requests = self.waves * load.concurrency
-        return Turn(load, requests, self.seconds, seed=number)
+        return LoadPhase(load, requests, self.seconds, seed=number)
 
     def prompts_of(self, number: int) -> Prompts:
         """The prompts of a round."""
@@ -74,7 +74,7 @@ class Wish:
 
 
 @dataclass
-class Measured:
+class LoadResult:
     """A target at a load.
 
     Attributes:
@@ -84,34 +84,30 @@ class Measured:
         cores: processors that the server's process kept busy, per round; empty where unknown.
     """
 
-    target: Target
+    target: LoadTarget
     load: Load
     turns: list[list[Trace]] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
 
 
-def measure(targets: Sequence[Target], wish: Wish) -> tuple[list[Measured], bool]:
-    """All rounds; and whether the time box cut some off."""
-    cells = [Measured(target, load) for load in wish.loads for target in targets]
-    started, number = time.perf_counter(), 0
+def measure(targets: Sequence[LoadTarget], wish: LoadConfig) -> tuple[list[LoadResult], Rounds]:
+    """All rounds; and how many the time allowed."""
+    cells = [LoadResult(target, load) for load in wish.loads for target in targets]
+    rounds = Rounds(wish.rounds, wish.minutes)
     with tqdm(total=wish.rounds * len(cells), desc="turns", disable=None) as bar:
-        for number in range(wish.rounds):
-            began = time.perf_counter()
+        for number in rounds:
             for cell in in_order(cells, number):
                 bar.set_postfix_str(f"{cell.target.name} {cell.target.label}, {cell.load.label}")
                 take_turn(cell, wish, number)
                 bar.update()
-            spent = time.perf_counter() - began
-            if wish.minutes is not None and time.perf_counter() - started + spent > 60 * wish.minutes:
-                break
-    return cells, number + 1 < wish.rounds
+    return cells, rounds
 
 
-def take_turn(cell: Measured, wish: Wish, number: int) -> None:
+def take_turn(cell: LoadResult, wish: LoadConfig, number: int) -> None:
     """One target, one load, one round."""
     target, start, cpu = cell.target, time.perf_counter(), cell.target.cpu_seconds()
-    with Watch(target.resident, wish.period) as watch:
+    with MemorySampler(target.resident, wish.period) as watch:
         cell.turns.append(target.run(wish.turn(cell.load, number), wish.prompts_of(number)))
     after = target.cpu_seconds()
     target.hold()
@@ -120,12 +116,12 @@ def take_turn(cell: Measured, wish: Wish, number: int) -> None:
         cell.cores.append((after - cpu) / (time.perf_counter() - start))
 
 
-def results(cells: Sequence[Measured], objective: Objective) -> list[dict[str, Any]]:
+def results(cells: Sequence[LoadResult], objective: Objective) -> list[dict[str, Any]]:
     """Figures in JSON values, each cell's speed beside that of the others at the same load."""
     return [{**_head(cell), **figures.figures(cell.turns, objective), **_rest(cell, cells)} for cell in cells]
 
 
-def _head(cell: Measured) -> dict[str, Any]:
+def _head(cell: LoadResult) -> dict[str, Any]:
     load = cell.load
     return {
         "system": cell.target.name,
@@ -136,7 +132,7 @@ def _head(cell: Measured) -> dict[str, Any]:
     }
 
 
-def _rest(cell: Measured, cells: Sequence[Measured]) -> dict[str, Any]:
+def _rest(cell: LoadResult, cells: Sequence[LoadResult]) -> dict[str, Any]:
     others = [one for one in cells if one is not cell and one.load == cell.load]
     return {
         "cores": figure(cell.cores) if cell.cores else None,
@@ -145,7 +141,7 @@ def _rest(cell: Measured, cells: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _ratio(cell: Measured, other: Measured) -> Iterator[tuple[str, Mapping[str, float]]]:
+def _ratio(cell: LoadResult, other: LoadResult) -> Iterator[tuple[str, Mapping[str, float]]]:
     yield f"{other.target.name} {other.target.label}".strip(), figures.ratio(cell.turns, other.turns)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from shoal.bench.system import NotMeasured, Setting
 
 
@@ -96,14 +94,6 @@ class Server:
     def _signal(self, number: int) -> None:
         if self.alive:
             os.killpg(self._process.pid, number)
-
-
-def resident(pid: int) -> int | None:
-    """Bytes of a process that are in memory; None where it has ended."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return None
 
 
 def free_port() -> int:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from shoal.bench.load import figures
-from shoal.bench.load.run import Measured, Wish, results, take_turn, thinned
-from shoal.bench.load.targets import Target
+from shoal.bench.load.run import LoadConfig, LoadResult, results, take_turn, thinned
+from shoal.bench.load.targets import LoadTarget
+from shoal.bench.load.watch import MemorySampler
 
 FLAT = 0.02
 """Most that memory may move after the warm-up, as a share of what it was then."""
 _WINDOWS = 10
 
 
-def soak(target: Target, wish: Wish, minutes: float) -> dict[str, Any]:
+def soak(target: LoadTarget, wish: LoadConfig, minutes: float) -> dict[str, Any]:
     """Keep the first load up for so long.
 
     Returns:
@@ -28,8 +28,8 @@ def soak(target: Target, wish: Wish, minutes: float) -> dict[str, Any]:
     seconds = 60 * minutes
     longer = replace(wish, requests=None, waves=10**9, seconds=seconds, rounds=1, minutes=None,
                      period=min(1.0, seconds / (10 * _WINDOWS)))
-    cell = Measured(target, longer.loads[0])
-    with _Progress(seconds):
+    cell = LoadResult(target, longer.loads[0])
+    with tqdm(total=round(seconds), desc="seconds", disable=None) as bar, MemorySampler(partial(_tick, bar), 1.0):
         take_turn(cell, longer, 0)
     (found,) = results([cell], wish.objective)
     within = [point for point in cell.curve if point["seconds"] <= seconds]  # afterwards rows leave one by one
@@ -51,22 +51,7 @@ def verdict(found: Mapping[str, Any], memory: Mapping[str, Any] | None) -> dict[
     return {"passed": not why, "why": why}
 
 
-class _Progress:
-    """A bar that moves with time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._over = seconds, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        start = time.perf_counter()
-        with tqdm(total=round(self._seconds), desc="seconds", disable=None) as bar:
-            while not self._over.wait(1.0):
-                bar.update(min(round(time.perf_counter() - start), round(self._seconds)) - bar.n)
+def _tick(bar: Any) -> None:
+    """A second has gone by."""
+    if bar.n < bar.total:
+        bar.update()

@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 import httpx
 
-from shoal.bench.idle import cpu_seconds
 from shoal.bench.load.http import Address, Failed, get
-from shoal.bench.load.loops import Turn
+from shoal.bench.load.loops import Load, LoadPhase
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, resident
+from shoal.bench.load.servers import Server
 from shoal.bench.load.trace import Trace, ask
+from shoal.bench.process import cpu_seconds, resident
 
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """Something that answers.
 
     Attributes:
@@ -32,7 +32,7 @@ class Target(Protocol):
     name: str
     label: str
 
-    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
+    def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
         """Put a load on it."""
         ...
 
@@ -84,7 +84,7 @@ class Http:
     """A server at an address.
 
     Args:
-        name, label: see `Target`.
+        name, label: see `LoadTarget`.
         address: where.
         form: how requests are put.
         server: the process, where it is ours.
@@ -94,8 +94,8 @@ class Http:
         self.name, self.label = name, label
         self._address, self._form, self._server = address, form, server
 
-    def run(self, turn: Turn, prompts: Prompts) -> list[Trace]:
-        """See `Target`."""
+    def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
+        """See `LoadTarget`."""
         if self._server is not None:
             self._server.go_on()
 
@@ -112,7 +112,7 @@ class Http:
         return asyncio.run(run())
 
     def hold(self) -> None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         if self._server is not None:
             self._server.hold()
 
@@ -127,11 +127,11 @@ class Http:
         return None if found is None else int(float(found[1]))
 
     def cpu_seconds(self) -> float | None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         return None if self._server is None else cpu_seconds(self._server.pid)
 
     def stop(self) -> None:
-        """See `Target`."""
+        """See `LoadTarget`."""
         if self._server is not None:
             self._server.stop()
 
@@ -162,22 +162,18 @@ def look(address: Address) -> Face:
         raise ValueError(f"{address.url}/v1/models does not list a model: {error}") from None
 
 
-def own_fields(
-    method: Mapping[str, Any] | None, equal_lengths: bool, *, numbers: bool = True
-) -> dict[str, Any]:
+def own_fields(method: Mapping[str, Any], equal_lengths: bool) -> dict[str, Any]:
     """Fields that Shoal's server understands: the method, no early end, and its own account of waiting."""
-    asked = {} if method is None else {"method": method["method"], "method_args": method.get("method_args", {})}
-    told = {"metrics": True, "stream_options": {"include_usage": True}} if numbers else {}
+    asked = {"method": method["method"], "method_args": method.get("method_args", {})}
+    told = {"metrics": True, "stream_options": {"include_usage": True}}
     return {**asked, **told, **({"ignore_eos": True} if equal_lengths else {})}
 
 
-def warm_up(targets: Sequence[Target], rows: int, prompts: Prompts) -> dict[int, str]:
+def warm_up(targets: Sequence[LoadTarget], rows: int, prompts: Prompts) -> dict[int, str]:
     """Let every target answer once with `rows` at a time; what went wrong, by place in `targets`."""
-    from shoal.bench.load.loops import Load
-
     failed = {}
     for place, target in enumerate(targets):
-        traces = target.run(Turn(Load(concurrency=rows), requests=rows), prompts)
+        traces = target.run(LoadPhase(Load(concurrency=rows), requests=rows), prompts)
         target.hold()
         wrong = [trace.error for trace in traces if trace.error is not None]
         if wrong:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -51,12 +51,6 @@ class Trace:
     def gaps(self) -> list[float]:
         """Times between chunks."""
         return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; the chunks themselves are left out."""
-        values = {**asdict(self), "ttft": self.ttft, "tpot": self.tpot}
-        del values["chunks"]
-        return {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items()}
 
 
 async def ask(

@@ -11,7 +11,7 @@ from typing import Any
 Read = Callable[[], int | None]
 
 
-class Watch(AbstractContextManager["Watch"]):
+class MemorySampler(AbstractContextManager["MemorySampler"]):
     """Reads a number again and again within a context.
 
     Args:
@@ -28,7 +28,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.curve: list[dict[str, float]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemorySampler:
         self._start = time.perf_counter()
         self._thread.start()
         return self

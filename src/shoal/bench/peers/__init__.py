@@ -12,8 +12,8 @@ from shoal.errors import unknown
 
 PEERS: Mapping[str, str] = MappingProxyType(
     {
-        "hf": "shoal.bench.peers.hf:HuggingFace",
-        "hf-static-compiled": "shoal.bench.peers.hf_compiled:CompiledHuggingFace",
+        "hf": "shoal.bench.peers.hf:HFGenerate",
+        "hf-static-compiled": "shoal.bench.peers.hf:HFGenerateCompiled",
         "llama.cpp": "shoal.bench.peers.llama_cpp:LlamaCpp",
     }
 )

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.bench.peers.ggml import encode
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured
 
@@ -37,10 +36,11 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _ROWS = 4096
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TensorEntry:
     """A tensor of the file: its names there and in the checkpoint, and the heads whose rows are reordered."""
 
     name: str
@@ -115,16 +115,16 @@ def _describe(writer: Any, subject: Subject) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def _entries(subject: Subject) -> Iterator[_Entry]:
+def _entries(subject: Subject) -> Iterator[_TensorEntry]:
     config = subject.text
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for theirs, ours in _GLOBAL.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
-            yield _Entry(f"{ours}.weight", f"{theirs}.weight")
+            yield _TensorEntry(f"{ours}.weight", f"{theirs}.weight")
     for index in range(config.num_hidden_layers):
         for theirs, ours in _LAYER.items():
             name, source = f"blk.{index}.{ours}.weight", f"model.layers.{index}.{theirs}.weight"
-            yield _Entry(name, source, heads.get(theirs, 0))
+            yield _TensorEntry(name, source, heads.get(theirs, 0))
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
@@ -154,4 +154,21 @@ class _Encoder:
         """In pieces of some rows: quantising makes temporary copies in float32."""
         if tensor.ndim == 1:
             return tensor.float().numpy()
-        return torch.cat([encode(piece, self._kind) for piece in tensor.split(_ROWS)]).numpy()
+        return np.concatenate([encode(piece, self._kind) for piece in tensor.split(_ROWS)])
+
+
+def encode(matrix: Tensor, kind: str) -> Any:
+    """The bytes of a matrix in a GGML type, uint8 [rows, bytes per row]; what is quantised, by GGML's own package."""
+    import gguf
+
+    if kind in _FLOATS:
+        return matrix.to(_FLOATS[kind]).contiguous().view(torch.uint8).numpy()
+    return gguf.quants.quantize(matrix.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+def bits_of(kind: str) -> float:
+    """Bits per weight of a GGML type, scales included."""
+    import gguf
+
+    block, size = map(int, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]])
+    return 8 * size / block

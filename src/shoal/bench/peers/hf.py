@@ -14,7 +14,7 @@ from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traff
 from shoal.engine.device import as_dtype
 
 
-class HuggingFace:
+class HFGenerate:
     """See `shoal.bench.system.System`."""
 
     detail = "generate, sdpa, DynamicCache"
@@ -36,14 +36,11 @@ class HuggingFace:
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
         """Decode through `model.generate`; a streamer takes the times."""
-        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
-        stamps = _Stamps()
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=new_tokens,
-            eos_token_id=None, pad_token_id=0, streamer=stamps, **self.options(),
-        )
-        tokens = tuple(out[0, ids.shape[1] :].tolist())
-        return Run(tuple(stamps.times[1:]), tokens, float(self.subject.text.num_hidden_layers))
+        stamps = Stamps()
+        out = greedy(self.model, prompts, new_tokens, streamer=stamps, **self.options())
+        tokens = tuple(out[0, len(prompts[0]) :].tolist())
+        times = tuple(moment - stamps.start for moment in stamps.times[1:])
+        return Run(times, tokens, float(self.subject.text.num_hidden_layers))
 
     def options(self) -> dict[str, Any]:
         """More arguments of `generate`."""
@@ -82,15 +79,50 @@ class HuggingFace:
         self.model = None
 
 
-class _Stamps:
-    """A streamer that notes when it is given something: the prompt first, then every token."""
+class HFGenerateCompiled(HFGenerate):
+    """With a StaticCache and torch.compile on the decoding step; the first generation compiles."""
+
+    detail = "generate, sdpa, StaticCache, torch.compile"
+
+    def options(self) -> dict[str, Any]:
+        """Static cache, and compilation on any device."""
+        from transformers import CompileConfig
+
+        on_gpu = self.setting.device != "cpu"
+        config = CompileConfig(mode="reduce-overhead" if on_gpu else "default")
+        # By itself generate compiles on accelerators only; this switch is the one that lifts that.
+        config._compile_all_devices = True
+        return {"cache_implementation": "static", "compile_config": config}
+
+    def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
+        """Refused: generate compiles a step of one token and nothing else."""
+        raise NotMeasured("a forward of several positions is not compiled by generate")
+
+
+class Stamps:
+    """A streamer of transformers' generate that notes when it is given how many tokens: the prompt first.
+
+    Attributes:
+        start: when it was made, on `time.perf_counter`.
+        times, sizes: moments, and tokens of all rows.
+    """
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         self.times: list[float] = []
+        self.sizes: list[int] = []
 
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter() - self._start)
+    def put(self, value: torch.Tensor) -> None:
+        """More tokens."""
+        self.times.append(time.perf_counter())
+        self.sizes.append(value.numel())
 
     def end(self) -> None:
-        pass
+        """Nothing is left over."""
+
+
+def greedy(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: Any = None, **options: Any) -> Any:
+    """The likeliest tokens after prompts of one length by transformers' generate."""
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1,
+                          max_new_tokens=new_tokens, eos_token_id=eos, pad_token_id=0, **options)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from shoal import compat
-from shoal.bench.peers.ggml import BITS
-from shoal.bench.peers.gguf_file import KINDS, write_gguf
+from shoal.bench.peers.gguf_file import KINDS, bits_of, write_gguf
 from shoal.bench.peers.requantise import requantise
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
@@ -121,7 +120,7 @@ class LlamaCpp:
     def _traffic(self) -> Any:
         if self._setting.quant == FILE:
             return file_traffic(self._subject, _KV_BYTES)
-        return traffic_of(self._subject, BITS[self._kind], _KV_BYTES)
+        return traffic_of(self._subject, bits_of(self._kind), _KV_BYTES)
 
     def _room(self, rows: int, length: int) -> _Context:
         """An empty context for so many sequences of that length."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from shoal.bench import idle, roof
-from shoal.bench.cells import OURS, in_order
-from shoal.bench.run import Caller, Start, prompts_for
-from shoal.bench.starters import STARTERS
+from shoal.bench.rounds import Figure, Rounds, check_rounds, figure, in_order
+from shoal.bench.speed.cells import OURS
+from shoal.bench.speed.run import Start, prompts_for
+from shoal.bench.speed.starters import STARTERS
 from shoal.bench.subject import FILE, Subject
-from shoal.bench.summary import Figure, figure
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import Worker
+from shoal.bench.worker import SystemProcess
 
 CONDITIONS: Mapping[str, Sequence[str]] = MappingProxyType(
     {OURS: ("first", "cached", "cold-first", "cold"), "llama.cpp": ("warm", "cold"), "hf": ("warm",)}
@@ -40,7 +39,7 @@ _PROMPT = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class StartupConfig:
     """What is to be measured.
 
     Attributes:
@@ -55,17 +54,16 @@ class Wish:
     rounds: int = 3
     minutes: float | None = None
     new_tokens: int = 16
-    start: Start = Worker
+    start: Start = SystemProcess
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; it must be at least 1, and 3 to show a spread")
+        check_rounds(self.rounds, self.minutes)
         wrong = [name for name in self.peers if name not in STARTERS]
         if wrong:
             raise ValueError(f"peer is {wrong[0]!r}; startup is measured of {', '.join(STARTERS)}")
 
 
-def measure(subject: Subject, setting: Setting, wish: Wish) -> dict[str, Any]:
+def measure(subject: Subject, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
     """Load again and again; JSON values.
 
     Raises:
@@ -74,20 +72,17 @@ def measure(subject: Subject, setting: Setting, wish: Wish) -> dict[str, Any]:
     if subject.model is None or not Path(subject.model).exists():
         raise ValueError(f"{subject.name} is no local file or folder; give one with --model")
     subject.check()
-    samples, began, last = _Samples(subject, setting, wish), time.perf_counter(), 0.0
+    samples, turns = _Samples(subject, setting, wish), Rounds(wish.rounds, wish.minutes)
     before = idle.watch(1.0)
-    rounds = 0
-    while rounds < wish.rounds and not _late(wish, time.perf_counter() - began, last):
-        clock = time.perf_counter()
-        samples.round(rounds)
-        rounds, last = rounds + 1, time.perf_counter() - clock
+    for number in turns:
+        samples.round(number)
     found = samples.results()
     return {
         "kind": "startup",
-        "rounds": {"asked": wish.rounds, "done": rounds, "stopped_early": rounds < wish.rounds},
+        "rounds": turns.to_dict(),
         "roof": {"unit": "bytes/s", **figure(samples.roofs), "readings": samples.roofs},
         "idle": {"unit": "cores kept busy by other processes", "before": before, "busy_above": idle.BUSY},
-        "warnings": _warnings(before, rounds),
+        "warnings": _warnings(before, turns.done),
         "model_bytes": sum(path.stat().st_size for path in files(Path(subject.model))),
         "new_tokens": wish.new_tokens,
         "prompt_tokens": _PROMPT,
@@ -95,10 +90,6 @@ def measure(subject: Subject, setting: Setting, wish: Wish) -> dict[str, Any]:
         "not_measured": [{"system": name, "quant": None, "what": None, "reason": why}
                          for name, why in samples.absent.items()],
     }
-
-
-def _late(wish: Wish, gone: float, last: float) -> bool:
-    return wish.minutes is not None and last > 0 and gone + last > 60 * wish.minutes
 
 
 def _warnings(busy: float | None, rounds: int) -> list[str]:
@@ -111,7 +102,7 @@ def _warnings(busy: float | None, rounds: int) -> list[str]:
 class _Samples:
     """All loads so far."""
 
-    def __init__(self, subject: Subject, setting: Setting, wish: Wish) -> None:
+    def __init__(self, subject: Subject, setting: Setting, wish: StartupConfig) -> None:
         self._subject, self._setting, self._wish = subject, setting, wish
         self._runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.absent: dict[str, str] = {}
@@ -142,7 +133,7 @@ class _Samples:
         setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, self._setting.backend,
                           self._setting.device, self._setting.threads)
         self.roofs.append(roof.read_bandwidth(_ROOF_SECONDS, self._setting.device))
-        worker: Caller = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
+        worker = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
         try:
             worker.call("begin", str(cache))
             for path in (*files(Path(str(self._subject.model))), *files(cache)):
@@ -196,13 +187,3 @@ def warm(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 24):
             pass
-
-
-def text(found: Mapping[str, Any]) -> str:
-    """A table for a terminal."""
-    from shoal.bench.real import startup_rows
-    from shoal.bench.table import aligned
-
-    lines = aligned(startup_rows(found))
-    lines += [f"not measured: {one['system']}: {one['reason']}" for one in found["not_measured"]]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in found["warnings"])])

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
-from shoal.bench.replay import replayed
-from shoal.bench.suite import Decoded, Task
+from shoal.bench.drafts.replay import replayed
+from shoal.bench.drafts.suite import Decoded, DraftTask
+from shoal.bench.peers.hf import Stamps, greedy
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 
@@ -26,7 +25,7 @@ class ShoalSpeaker:
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
 
-    def begin(self, task: Task) -> ShoalCourse:
+    def begin(self, task: DraftTask) -> ShoalCourse:
         """See `Speaker`; along the recorded answer where there is one."""
         return ShoalCourse(self._engine, self._method, task)
 
@@ -34,7 +33,7 @@ class ShoalSpeaker:
 class ShoalCourse:
     """A stream whose every step is timed. See `Course`."""
 
-    def __init__(self, engine: Engine, method: Method, task: Task) -> None:
+    def __init__(self, engine: Engine, method: Method, task: DraftTask) -> None:
         held = method if task.answer is None else replayed(method, task.answer)
         self._stream = engine.stream(
             list(task.prompt), method=held, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
@@ -70,27 +69,17 @@ class HFSpeaker:
     def __init__(self, model: Any, options: dict[str, Any], eos: list[int]) -> None:
         self._model, self._options, self._eos = model, options, eos
 
-    def begin(self, task: Task) -> HFCourse:
+    def begin(self, task: DraftTask) -> HFCourse:
         """See `Speaker`."""
         return HFCourse(partial(self._decode, task))
 
-    def _decode(self, task: Task) -> Decoded:
+    def _decode(self, task: DraftTask) -> Decoded:
         """A streamer takes the times."""
         if task.answer is not None:
             raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")
-        ids, stamps = torch.tensor([task.prompt], device=self._model.device), _Stamps()
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=task.new_tokens,
-            eos_token_id=self._eos or None,
-            pad_token_id=0,
-            streamer=stamps,
-            **self._options,
-        )
-        tokens = tuple(out[0, ids.shape[1] :].tolist())
+        stamps = Stamps()
+        out = greedy(self._model, [task.prompt], task.new_tokens, self._eos or None, streamer=stamps, **self._options)
+        tokens = tuple(out[0, len(task.prompt) :].tolist())
         first, last = stamps.times[1], stamps.times[-1]
         return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
 
@@ -109,21 +98,6 @@ class HFCourse:
     def decoded(self) -> Decoded:
         """See `Course`."""
         return self._made[0]
-
-
-class _Stamps:
-    """A streamer that notes when it is given how much: the prompt first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.sizes: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-        self.sizes.append(value.numel())
-
-    def end(self) -> None:
-        pass
 
 
 HF_OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.table import name
+from shoal.bench.speed.table import name
 from shoal.errors import needs
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import psutil
-import torch
 
+from shoal.bench.peers.hf import greedy
+from shoal.bench.process import peak_memory, reset_peak_memory, resident
 from shoal.bench.subject import Subject
 from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import peak_memory, reset_peak_memory
 from shoal.engine.device import as_dtype
 from shoal.model.packed import native
 from shoal.model.packed.native import build as native_build
@@ -54,11 +54,11 @@ class Starter(ABC):
             disk, not from the page cache).
         """
         reset_peak_memory()
-        before, held = _memory(), resident()
+        before, held = _memory(), resident() or 0
         clock = time.perf_counter()
         generate = self.load()
         load_seconds = time.perf_counter() - clock
-        loaded = resident() - held
+        loaded = (resident() or 0) - held
         generate(prompt, 1)
         first = time.perf_counter() - clock
         generate(prompt, new_tokens)
@@ -121,13 +121,7 @@ class HFStarter(Starter):
         place, options = (path.parent, {"gguf_file": path.name}) if self._subject.is_file else (path, {})
         AutoTokenizer.from_pretrained(place, **options)
         model = AutoModelForCausalLM.from_pretrained(place, dtype=as_dtype(self._setting.dtype), **options).eval()
-
-        def generate(prompt: Sequence[int], count: int) -> object:
-            ids = torch.tensor([list(prompt)])
-            return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                                  eos_token_id=None, pad_token_id=0)
-
-        return generate
+        return lambda prompt, count: greedy(model, [prompt], count)
 
 
 class LlamaStarter(Starter):
@@ -154,11 +148,6 @@ STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
     {"shoal": ShoalStarter, "hf": HFStarter, "llama.cpp": LlamaStarter}
 )
 """Name of a system -> how it starts."""
-
-
-def resident() -> int:
-    """Bytes that this process holds now."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def _memory() -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from shoal.bench.readers import Reader
+from readers import Reader
 
 _BLOCK = 128
 """Positions whose losses are computed at once: the softmax makes copies of the logits."""

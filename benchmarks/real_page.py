@@ -6,15 +6,18 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pages import current, markdown
 from shoal.bench import table
-from shoal.bench.cells import OURS
-from shoal.bench.startup import AGAINST
+from shoal.bench.speed import startup_table
+from shoal.bench.speed.cells import OURS
+from shoal.bench.speed.startup import AGAINST
+from shoal.bench.speed.startup_table import NAMES, megabytes
 from shoal.bench.subject import FILE
 
 Report = Mapping[str, Any]
 Row = table.Row
 
-PEERS = {"llama.cpp": "llama.cpp", "hf": "transformers"}
+PEERS = {name: shown for name, shown in NAMES.items() if name != OURS}
 """Column by column: a system's name in reports, and in tables."""
 
 HEADER = ["model", "what", "Shoal", *PEERS.values(), *(f"times better than {name}" for name in PEERS.values())]
@@ -26,37 +29,19 @@ def overview(reports: Sequence[Report]) -> str:
     if not rows:
         return ""
     used = [report for report in reports if report.get("kind") == "startup" or _speed(report)]
-    lines = [*_machines(used), "", table.markdown(HEADER, rows), ""]
+    lines = [*_machines(used), "", markdown(HEADER, rows), ""]
     return "\n" + "\n".join([*lines, *(f"Warning: {warning}.\n" for warning in _warnings(used))])
 
 
 def page(stem: str, report: Report) -> str:
     """One report of loading or fidelity in full, as Markdown."""
-    header, *rows = startup_rows(report) if report["kind"] == "startup" else fidelity_rows(report)
+    header, *rows = startup_table.rows(report) if report["kind"] == "startup" else fidelity_rows(report)
     when = f"{report['date'][:10]}, {_commit(report)}"
     lines = [f"\n### {stem}\n", f"**{_name(report)}**, {_machine(report)}, {when}.", ""]
-    lines += ["```sh", report["command"], "```", "", table.markdown(header, rows), ""]
+    lines += ["```sh", current(report["command"]), "```", "", markdown(header, rows), ""]
     lines += [f"- Not measured: {one['system']}: {one['reason']}." for one in report["not_measured"]]
     lines += [f"\nWarning: {warning}." for warning in report.get("warnings", ())]
     return "\n".join(lines) + "\n"
-
-
-def startup_rows(report: Report) -> list[Row]:
-    """Header and a row per system and way of starting."""
-    header = ["system", "start", "load s", "first token s", "peak MB", "of the file", "PSS MB", "read from disk MB",
-              "times faster to load than"]
-    return [header, *(_startup_row(row, report["model_bytes"]) for row in report["results"])]
-
-
-def _startup_row(row: Mapping[str, Any], size: int) -> Row:
-    faster = [f"{PEERS[key.split()[0]]} {value['median']:.2f}" for key, value in row["ratios"].items()
-              if key.endswith("load_seconds")]
-    return [
-        PEERS.get(row["system"], "Shoal"), row["condition"], table.spread(row["load_seconds"], "{:.2f}"),
-        f"{row['first_token_seconds']['median']:.2f}", _megabytes(row["peak_bytes"]["median"]),
-        f"{row['peak_bytes']['median'] / size:.2f}", _megabytes(row["pss_bytes"]["median"]),
-        _megabytes(row["disk_bytes"]["median"]), ", ".join(faster),
-    ]
 
 
 def fidelity_rows(report: Report) -> list[Row]:
@@ -128,15 +113,11 @@ def _startup_lines(report: Report) -> Iterator[Row]:
 
 
 def _measure(value: float, key: str) -> str:
-    return _megabytes(value) if key.endswith("bytes") else f"{value:.2f}"
+    return megabytes(value) if key.endswith("bytes") else f"{value:.2f}"
 
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:.0f}"
 
 
 def _ratio(figure: Mapping[str, float] | None) -> str:

@@ -6,22 +6,32 @@ TTFT, TPOT = (E2E - TTFT) / (n - 1), tokens/s = rows / TPOT: decoding alone, as 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
-from shoal.bench.cells import OURS, Cell, Job
 from shoal.bench.idle import BUSY
-from shoal.bench.outcome import Measured, Outcome
+from shoal.bench.rounds import Figure, figure
+from shoal.bench.speed.cells import OURS, Cell, Job
+from shoal.bench.speed.outcome import CellResult, Measurements
+from shoal.bench.system import Setting
 
-Figure = dict[str, float]
 Raw = Mapping[str, Any]
 
 
-def figure(values: Iterable[float]) -> Figure:
-    """Median and spread."""
-    listed = list(values)
-    return {"median": statistics.median(listed), "min": min(listed), "max": max(listed)}
+def findings(outcome: Measurements, setting: Setting) -> dict[str, Any]:
+    """What a report says of an outcome, in JSON values; of the setting everything but the weights' format."""
+    return {
+        "setting": {key: value for key, value in asdict(setting).items() if key != "quant"},
+        "rounds": outcome.rounds.to_dict(),
+        "roof": roof_of(outcome),
+        "idle": idle_of(outcome),
+        "warnings": warnings_of(outcome),
+        "results": results(outcome),
+        "cost_cards": [{"quant": quant, **card} for (quant, _), card in outcome.cards.items()],
+        "not_measured": [asdict(one) for one in dict.fromkeys(outcome.absent)],
+    }
 
 
 def tpot(run: Raw) -> float:
@@ -37,12 +47,12 @@ def main_seconds(run: Raw, job: Job) -> float:
     return tpot(run) if job.kind == "generate" else float(run["times"][0])
 
 
-def results(outcome: Outcome) -> list[dict[str, Any]]:
+def results(outcome: Measurements) -> list[dict[str, Any]]:
     """A JSON object per cell, raw runs included."""
     return [_result(measured, outcome.measured) for measured in outcome.measured]
 
 
-def _result(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+def _result(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Any]:
     cell, job = measured.cell, measured.cell.job
     return {
         "system": cell.system,
@@ -68,7 +78,7 @@ def _result(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _generation(measured: Measured) -> dict[str, Any]:
+def _generation(measured: CellResult) -> dict[str, Any]:
     runs, rows, expected = measured.runs, measured.cell.job.rows, measured.expected
     figures: dict[str, Any] = {
         "ttft_seconds": figure(run["times"][0] for run in runs),
@@ -86,24 +96,24 @@ def _generation(measured: Measured) -> dict[str, Any]:
     return figures
 
 
-def _prefill(measured: Measured) -> dict[str, Any]:
+def _prefill(measured: CellResult) -> dict[str, Any]:
     tokens = measured.cell.job.rows * measured.cell.job.context
     firsts = [run["times"][0] for run in measured.runs]
     return {"ttft_seconds": figure(firsts), "prompt_tokens_per_second": figure(tokens / first for first in firsts)}
 
 
-def _forward(measured: Measured) -> dict[str, Any]:
+def _forward(measured: CellResult) -> dict[str, Any]:
     return {"seconds": figure(statistics.median(run["seconds"]) for run in measured.runs)}
 
 
-_FIGURES: Mapping[str, Callable[[Measured], dict[str, Any]]] = {
+_FIGURES: Mapping[str, Callable[[CellResult], dict[str, Any]]] = {
     "generate": _generation,
     "prefill": _prefill,
     "forward": _forward,
 }
 
 
-def _against_full(measured: Measured, every: Sequence[Measured]) -> dict[str, Any]:
+def _against_full(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Any]:
     """Beside the plain loop with the same weights: what the cost card expected, and how many leading tokens agree."""
     cell = measured.cell
     full = next((other for other in every if other.cell.system == OURS and other.cell.label == "full"
@@ -116,7 +126,7 @@ def _against_full(measured: Measured, every: Sequence[Measured]) -> dict[str, An
     return found if ours is None or theirs is None else {**found, "predicted_speedup": theirs / ours}
 
 
-def _ratios(measured: Measured, every: Sequence[Measured]) -> dict[str, Figure]:
+def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Figure]:
     """How many times faster than the plain loop, than each peer, and (forwards) the cost against one position.
 
     Round by round, so that what slows both down cancels. A peer without these quantised weights counts unquantised.
@@ -134,7 +144,7 @@ def _ratios(measured: Measured, every: Sequence[Measured]) -> dict[str, Figure]:
     return found
 
 
-def _quotients(above: Measured, below: Measured) -> Figure:
+def _quotients(above: CellResult, below: CellResult) -> Figure:
     job = below.cell.job
     pairs = zip(above.runs, below.runs, strict=True)
     return figure(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
@@ -144,7 +154,7 @@ def _same_system(one: Cell, other: Cell) -> bool:
     return (one.system, one.quant, one.label) == (other.system, other.quant, other.label)
 
 
-def _ratio_name(cell: Cell, other: Cell, every: Sequence[Measured]) -> str | None:
+def _ratio_name(cell: Cell, other: Cell, every: Sequence[CellResult]) -> str | None:
     """What a ratio to `other` is called; None where there is nothing to compare."""
     if cell.system != OURS or other.job != cell.job:
         return None
@@ -156,13 +166,13 @@ def _ratio_name(cell: Cell, other: Cell, every: Sequence[Measured]) -> str | Non
     return f"{other.system} unquantised" if other.quant is None and not exact else None
 
 
-def roof_of(outcome: Outcome) -> dict[str, Any]:
+def roof_of(outcome: Measurements) -> dict[str, Any]:
     """All readings of the roof."""
     readings = [reading for measured in outcome.measured for run in measured.runs for reading in run["roof"]]
     return {"unit": "bytes/s", **(figure(readings) if readings else {}), "readings": readings}
 
 
-def idle_of(outcome: Outcome) -> dict[str, Any]:
+def idle_of(outcome: Measurements) -> dict[str, Any]:
     """How busy other processes kept the machine."""
     during = [run["others"] for measured in outcome.measured for run in measured.runs if run["others"] is not None]
     return {
@@ -173,9 +183,9 @@ def idle_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def warnings_of(outcome: Outcome, rounds: int) -> list[str]:
+def warnings_of(outcome: Measurements) -> list[str]:
     """What makes the figures doubtful."""
-    idle, found = idle_of(outcome), []
+    idle, rounds, found = idle_of(outcome), outcome.rounds, []
     seen = [idle["before"], (idle["during"] or {}).get("median")]
     worst = max((value for value in seen if value is not None), default=None)
     if worst is None:
@@ -184,8 +194,8 @@ def warnings_of(outcome: Outcome, rounds: int) -> list[str]:
         found.append(f"the machine was busy: other processes used {worst:.2f} cores; these figures are not comparable")
     missing = {why for one in outcome.measured if (why := one.about.extra.get("native_kernels")) is not None}
     found += [f"Shoal ran without its native kernels: {why}" for why in sorted(missing)]
-    if outcome.stopped_early:
-        found.append(f"the time box ended the benchmark after {outcome.rounds} of {rounds} rounds")
-    if outcome.rounds < 3:
-        found.append(f"{outcome.rounds} rounds show no spread; run at least 3")
+    if rounds.done < rounds.asked:
+        found.append(f"the time box ended the benchmark after {rounds.done} of {rounds.asked} rounds")
+    if rounds.done < 3:
+        found.append(f"{rounds.done} rounds show no spread; run at least 3")
     return found

@@ -1,4 +1,4 @@
-"""`shoal bench --serve` from its words to its report: against a server that runs, and one that it starts itself."""
+"""`shoal bench-serve` from its words to its report: against a server that runs, and one that it starts itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def server() -> Iterator[Running]:
 
 
 def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    assert main(["bench", *words]) == code
+    assert main(["bench-serve", *words]) == code
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -36,7 +36,7 @@ def test_a_running_server_is_measured(
              "--plot", str(tmp_path / "a.png")]
     found = report(capsys, *words)
     assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
-    assert found["command"].startswith("shoal bench --url")
+    assert found["command"].startswith("shoal bench-serve --url")
     assert [one["load"] for one in found["results"]] == ["1 at once"] * 2 + ["3 at once"] * 2 + ["50 a second"] * 2
     for one in found["results"]:
         assert (one["requests"], one["errors"], one["tokens"]) == (4, 0, 16)
@@ -74,13 +74,13 @@ def test_a_soak_judges_errors_and_memory(
     soak = ["--url", server.url, "--soak", "--concurrency", "2", "--minutes", "0.04", *SHORT]
     found = report(capsys, *soak, "--served-model", "nobody", "--plot", str(tmp_path / "a.png"), code=1)
     assert not found["verdict"]["passed"] and "failed" in found["verdict"]["why"][0]
-    assert main(["bench", *soak]) in (0, 1)
+    assert main(["bench-serve", *soak]) in (0, 1)
     out = capsys.readouterr().out
     assert "soak " in out and json.loads(out.splitlines()[-1])["results"][0]["errors"] == 0
 
 
 def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--serve", "--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
+    words = ["--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
     (one,) = report(capsys, *words, "--max-rows", "2", "--admission", "waves")["results"]
     assert (one["system"], one["requests"], one["errors"], one["tokens"]) == ("shoal", 4, 0, 16)
     assert one["label"] == "full, waves"
@@ -91,19 +91,21 @@ def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--serve"], "leave it out"),
         (["--url", "nonsense"], "must look like"),
+        (["--batch", "2"], "no option --batch"),
         (["--url", "http://127.0.0.1:9", "--peer", "transformers"], "no --model, --shape or --peer"),
-        (["--serve", "--peer", "vllm"], "vllm"),
-        (["--serve", "--concurrency", "x"], "--concurrency"),
-        (["--serve", "--rate", "2"], "need an end"),
-        (["--serve", "--soak", "--concurrency", "2"], "--minutes"),
-        (["--serve", "--soak", "--concurrency", "2,3", "--minutes", "1"], "one load"),
-        (["--serve", "--chat", "--peer", "llama.cpp"], "no chats"),
-        (["--serve", "--quant", "none,int8"], "2 weight formats"),
+        (["--peer", "vllm"], "vllm"),
+        (["--concurrency", "x"], "--concurrency"),
+        (["--rate", "2"], "need an end"),
+        (["--soak", "--concurrency", "2"], "--minutes"),
+        (["--soak", "--concurrency", "2,3", "--minutes", "1"], "one load"),
+        (["--chat", "--peer", "llama.cpp"], "no chats"),
+        (["--quant", "none,int8"], "invalid choice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *words]) == 2
+    assert main(["bench-serve", *words]) == 2
     assert said in capsys.readouterr().err

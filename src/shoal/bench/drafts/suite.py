@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from shoal.bench import table
-from shoal.bench.cells import in_order
+from shoal.bench.rounds import figure, in_order
 
 PLAIN = "full"
 
 
 @dataclass(frozen=True)
-class Task:
+class DraftTask:
     """A text in tokens.
 
     Attributes:
@@ -70,7 +70,7 @@ class Course(Protocol):
 class Speaker(Protocol):
     """A system that can decode a task."""
 
-    def begin(self, task: Task) -> Course:
+    def begin(self, task: DraftTask) -> Course:
         """Greedily, to the task's length or the model's own end; the prompt is read here."""
         ...
 
@@ -97,12 +97,7 @@ class _Score:
             "runs": len(self.runs),
             "tokens": sum(run.timed for run in timed),
             "tokens_per_second": sum(run.timed for run in timed) / sum(run.seconds for run in timed),
-            "times_faster": {
-                "median": statistics.median(self.faster),
-                "min": min(self.faster),
-                "max": max(self.faster),
-                "each": self.faster,
-            },
+            "times_faster": {**figure(self.faster), "each": self.faster},
             "tokens_per_forward": statistics.mean(known) if known else None,
             "acceptance": _mean_by_place([run.acceptance for run in self.runs]),
             "equal_to_plain": self.equal / len(self.runs),
@@ -118,7 +113,9 @@ def _mean_by_place(shares: Sequence[tuple[float, ...]]) -> list[float]:
     return [statistics.mean([one[place] for one in shares if len(one) > place]) for place in range(longest)]
 
 
-def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker], rounds: int) -> list[dict[str, Any]]:
+def run(
+    workloads: Mapping[str, Sequence[DraftTask]], systems: Mapping[str, Speaker], rounds: int
+) -> list[dict[str, Any]]:
     """Rows of the table: a workload and a system each, the plain loop's among them.
 
     Args:
@@ -137,7 +134,7 @@ def run(workloads: Mapping[str, Sequence[Task]], systems: Mapping[str, Speaker],
     return [scores[name, label].row(name, label) for name in workloads for label in systems if (name, label) in scores]
 
 
-def together(task: Task, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
+def together(task: DraftTask, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
     """All systems on one task, in turn."""
     courses = {label: system.begin(task) for label, system in systems.items()}
     going = list(courses.values())
@@ -146,7 +143,7 @@ def together(task: Task, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
     return {label: course.decoded() for label, course in courses.items()}
 
 
-def _warm_up(task: Task, systems: Mapping[str, Speaker]) -> None:
+def _warm_up(task: DraftTask, systems: Mapping[str, Speaker]) -> None:
     together(task, systems)
 
 
@@ -156,11 +153,6 @@ HEADER = ["text", "system", "runs", "tokens/s", "times faster than plain", "toke
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a table for people."""
     return "\n".join(table.aligned([HEADER, *map(_line, rows)]))
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    return table.markdown(HEADER, [_line(row) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """What a million generated tokens cost on paper: cost cards that were measured, times the price of an hour.
 
-    python -m shoal.bench.price benchmarks/results/1b-batch.json --per-hour 0.10
+    python benchmarks/price.py benchmarks/results/1b-batch.json --per-hour 0.10
 
 One replica is taken to be busy all the time with as many rows as the card was measured for, all in phase; prompts are
 read for every request anew. A fleet multiplies tokens and cost alike. What it leaves out raises the price: idle hours,
@@ -32,7 +32,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Line:
+class PriceLine:
     """One line of the table.
 
     Attributes:
@@ -52,19 +52,19 @@ class Line:
     price: float
 
 
-def lines(report: Mapping[str, Any], demand: Demand, shares: Sequence[float]) -> list[Line]:
+def lines(report: Mapping[str, Any], demand: Demand, shares: Sequence[float]) -> list[PriceLine]:
     """Estimates for every cost card of a benchmark and every mean depth, as shares of the layers."""
     layers = int(report["subject"]["num_hidden_layers"])
     return [_line(card, layers, demand, share) for card in report["cost_cards"] for share in shares]
 
 
-def _line(card: Mapping[str, Any], layers: int, demand: Demand, share: float) -> Line:
+def _line(card: Mapping[str, Any], layers: int, demand: Demand, share: float) -> PriceLine:
     measured = CostCard.from_dict(card, (None,) * layers)
     plan = _plan(share, layers, demand.answer)
     made = measured.rows * demand.answer
     rate = made / measured.predict(plan, demand.prompt, demand.answer)
     mean = plan.mean_depth(demand.answer)
-    return Line(card["quant"], measured.rows, mean, layers, rate, 1e6 / rate / 3600 * demand.per_hour)
+    return PriceLine(card["quant"], measured.rows, mean, layers, rate, 1e6 / rate / 3600 * demand.per_hour)
 
 
 def _plan(share: float, layers: int, answer: int) -> DepthPlan:
@@ -73,7 +73,7 @@ def _plan(share: float, layers: int, answer: int) -> DepthPlan:
     return D3(mean=share).recipe(ModelInfo(layers, answer)).plan
 
 
-def table(found: Sequence[Line]) -> str:
+def table(found: Sequence[PriceLine]) -> str:
     """The lines as Markdown."""
     head = "| weights | rows | layers on average | tokens/s of a replica | per million tokens |\n|---|---|---|---|---|"
     body = [f"| {line.quant or 'bfloat16'} | {line.rows} | {line.mean:.1f} of {line.layers} | "

@@ -1,15 +1,14 @@
-"""The grid of a benchmark: which system does what, how often, in which order."""
+"""The grid of a benchmark: which system does what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from shoal.bench.subject import Subject
 
-T = TypeVar("T")
 Kind = Literal["generate", "prefill", "forward"]
 OURS = "shoal"
 FULL: Mapping[str, Any] = {"method": "full", "method_args": {}}
@@ -118,8 +117,3 @@ class Grid:
                 f"the longest measurement needs {self.longest()} positions, and {subject.name} has {limit}; "
                 "ask for a shorter context"
             )
-
-
-def in_order(items: Sequence[T], round_number: int) -> list[T]:
-    """The turns of a round: every other round runs backwards, so that no system always follows the same one."""
-    return list(items) if round_number % 2 == 0 else list(reversed(items))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.cells import Cell
+from shoal.bench.rounds import Rounds
+from shoal.bench.speed.cells import Cell
 from shoal.bench.system import About, Expected
 
 
 @dataclass
-class Measured:
+class CellResult:
     """One cell's runs.
 
     Attributes:
@@ -33,7 +34,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Skipped:
     """Something that was not measured, and why.
 
     Attributes:
@@ -49,21 +50,19 @@ class Absent:
 
 
 @dataclass
-class Outcome:
+class Measurements:
     """A whole benchmark.
 
     Attributes:
+        rounds: how many there were.
         measured: the cells that were measured.
         absent: what was not.
-        rounds: how many were done.
-        stopped_early: whether the time box cut rounds off.
         idle_before: cores kept busy by other processes before the first round; None where unknown.
         cards: (quant, rows) -> cost card of Shoal.
     """
 
-    measured: list[Measured] = field(default_factory=list)
-    absent: list[Absent] = field(default_factory=list)
-    rounds: int = 0
-    stopped_early: bool = False
+    rounds: Rounds
+    measured: list[CellResult] = field(default_factory=list)
+    absent: list[Skipped] = field(default_factory=list)
     idle_before: float | None = None
     cards: dict[tuple[str | None, int], dict[str, Any]] = field(default_factory=dict)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.bench import gguf_facts
+from shoal.bench.peers.hf import greedy
 from shoal.bench.peers.llama_cpp import LlamaCpp, library
 from shoal.bench.peers.requantise import FTYPES, requantise
 from shoal.bench.subject import FILE, Subject
@@ -97,11 +98,7 @@ class _Transformers:
         return found
 
     def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        prompt = torch.tensor([list(ids)])
-        out: Any = self._model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=1, max_new_tokens=count,
-            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-        )
+        out = greedy(self._model, [ids], count, output_logits=True, return_dict_in_generate=True)
         best = torch.stack([logits[0] for logits in out.logits]).double().topk(2).values
         return out.sequences[0, len(ids) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
 

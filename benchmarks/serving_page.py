@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.bench.table import markdown, processor, spread
+from pages import current, markdown
+from shoal.bench.table import processor, spread
 
 _STAGES = {
     "streams": "Full depth, clients that ask again once answered",
@@ -57,7 +58,7 @@ def _stage(title: str, report: Mapping[str, Any]) -> str:
     header = ["system", "load", "tokens/s", "TTFT p50, p90 ms", "TPOT p50, p90 ms", "failed", "cores"]
     table = markdown(header, [_row(one) for one in report["results"]])
     absent = "".join(f"\nNot measured: {one['system']}: {one['reason']}.\n" for one in report["not_measured"])
-    return f"{head}\n\n{table}\n{absent}\n{_FENCE}{report['command']}\n```"
+    return f"{head}\n\n{table}\n{absent}\n{_FENCE}{current(report['command'])}\n```"
 
 
 def _row(one: Mapping[str, Any]) -> list[str]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal import catalog, reference
-from shoal.bench import suite, words, workloads
-from shoal.bench.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
+from shoal import catalog
+from shoal.bench import words, workloads
+from shoal.bench.drafts import suite
+from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
+from shoal.bench.drafts.suite import DraftTask, Speaker
+from shoal.bench.rounds import check_rounds
 from shoal.bench.subject import Subject
-from shoal.bench.suite import Speaker, Task
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
@@ -19,16 +21,13 @@ from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 
-PROBLEMS = "problems"
-"""Word problems that ship with the package."""
-
 
 @dataclass(frozen=True)
-class Wish:
+class DraftsConfig:
     """What is to be measured.
 
     Attributes:
-        workloads: names in `workloads.WORKLOADS`, or `PROBLEMS`.
+        workloads: names in `workloads.WORKLOADS`, or `workloads.PROBLEMS`.
         data: folder with the recorded texts.
         items: texts of each workload.
         new_tokens: most tokens per text.
@@ -48,9 +47,9 @@ class Wish:
     assistant: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("items", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_rounds(self.rounds)
+        if self.items < 1:
+            raise ValueError(f"items is {self.items}; it must be at least 1")
         if self.new_tokens < 2:
             raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 2")
         for peer in self.peers:
@@ -58,17 +57,16 @@ class Wish:
                 raise unknown("peer of this suite", peer, list(HF_OPTIONS))
         if ("hf-draft-model" in self.peers) != (self.assistant is not None):
             raise ValueError("the peer hf-draft-model and --assistant, the model that drafts for it, go together")
-        if self.data is None and set(self.workloads) != {PROBLEMS}:
-            raise ValueError(f"{', '.join(self.workloads)} are read from files; give their folder with --data")
+        workloads.check(self.data, self.workloads)
 
 
-def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: Wish) -> dict[str, Any]:
+def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: DraftsConfig) -> dict[str, Any]:
     """Decode all texts by all systems; JSON values.
 
     Raises:
         ValueError: texts that are not there, or methods and peers that cannot follow a recorded answer.
     """
-    texts = _texts(wish)
+    texts = workloads.load(wish.data, wish.workloads, wish.items)
     engine = subject.engine(as_dtype(setting.dtype), setting.device, setting.backend, setting.quant)
     replay = subject.shape is not None
     if replay and wish.peers:
@@ -85,34 +83,21 @@ def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], w
     }
 
 
-def _texts(wish: Wish) -> dict[str, list[workloads.Text]]:
-    recorded = [name for name in wish.workloads if name != PROBLEMS]
-    found = {} if wish.data is None else workloads.load(wish.data, recorded, wish.items)
-    if PROBLEMS in wish.workloads:
-        found[PROBLEMS] = _problems(wish.items)
-    return found
-
-
-def _problems(items: int) -> list[workloads.Text]:
-    problems = reference.problems("known_templates")[:items]
-    return [workloads.Text(one["question"] + "\n", one["solution"]) for one in problems]
-
-
-def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[Task]:
+def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[DraftTask]:
     if not replay:
         encode = engine.tokenizer
         room = (engine.stack.max_positions or 1 << 30) - new_tokens
-        return [Task(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
+        return [DraftTask(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
     tokenizer = words.train(part for one in texts for part in (one.prompt, one.answer))
     tasks = []
     for one in texts:
         answer = tuple(tokenizer.encode(one.answer).ids[:new_tokens])
         if len(answer) > 1:
-            tasks.append(Task(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
+            tasks.append(DraftTask(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
     return tasks
 
 
-def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> dict[str, Speaker]:
+def _peers(subject: Subject, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, Speaker]:
     if not wish.peers:
         return {}
     model = subject.hf_model(as_dtype(setting.dtype), setting.device)
@@ -126,5 +111,3 @@ def _peers(subject: Subject, setting: Setting, engine: Engine, wish: Wish) -> di
         options = {key: filled[key] if value is None else value for key, value in HF_OPTIONS[peer].items()}
         speakers[peer] = HFSpeaker(model, options, sorted(engine.eos_token_ids))
     return speakers
-
-

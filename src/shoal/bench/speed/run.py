@@ -7,46 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench import idle, memory, peers, roof
-from shoal.bench.cells import OURS, Cell, Grid, in_order
-from shoal.bench.ours import Shoal
-from shoal.bench.outcome import Absent, Measured, Outcome
+from shoal.bench import idle, peers, roof
+from shoal.bench.rounds import Rounds, check_rounds, in_order
+from shoal.bench.speed import memory
+from shoal.bench.speed.cells import OURS, Cell, Grid
+from shoal.bench.speed.ours import Shoal
+from shoal.bench.speed.outcome import CellResult, Measurements, Skipped
 from shoal.bench.subject import FILE, Subject
 from shoal.bench.system import About, NotMeasured, Run, Setting
-from shoal.bench.worker import Factory, Worker
+from shoal.bench.worker import Factory, SystemProcess
 
 _ROOF_SECONDS = 0.2
 _IDLE_SECONDS = 1.0
 _FORWARDS = 8
 
 
-class Caller(Protocol):
-    """A `Worker`, or what stands in for one."""
-
-    @property
-    def pid(self) -> int:
-        """Of its process; 0 where it has none."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be called."""
-        ...
-
-    def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
-        """See `Worker.call`."""
-        ...
-
-    def stop(self) -> None:
-        """See `Worker.stop`."""
-        ...
-
-
-Start = Callable[[Factory, Subject, Setting], Caller]
+Start = Callable[[Factory, Subject, Setting], SystemProcess]
 Key = tuple[str, str | None]
 """A system and a quantisation: what shares one process."""
 
@@ -69,16 +49,13 @@ class Plan:
     setting: Setting = field(default_factory=lambda: Setting("bfloat16"))
     roof_bytes: int = roof.BUFFER
     text: str | None = None
-    start: Start = Worker
+    start: Start = SystemProcess
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; it must be at least 1, and 3 to show a spread")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes is {self.minutes}; it must be above 0")
+        check_rounds(self.rounds, self.minutes)
 
 
-def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
+def run(subject: Subject, grid: Grid, plan: Plan) -> Measurements:
     """Measure the grid.
 
     Raises:
@@ -90,10 +67,11 @@ def run(subject: Subject, grid: Grid, plan: Plan) -> Outcome:
     factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
     memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
-    outcome = Outcome(absent=[Absent(name, None, None, reason) for name, reason in peers.NOT_HERE.items()])
+    outcome = Measurements(Rounds(plan.rounds, plan.minutes))
+    outcome.absent += [Skipped(name, None, None, reason) for name, reason in peers.NOT_HERE.items()]
     with _Bench(subject, plan, factories, outcome) as bench:
         bench.prepare(cells)
-        bench.rounds()
+        bench.measure()
     return outcome
 
 
@@ -105,12 +83,11 @@ def _held(plan: Plan, system: str, quant: str | None) -> Setting:
 class _Bench:
     """The systems while they are alive."""
 
-    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Outcome) -> None:
+    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements) -> None:
         self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
-        self._workers: dict[Key, Caller] = {}
+        self._workers: dict[Key, SystemProcess] = {}
         self._ready: dict[Key, tuple[About, float, int | None]] = {}
         self._lost: set[Key] = set()
-        self._started = time.perf_counter()
         self._last_roof = 0.0
         self._ids: list[int] = []
 
@@ -143,7 +120,7 @@ class _Bench:
             if cell.system == OURS:
                 raise ValueError(f"Shoal itself could not be measured: {reason}") from error
             whole = whole or not self._workers[key].alive
-            self._outcome.absent.append(Absent(*key, None if whole else cell.job.kind, reason))
+            self._outcome.absent.append(Skipped(*key, None if whole else cell.job.kind, reason))
             if whole:
                 self._lost.add(key)
                 self._workers.pop(key).stop()
@@ -158,42 +135,33 @@ class _Bench:
         about = worker.call("prepare")
         return about, time.perf_counter() - start, before
 
-    def _warm_up(self, cell: Cell) -> Measured:
+    def _warm_up(self, cell: Cell) -> CellResult:
         key, job = (cell.system, cell.quant), cell.job
         worker, (about, load_seconds, _) = self._workers[key], self._ready[key]
         start = time.perf_counter()
         self._once(cell, None if cell.system == OURS else 60 * self._plan.setting.compile_minutes)
-        measured = Measured(cell, about, load_seconds=load_seconds, warm_up_seconds=time.perf_counter() - start)
+        measured = CellResult(cell, about, load_seconds=load_seconds, warm_up_seconds=time.perf_counter() - start)
         if job.kind == "generate":
             measured.expected = worker.call("expect", job.context, job.rows, job.new_tokens, cell.method)
         if cell.system == OURS and (card := worker.call("card", job.rows)) is not None:
             self._outcome.cards[cell.quant, job.rows] = card
         return measured
 
-    def rounds(self) -> None:
+    def measure(self) -> None:
         """Measure, round after round, as long as the time box allows."""
         outcome, plan = self._outcome, self._plan
         self._roof()
         outcome.idle_before = idle.watch(_IDLE_SECONDS, self._pids())
         with tqdm(total=plan.rounds * len(outcome.measured), desc="rounds", disable=None) as bar:
-            for number in range(plan.rounds):
-                began = time.perf_counter()
+            for number in outcome.rounds:
                 self._last_roof = self._roof()
                 for measured in in_order(outcome.measured, number):
                     with self._or_absent(measured.cell):
                         self._turn(measured, number)
                     bar.update()
-                outcome.rounds = number + 1
-                if number + 1 < plan.rounds and self._no_time_for(time.perf_counter() - began):
-                    outcome.stopped_early = True
-                    break
-        outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds]
+        outcome.measured = [one for one in outcome.measured if len(one.runs) == outcome.rounds.done]
 
-    def _no_time_for(self, seconds: float) -> bool:
-        limit = self._plan.minutes
-        return limit is not None and time.perf_counter() - self._started + seconds > 60 * limit
-
-    def _turn(self, measured: Measured, number: int) -> None:
+    def _turn(self, measured: CellResult, number: int) -> None:
         key = measured.cell.system, measured.cell.quant
         if key in self._lost:
             return

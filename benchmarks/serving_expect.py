@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.bench.load.loops import Turn
+from shoal.bench.load.loops import LoadPhase
 from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.trace import Trace
 from shoal.depth.plan import DepthPlan
@@ -122,7 +122,7 @@ class House:
     prompt: int
     chunk: int = CHUNK
 
-    def serve(self, turn: Turn, prompts: Prompts) -> list[Trace]:
+    def serve(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
         """What the clients would see of a turn, request by request."""
         return _Run(self, turn, prompts).through()
 
@@ -130,7 +130,7 @@ class House:
 class _Run:
     """One turn of a load; the steps are those of `shoal.engine.scheduler.Scheduler.turn`."""
 
-    def __init__(self, house: House, turn: Turn, prompts: Prompts) -> None:
+    def __init__(self, house: House, turn: LoadPhase, prompts: Prompts) -> None:
         moments = list(turn.arrivals()) if turn.load.rate is not None else [0.0] * (turn.requests or 1)
         self._house, self._at_once, self._now = house, turn.load.concurrency, 0.0
         self._coming = deque(self._row(number, due, prompts[number].new_tokens) for number, due in enumerate(moments))

@@ -1,0 +1,53 @@
+"""Memory and time of processes, from outside and from within."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+# psutil knows no peak that can begin anew.
+_STATUS = Path("/proc/self/status")
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """User and system time that a process has used; None where it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return float(times.user + times.system)
+
+
+def resident(pid: int | None = None) -> int | None:
+    """Bytes of a process, or of this one, that are in memory; None where it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return None
+
+
+def peak_memory(device: str = "cpu") -> int | None:
+    """Largest resident set in bytes since the last reset, or memory of the device where it is not the CPU."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device)) if torch.cuda.is_initialized() else 0
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return found[0] if found else None
+
+
+def reset_peak_memory(device: str = "cpu") -> None:
+    """Begin a new peak, where the system lets us."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return

@@ -1,0 +1,51 @@
+"""`shoal bench-drafts` from its words to its report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shared_models import FIXTURES, REFERENCE
+from shoal.cli import main
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["bench-drafts", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    words = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
+             "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]
+    *table, last = report(capsys, *words)
+    found = json.loads(last)
+    assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert found["command"].startswith("shoal bench-drafts --model") and found["way"] == "free"
+    assert [row["system"] for row in found["results"]] == ["full", "prompt_lookup:control=goodput"]
+    assert list(found["workloads"]) == ["problems"] and len(table) == 3
+    assert [row["equal_to_plain"] for row in found["results"]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--suite", "spec"], "this command is the suite"),
+        (["--method", "d3"], "--methods takes several"),
+        (["--texts", "chat"], "--data"),
+        (["--texts", "chat,poems"], "unknown workload 'poems'"),
+        (["--texts", "code", "--data", "nowhere"], "see --data"),
+        (["--peer", "vllm"], "vllm"),
+        (["--peer", "hf-draft-model"], "--assistant"),
+        (["--quant", "int8,int4"], "invalid choice"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--items", "0"], "items is 0"),
+        (["--batch", "2"], "no option --batch"),
+        (["--json", "nowhere/a.json"], "no folder 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-drafts", "--shape", "tiny", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and said in err
