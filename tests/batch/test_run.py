@@ -12,7 +12,7 @@ import torch
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shoal.batch.lines import Line
-from shoal.batch.run import Desk
+from shoal.batch.run import BatchRunner
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
@@ -32,7 +32,7 @@ def engine() -> Engine:
 
 def answers(engine: Engine, fields: Iterable[Any], **scheduling: Any) -> dict[int, Any]:
     with Scheduler(engine, **{"max_rows": 3, **scheduling}) as scheduler:
-        found = list(Desk(scheduler, DEFAULTS).answers(lines(fields)))
+        found = list(BatchRunner(scheduler, DEFAULTS).answers(lines(fields)))
     assert len({record["line"] for record in found}) == len(found)
     return {record["line"]: record for record in found}
 
@@ -89,7 +89,7 @@ def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
 def test_a_scheduler_that_fails_ends_the_job() -> None:
     model = engine()
     with Scheduler(model) as scheduler:
-        desk = Desk(scheduler, DEFAULTS)
+        desk = BatchRunner(scheduler, DEFAULTS)
 
         def broken() -> None:
             raise SystemError("the machine is on fire")
@@ -102,5 +102,5 @@ def test_a_scheduler_that_fails_ends_the_job() -> None:
 def test_without_a_tokenizer_answers_are_token_ids() -> None:
     model = engine_for(tiny("llama", layers=4))
     with Scheduler(model) as scheduler:
-        (record,) = Desk(scheduler, DEFAULTS).answers(lines([{"prompt": [5, 6]}]))
+        (record,) = BatchRunner(scheduler, DEFAULTS).answers(lines([{"prompt": [5, 6]}]))
     assert record["tokens"] == model.generate([5, 6], max_new_tokens=6).tokens

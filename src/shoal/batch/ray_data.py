@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.batch.lines import Line
 from shoal.batch.records import Record
-from shoal.batch.run import Desk
+from shoal.batch.run import BatchRunner
 from shoal.engine.scheduler import Scheduler
 from shoal.integrations import local_ray
 
@@ -83,7 +83,7 @@ class Actor:
 
     Args:
         make: makes the scheduler.
-        defaults: see `Desk`.
+        defaults: see `BatchRunner`.
         waiting: most lines that are here at once.
         threads: how many to compute with.
     """
@@ -103,7 +103,7 @@ class Actor:
         if self._refusal:
             return {"record": [json.dumps({_REFUSAL: self._refusal})]}
         lines = [Line(int(number), bytes(raw)) for number, raw in zip(block["number"], block["raw"], strict=True)]
-        found = Desk(self._scheduler, self._defaults).answers(lines)
+        found = BatchRunner(self._scheduler, self._defaults).answers(lines)
         return {"record": [json.dumps(record, ensure_ascii=False) for record in found]}
 
 

@@ -17,7 +17,7 @@ from shoal.types import Step
 Name = str | int | None
 
 
-class Desk:
+class BatchRunner:
     """Hands lines to a scheduler and takes the answers back.
 
     Args:

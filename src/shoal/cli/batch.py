@@ -72,10 +72,10 @@ class _Here:
         self._engine.recipe(args.method, args.max_new_tokens)  # what cannot run at all is no matter of single lines
 
     def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
-        from shoal.batch.run import Desk
+        from shoal.batch.run import BatchRunner
 
         with common.make_scheduler(self._args, self._engine) as scheduler:
-            yield from Desk(scheduler, _defaults(self._args)).answers(lines)
+            yield from BatchRunner(scheduler, _defaults(self._args)).answers(lines)
 
 
 class _There:

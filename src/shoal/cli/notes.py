@@ -10,7 +10,7 @@ from contextlib import contextmanager
 _ENGINE = logging.getLogger("shoal.engine")
 
 
-class _Kept(logging.Handler):
+class _KeptNotes(logging.Handler):
     """Keeps messages."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class _Kept(logging.Handler):
 @contextmanager
 def held_back() -> Iterator[None]:
     """What the engine warns of meanwhile is written to stderr afterwards, a line each."""
-    kept = _Kept()
+    kept = _KeptNotes()
     _ENGINE.addHandler(kept)
     try:
         yield

@@ -58,7 +58,7 @@ class PowerLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearFall:
     """SkipDecode's budget: from `maximum` down to `minimum` over the horizon, then `minimum` (arXiv 2307.02628)."""
 
     maximum: float | int

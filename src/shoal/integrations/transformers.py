@@ -75,7 +75,7 @@ def run_custom_generate(
     if generation_config is None:
         raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
     criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]
-    call = _Call(method, model, input_ids, list(logits_processor or ()), criteria, generation_config)
+    call = _GenerateCall(method, model, input_ids, list(logits_processor or ()), criteria, generation_config)
     if streamer is None:
         return call.run(None, model_kwargs)
     try:
@@ -212,7 +212,7 @@ def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[A
 
 
 @dataclass(frozen=True)
-class _Call:
+class _GenerateCall:
     """One call of `generate`, on its way from tensors to rows and back."""
 
     method: Method

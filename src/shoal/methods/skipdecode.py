@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import Linear, as_layers
+from shoal.depth.budget import LinearFall, as_layers
 from shoal.depth.order import removal_order
 from shoal.depth.schedule import lay_out
 from shoal.methods.base import Method
@@ -37,14 +37,14 @@ class SkipDecode(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Linear(self.maximum, self.minimum)
+        LinearFall(self.maximum, self.minimum)
         if self.warm_up < 1:
             raise ValueError(f"warm_up is {self.warm_up}; it must be at least 1 layer")
         if self.horizon is not None and self.horizon < 1:
             raise ValueError(f"horizon is {self.horizon}; it must be at least 1 token, or None for max_new_tokens")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Linear budget x lowest layer first."""
+        """LinearFall budget x lowest layer first."""
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         least = as_layers(self.minimum, num_layers)
         if self.warm_up > least:
@@ -53,5 +53,5 @@ class SkipDecode(Method):
                 f"1..{least}. Lower warm_up or raise minimum"
             )
         removal = removal_order("low_first", num_layers, self.warm_up, 0)
-        budget = Linear(self.maximum, self.minimum)
+        budget = LinearFall(self.maximum, self.minimum)
         return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)

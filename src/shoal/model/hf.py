@@ -69,7 +69,7 @@ class HFStack:
         feed = Feed(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
         cache = KVCache(self.windows, rows=1)
         with torch.no_grad():
-            call = _Call(self, [feed], cache)
+            call = _PaddedCall(self, [feed], cache)
             try:
                 return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
             except (RuntimeError, TypeError, ValueError):  # a sublayer that returns something else than zeros stand for
@@ -81,7 +81,7 @@ class HFStack:
     ) -> Tensor:
         """Run `feeds` through the layers that their plans name; see the protocol."""
         prepacked = self.prepacks and len({len(feed.tokens) for feed in feeds}) > 1
-        make = PrepackedCall if prepacked else _Call
+        make = PrepackedCall if prepacked else _PaddedCall
         call = make(self, feeds, cache, None if start is None else start.hidden)
         for layer in range(0 if start is None else start.layer, self.num_layers):
             if tap is not None:
@@ -183,7 +183,7 @@ class _Slot:
         return self._layer.append(keys, values, self._rows, self._counts)
 
 
-class _Call:
+class _PaddedCall:
     """One forward under way: the hidden states [R, m, D] and the tables that its pieces share.
 
     See `shoal.model.prepacked.PrepackedCall`; here rows are padded to the longest.

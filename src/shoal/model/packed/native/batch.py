@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import MAX_TOKENS, Batch
+from shoal.model.packed.native.structs import MAX_TOKENS, BatchStruct
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -55,7 +55,7 @@ class NativeBatch:
         last = [count - 1] if wanted is None else wanted
         return cls(ids, positions, [0] * count, nodes, [base] * count, ancestors, last)
 
-    def struct(self, num_layers: int, kv: KVBinding) -> Batch:
+    def struct(self, num_layers: int, kv: KVBinding) -> BatchStruct:
         """The batch in the library's form; lengths are checked here, values by the library."""
         layers = range(num_layers) if self.layers is None else self.layers
         self._check_lengths(len(self.ids), len(layers))
@@ -70,9 +70,9 @@ class NativeBatch:
 
     def _filled(
         self, words: array[int], bits: array[int], flags: array[int] | None, layers: int, kv: KVBinding
-    ) -> Batch:
+    ) -> BatchStruct:
         size, at = 4 * len(self.ids), words.buffer_info()[0]
-        struct = Batch(tokens=len(self.ids), wanted_count=len(self.wanted), active_count=layers, rows=kv.rows)
+        struct = BatchStruct(tokens=len(self.ids), wanted_count=len(self.wanted), active_count=layers, rows=kv.rows)
         struct.ids, struct.position, struct.row = at, at + size, at + 2 * size
         struct.node, struct.base, struct.wanted = at + 3 * size, at + 4 * size, at + 5 * size
         struct.layers = struct.wanted + 4 * len(self.wanted)

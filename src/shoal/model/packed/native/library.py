@@ -8,7 +8,7 @@ import logging
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
 
 from shoal.model.packed.native.build import BuildError, build
-from shoal.model.packed.native.structs import Batch, Model, Weight
+from shoal.model.packed.native.structs import BatchStruct, Model, Weight
 
 _log = logging.getLogger(__name__)
 _SIGNATURES = {
@@ -21,9 +21,9 @@ _SIGNATURES = {
     "shoal_pack_blocks": (None, [POINTER(Weight), c_void_p, c_void_p, c_int]),
     "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
-    "shoal_check": (c_int, [POINTER(Model), POINTER(Batch), c_char_p, c_int]),
-    "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(Batch), c_int]),
-    "shoal_forward": (None, [POINTER(Model), POINTER(Batch), c_void_p, c_void_p, c_int]),
+    "shoal_check": (c_int, [POINTER(Model), POINTER(BatchStruct), c_char_p, c_int]),
+    "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
+    "shoal_forward": (None, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch
 from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import ACTIVATIONS, LANES, MAX_HEAD_DIM, MAX_THREADS, Layer, Model, Weight
+from shoal.model.packed.native.structs import ACTIVATIONS, LANES, MAX_HEAD_DIM, MAX_THREADS, LayerStruct, Model, Weight
 from shoal.model.packed.native.weights import PackedWeight, share_inputs
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -136,7 +136,7 @@ class NativeModel:
         self.spec, self.num_layers = spec, len(layers)
         self._library = require()
         self._parts: list[object] = [list(layers), head, embedding]
-        self._structs = (Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._structs = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
         self._model = self._model_struct(norm, head, embedding, head_bias)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
@@ -189,8 +189,8 @@ class NativeModel:
             self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
         return logits
 
-    def _layer(self, layer: NativeLayer) -> Layer:
-        spec, struct = self.spec, Layer(window=layer.window or 0)
+    def _layer(self, layer: NativeLayer) -> LayerStruct:
+        spec, struct = self.spec, LayerStruct(window=layer.window or 0)
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         struct.qkv = self._stack(parts_of(layer.qkv), query + 2 * kv)
         struct.o = self._matrix("o", layer.o, spec.hidden, query)
@@ -208,7 +208,7 @@ class NativeModel:
         self._rotary(struct, layer)
         return struct
 
-    def _rotary(self, struct: Layer, layer: NativeLayer) -> None:
+    def _rotary(self, struct: LayerStruct, layer: NativeLayer) -> None:
         if (layer.cos is None) != (layer.sin is None):
             raise ValueError("cos and sin must be given together")
         if layer.cos is None or layer.sin is None or not self.spec.rotary_dim:

@@ -33,7 +33,7 @@ class Weight(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer is an absent part."""
 
     _fields_ = [
@@ -81,7 +81,7 @@ class Model(ctypes.Structure):
         ("logit_scale", c_float),
         ("attention_cap", c_float),
         ("logit_cap", c_float),
-        ("layers", POINTER(Layer)),
+        ("layers", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", Weight),
         ("head_bias", c_void_p),
@@ -90,7 +90,7 @@ class Model(ctypes.Structure):
     ]
 
 
-class Batch(ctypes.Structure):
+class BatchStruct(ctypes.Structure):
     """The tokens of one forward and the cache they go into. `memory` keeps alive what the pointers point to."""
 
     memory: object
