@@ -74,7 +74,7 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
                 raise SystemExit
             return tick(rows)
 
-        monkeypatch.setattr(scheduler._batch, "tick", deadly)
+        monkeypatch.setattr(scheduler._batch, "step", deadly)
         tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
         until(lambda: not scheduler.alive)
         scheduler._worker._hurry.set()

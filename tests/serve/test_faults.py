@@ -80,7 +80,7 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise SystemExit
             return turn(rows)
 
-        monkeypatch.setattr(server.scheduler._batch, "tick", deadly)
+        monkeypatch.setattr(server.scheduler._batch, "step", deadly)
         waited: list[str] = []
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**PLAIN, "stream": True}, timeout=60) as stream:
             lines = stream.iter_lines()
