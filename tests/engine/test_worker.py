@@ -67,12 +67,12 @@ def outcome(ticket: Any) -> tuple[int, ...] | None:
 def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
     with patient(Scheduler(engine, max_rows=2)) as scheduler:
-        tick, calls = scheduler._batch.tick, iter(range(100))
+        step, calls = scheduler._batch.step, iter(range(100))
 
-        def deadly(rows: Any) -> Any:
+        def deadly(budget: int, rows: Any = None) -> Any:
             if next(calls) == 5:
                 raise SystemExit
-            return tick(rows)
+            return step(budget, rows)
 
         monkeypatch.setattr(scheduler._batch, "step", deadly)
         tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]

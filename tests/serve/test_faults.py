@@ -73,12 +73,12 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         health = f"{server.url}/health"
         assert httpx.get(health, timeout=60).status_code == 200
         server.scheduler._worker._pause = 60.0
-        turn, calls = server.scheduler._batch.tick, iter(range(10_000))
+        turn, calls = server.scheduler._batch.step, iter(range(10_000))
 
-        def deadly(rows: Any) -> Any:
+        def deadly(budget: int, rows: Any = None) -> Any:
             if next(calls) == 20:
                 raise SystemExit
-            return turn(rows)
+            return turn(budget, rows)
 
         monkeypatch.setattr(server.scheduler._batch, "step", deadly)
         waited: list[str] = []
