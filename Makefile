@@ -42,10 +42,11 @@ $(ALL_STAMP): $(STAMP)
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
 	$(BIN)/shoal generate --method auto "$(QUESTION)"
 
-lint: $(STAMP) ## Style, types, direction of imports
+lint: $(STAMP) ## Style, types, direction of imports, structure
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/check_structure.py
 
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"

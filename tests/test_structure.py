@@ -1,0 +1,48 @@
+"""The check of the structure says what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+pytest.importorskip("grimp", reason="what reads the imports needs Python 3.11")
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_structure", ROOT / "tools" / "check_structure.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_source_is_as_it_should_be(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main() == 0
+    assert "no class name twice, no import cycle" in capsys.readouterr().out
+
+
+def test_names_used_twice(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("class One: ...\nclass Two:\n    class Inner: ...\n")
+    (tmp_path / "b.py").write_text("class Two: ...\nclass Inner: ...\n")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "SOURCE", tmp_path)
+    assert list(tool.twice()) == ["class Two is defined in a.py and b.py"]
+
+
+def test_cycles_but_the_registry_s(tool: ModuleType) -> None:
+    package, base = tool.REGISTRY
+    imports = {package: {base}, base: {package}, "a": {"b"}, "b": {"c", base}, "c": set()}
+    assert list(tool.cycles(imports)) == []
+    (found,) = tool.cycles({**imports, "c": {"a"}})
+    assert found.startswith("import cycle: ") and {"a", "b", "c"} <= set(found.split())
+    assert tool.reachable(imports, "b") == {"b", "c", base, package}
+
+
+def test_a_bound_that_is_passed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "MOST_CLASSES", 1)
+    assert tool.main() == 1
