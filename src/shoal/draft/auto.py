@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.decode.tree import TokenTree
-from shoal.draft.follow import Chances, Follower
-from shoal.draft.ngram import continuation
+from shoal.draft.follow import Chances, Follower, continuation
 from shoal.draft.per_row import PerRow
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from shoal.control.payoff import HelperRecord, Payoff
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
+from shoal.draft.adaptive import Adaptive
 from shoal.draft.auto import Cautious
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -83,10 +84,8 @@ class Auto(Method):
             engine = info.companion(self.draft)
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
-            return ModelProposer(engine.stack, shape, True, name), HelperRecord(*_SMALLER, shape.length)
+            return ModelProposer(engine.stack, shape, name), HelperRecord(*_SMALLER, shape.length)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
-            from shoal.draft.skipping import Adaptive
-
             skips = Skips(*info.skips)
             left = info.num_layers - skips.size / 2 + info.head_layers
             length = min(_HELPED, self.length)
