@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.latency import LinearLatency
-from shoal.decode.recipe import Tick
+from shoal.decode.worker import Governor, Tick
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -40,7 +40,7 @@ class Goodput:
         if not 0 < self.fade <= 1:
             raise ValueError(f"fade is {self.fade}; it must be in (0, 1]")
 
-    def begin(self, stack: Any) -> GoodputGovernor:
+    def begin(self, stack: Any, cache: Any) -> GoodputGovernor:
         """The state for one batch of rows."""
         return GoodputGovernor(self.most, self.fade)
 
@@ -65,7 +65,7 @@ class _RowState:
         self.idle, self.pause = 0, _FIRST_PROBE
 
 
-class GoodputGovernor:
+class GoodputGovernor(Governor):
     """See `Goodput`."""
 
     def __init__(self, most: int, fade: float) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from shoal.decode.accept import Outcome
 from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
-from shoal.decode.recipe import Tick
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 from shoal.types import Step
@@ -50,7 +50,7 @@ class Batch:
         trees = self._drafting.propose(rows)
         drafted = time.perf_counter()
         feeds = [_tree_feed(row, tree) for row, tree in zip(rows, trees, strict=True)]
-        watched = self._drafting.watch(rows, trees)
+        watched = self._drafting.watch(rows, feeds)
         logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
         for row, tree, feed in zip(rows, trees, feeds, strict=True):
             _count_tree(row, tree, feed)

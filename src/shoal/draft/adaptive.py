@@ -11,9 +11,8 @@ from shoal.draft.per_row import PerRow
 from shoal.draft.shallow import OwnLayersDrafter
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
-    from shoal.decode.tree import TokenTree
+    from shoal.decode.worker import Tick
     from shoal.model.kv import KVCache
     from shoal.model.stack import Stack
 
@@ -89,6 +88,7 @@ class AdaptiveDrafter(OwnLayersDrafter):
         one = self._proposer
         return Draft(row, one.plan, min(one.length, limit), self.thresholds[row].value)
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Move the threshold."""
-        self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))
+    def observe(self, tick: Tick) -> None:
+        """Move the thresholds."""
+        for row, tree, outcome in tick.guessed():
+            self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))

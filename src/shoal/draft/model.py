@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
 from shoal.draft.choose import Guesses, Place, choose
 from shoal.draft.growth import Growth, grow
@@ -19,7 +20,6 @@ from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
 
 
@@ -67,8 +67,8 @@ class _Growth(Growth):
         return self.level < self.levels and bool(self.leaves)
 
 
-class ModelDrafter:
-    """See `shoal.decode.recipe.Drafter`.
+class ModelDrafter(Drafter):
+    """The second model at work. Which guesses were kept is read off the rows' tokens.
 
     The cache holds, per row, a beginning of the row's tokens as committed and the nodes of the last tree as scratch.
     With the next proposal the accepted ones among these are committed, so that only what the model has not seen runs.
@@ -103,9 +103,6 @@ class ModelDrafter:
         trees = {id(one.row): one.tree() for one in grown}
         self._drafts = [trees[id(row)] for row in self._rows]
         return [trees[id(row)] for row in rows]
-
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Nothing to learn: which guesses were kept is read off the row's tokens."""
 
     def _readable(self, one: _Growth) -> bool:
         """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""

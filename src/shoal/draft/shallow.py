@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
 from shoal.draft.draft import Draft, Widths, check_length, check_share
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
     from shoal.model.kv import KVCache
     from shoal.model.stack import Stack
 
 
-class OwnLayersDrafter(ABC):
-    """See `shoal.decode.recipe.Drafter`. A subclass says what each row is to draft.
+class OwnLayersDrafter(Drafter):
+    """Drafts with forwards of the target. A subclass says what each row is to draft.
 
     Args:
         stack: the target's own.
@@ -39,9 +39,6 @@ class OwnLayersDrafter(ABC):
     @abstractmethod
     def draft(self, row: Row, limit: int) -> Draft:
         """What to draft for a row, of at most `limit` guesses."""
-
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Nothing to learn."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from shoal.decode.loop import Loop
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
-from shoal.draft.auto import Cautious
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions
@@ -29,6 +28,7 @@ from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.result import result_of
 from shoal.methods import make
+from shoal.methods.auto import Cautious
 from shoal.model.kv import KVCache
 from shoal.types import ModelInfo, Result, Step
 

@@ -11,7 +11,7 @@ from shoal.methods._drafting import DraftingMethod
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Proposer
+    from shoal.decode.worker import Proposer
     from shoal.draft.shape import Shape
     from shoal.types import ModelInfo
 

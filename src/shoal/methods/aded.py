@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
 from shoal.draft.corpus import stamp_of, tokens_of
 from shoal.draft.draft import check_least
 from shoal.draft.growth import Growth
@@ -21,7 +22,6 @@ from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
 
 Search = Literal["best_first", "mcts"]
@@ -95,7 +95,7 @@ class AdaptiveNGrams:
         return TableDrafter(self)
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """See `AdaptiveNGrams`; each row has a table of its own."""
 
     def __init__(self, proposer: AdaptiveNGrams) -> None:
@@ -116,9 +116,6 @@ class TableDrafter:
             return best_first(table.law, pair, knobs.nodes, depth)
         key = f"{row.seed} {row.number} {row.emitted}"
         return monte_carlo(table.law, pair, knobs.nodes, depth, knobs.iterations, key)
-
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Nothing to learn here: the table reads the row's tokens, each once."""
 
 
 class Trigrams:

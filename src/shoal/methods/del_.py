@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.decode.tree import TokenTree
 from shoal.draft.draft import Draft, check_least, check_length, check_share, first_layers
 from shoal.draft.per_row import PerRow
 from shoal.draft.shallow import OwnLayersDrafter
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.decode.tree import TokenTree
     from shoal.model.kv import KVCache
-    from shoal.model.stack import Stack, Tap
+    from shoal.model.stack import Feed, Stack, Tap
 
 _EIGHTHS = (1, 2, 3, 4)
 
@@ -178,19 +178,21 @@ class _State:
 
 @dataclass(frozen=True)
 class _Capture:
-    """A row whose states were shown: its place among them, its tree, and how many tokens it had."""
+    """A row whose states were shown: its place among them, what was fed, and how many tokens it had."""
 
     row: Row
     place: int
-    tree: TokenTree
+    feed: Feed
     tokens: int
 
     def path(self) -> tuple[list[int], list[int]]:
         """The nodes that were kept, and the target's token after each of them."""
-        after = self.row.tokens[self.tokens :]
+        after, parents = self.row.tokens[self.tokens :], self.feed.parents
+        chain = TokenTree.chain(self.feed.tokens)
+        tree = chain if parents is None else TokenTree(chain.tokens, tuple(parents))
         nodes = [0]
         for token in after[:-1]:
-            child = self.tree.child(nodes[-1], token)
+            child = tree.child(nodes[-1], token)
             if child is None:
                 break
             nodes.append(child)
@@ -232,12 +234,12 @@ class DynamicDrafter(OwnLayersDrafter):
         plan = first_layers(exit_layer, self.stack.num_layers)
         return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
 
-    def watch(self, rows: Sequence[Row], trees: Sequence[TokenTree]) -> Tap | None:
+    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
         """Keep the states at every exit of the rows that draft, and now and then of those that do not."""
         self._hidden = {}
         self._captures = [
-            _Capture(row, place, tree, len(row.tokens))
-            for place, (row, tree) in enumerate(zip(rows, trees, strict=True))
+            _Capture(row, place, feed, len(row.tokens))
+            for place, (row, feed) in enumerate(zip(rows, feeds, strict=True))
             if self._states[row].idle % self._knobs.probe == 0
         ]
         return self._keep if self._captures else None

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
 from shoal.draft.follow import continuation
 from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
 
 
@@ -72,7 +72,7 @@ class NGrams:
         return NGramDrafter(self)
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """See `NGrams`."""
 
     def __init__(self, proposer: NGrams) -> None:
@@ -88,9 +88,6 @@ class NGramDrafter:
         place = self._indices[row].find(row.tokens)
         guesses = [] if place is None else continuation(row.tokens, place, length)
         return TokenTree.chain([row.tokens[-1], *guesses])
-
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Nothing to learn: the row's own tokens are read when they are there."""
 
 
 class Index:
