@@ -42,6 +42,7 @@ class Recipe:
         controller: how much is guessed (None: as much as the proposer likes).
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
+        self_metered: whether the proposer sees to it itself that guessing brings something.
     """
 
     plan: DepthPlan
@@ -50,6 +51,7 @@ class Recipe:
     controller: Controller | None = None
     horizon: int | None = None
     meter: Worker | None = None
+    self_metered: bool = False
 
     @property
     def exact_to(self) -> Exactness:

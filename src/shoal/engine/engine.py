@@ -28,7 +28,6 @@ from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.result import result_of
 from shoal.methods import make
-from shoal.methods.auto import Cautious
 from shoal.model.kv import KVCache
 from shoal.types import ModelInfo, Result, Step
 
@@ -188,7 +187,7 @@ class Engine:
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """Who says that a method loses time by guessing, unless it sees to that itself."""
-        if recipe.proposer is None or isinstance(recipe.proposer, Cautious):
+        if recipe.proposer is None or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
 

@@ -82,7 +82,7 @@ class Auto(Method):
         if key not in info.memory:
             helper, record = self._helper(info)
             info.memory.setdefault(key, Cautious(Payoff(record), self.length, helper))
-        return Recipe(plan, info.memory[key])
+        return Recipe(plan, info.memory[key], self_metered=True)
 
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """Who drafts where the text gives no guess, and what to think of it at first."""
