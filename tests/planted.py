@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from families import VOCAB
-from shoal.decode.accept import Outcome
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, Tick
 
 
 @dataclass
-class Planted:
+class Planted(Drafter):
     """Proposes chains or random trees along `truth`, wrong at each node with probability `error`.
 
     Attributes:
@@ -48,10 +48,11 @@ class Planted:
         self.trees.extend(made)
         return made
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Counts how far the walk went."""
-        last = outcome.path[-1]
-        self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
+    def observe(self, tick: Tick) -> None:
+        """Counts how far the walks went."""
+        for _, tree, outcome in tick.guessed():
+            last = outcome.path[-1]
+            self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
 
     def _one(self, row: Row, depth: int) -> TokenTree:
         tokens, parents, level = [row.tokens[-1]], [-1], [(0, True)]

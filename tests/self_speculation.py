@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.decode.accept import Outcome
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, Tick
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.swift import Swift
+from shoal.model.stack import Feed, Tap
 
 METHODS: dict[str, Method] = {
     "layerskip": LayerSkip(4, 5),
@@ -32,8 +33,9 @@ METHODS: dict[str, Method] = {
 }
 """Settings under which the six layers of a tiny random model accept something and reject something."""
 
+
 @dataclass
-class Watched:
+class Watched(Drafter):
     """A proposer that behaves like `inner` and keeps what came of it.
 
     Attributes:
@@ -52,9 +54,6 @@ class Watched:
     def begin(self, stack: Any, cache: Any) -> Watched:
         """It stands in front of the drafter."""
         self._drafter = self.inner.begin(stack, cache)
-        watch = getattr(self._drafter, "watch", None)
-        if watch is not None:
-            self.watch = watch
         return self
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
@@ -65,10 +64,14 @@ class Watched:
         self.limits.extend(limits)
         return trees
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        last = outcome.path[-1]
-        self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
-        self._drafter.observe(row, tree, outcome)
+    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
+        return self._drafter.watch(rows, feeds)
+
+    def observe(self, tick: Tick) -> None:
+        for _, tree, outcome in tick.guessed():
+            last = outcome.path[-1]
+            self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
+        self._drafter.observe(tick)
 
 
 def watched(recipe: Recipe) -> tuple[Recipe, Watched]:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.decode.accept import Outcome
-from shoal.decode.recipe import Drafter, Proposer
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, Proposer, Tick
 
 
 @dataclass
-class Watched:
+class Watched(Drafter):
     """Stands before a proposer.
 
     Attributes:
@@ -39,8 +38,9 @@ class Watched:
         self.trees.extend(made)
         return made
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Counts how far the walk went."""
-        last = outcome.path[-1]
-        self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
-        self._drafter.observe(row, tree, outcome)
+    def observe(self, tick: Tick) -> None:
+        """Counts how far the walks went."""
+        for _, tree, outcome in tick.guessed():
+            last = outcome.path[-1]
+            self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
+        self._drafter.observe(tick)

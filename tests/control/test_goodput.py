@@ -16,8 +16,8 @@ from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.goodput import Goodput, best_lengths
 from shoal.control.latency import LinearLatency
 from shoal.decode.accept import Outcome
-from shoal.decode.recipe import Tick
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 
 
 def line(fixed: float, slope: float) -> LinearLatency:
@@ -90,7 +90,7 @@ def play(
     rates: list[float], ticks: int, fixed: float, slope: float, draft: float, change: Any = None
 ) -> tuple[float, float]:
     """(seconds per token with the governor, without guessing) of rows whose guesses are kept at `rates`."""
-    governor, dice = Goodput(most=8).begin(None), random.Random(3)
+    governor, dice = Goodput(most=8).begin(None, None), random.Random(3)
     rows: list[Any] = [SimpleNamespace(number=i) for i in range(len(rates))]
     seconds = tokens = 0.0
     for number in range(ticks):

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.control.meter import Meter
 from shoal.decode.accept import Outcome
-from shoal.decode.recipe import Tick
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 
 
 def tick(guesses: int, kept: int, draft: float, target: float, rows: int = 1) -> Tick:

@@ -13,8 +13,8 @@ import pytest
 
 from shoal.control.width import LogLaw, Width, best_width
 from shoal.decode.accept import Outcome
-from shoal.decode.recipe import Tick
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 
 
 def test_planted_coefficients_come_back() -> None:
@@ -51,7 +51,7 @@ def test_rows_that_were_not_measured() -> None:
 
 def play(rate: float, seconds: Callable[[int], float], ticks: int = 400) -> dict[int, int]:
     """How often each width was used by a row whose guesses are kept at `rate`."""
-    governor, dice, used = Width().begin(None), random.Random(0), Counter[int]()
+    governor, dice, used = Width().begin(None, None), random.Random(0), Counter[int]()
     rows: list[Any] = [SimpleNamespace()]
     for _ in range(ticks):
         (most,) = governor.limits(rows)

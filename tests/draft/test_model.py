@@ -18,14 +18,14 @@ from drive import prompt
 from families import fingerprint, tiny
 from shoal.decode.rejection import Rejection
 from shoal.decode.tree import TokenTree
-from shoal.draft.shape import Beam, Branching, Leaf, truncated_gumbel
+from shoal.draft.shape import Branching, Leaf
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.load import engine_for
 from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.rsd import RSD
+from shoal.methods.rsd import RSD, Beam, truncated_gumbel
 from shoal.model.stack import Feed
 from toy_tokenizers import byte_level, metaspace
 

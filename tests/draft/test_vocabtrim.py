@@ -16,9 +16,10 @@ from families import tiny
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.draft.model import ModelProposer
-from shoal.draft.shape import Beam, Branching
+from shoal.draft.shape import Branching
 from shoal.engine.load import engine_for
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.rsd import Beam
 from shoal.methods.vocabtrim import VocabTrim
 from shoal.types import Sampling
 from toy_tokenizers import byte_level

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.latency import LinearLatency
-from shoal.decode.recipe import Tick
+from shoal.decode.worker import Governor, Tick
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -40,7 +40,7 @@ class Goodput:
         if not 0 < self.fade <= 1:
             raise ValueError(f"fade is {self.fade}; it must be in (0, 1]")
 
-    def begin(self, stack: Any) -> GoodputGovernor:
+    def begin(self, stack: Any, cache: Any) -> GoodputGovernor:
         """The state for one batch of rows."""
         return GoodputGovernor(self.most, self.fade)
 
@@ -65,7 +65,7 @@ class _RowState:
         self.idle, self.pause = 0, _FIRST_PROBE
 
 
-class GoodputGovernor:
+class GoodputGovernor(Governor):
     """See `Goodput`."""
 
     def __init__(self, most: int, fade: float) -> None:
@@ -76,7 +76,7 @@ class GoodputGovernor:
         self._lengths: list[int] = []
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
-        """See `Governor`. The first steps measure: one plain, one with all guesses."""
+        """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
         self._states = {id(row): self._states.get(id(row)) or _RowState(self._fade) for row in rows}
         self._ticks += 1
@@ -100,7 +100,9 @@ class GoodputGovernor:
         return int(state.probing())
 
     def observe(self, tick: Tick) -> None:
-        """See `Governor`."""
+        """Times of guessing and verifying, and what was kept."""
+        if tick.prompt:
+            return
         if self._ticks > 1 and tick.target_seconds is not None:  # the first step pays for warming up
             self._target.observe(sum(len(tree) for tree in tick.trees), tick.target_seconds)
         longest = max(tree.depths[-1] for tree in tick.trees)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shoal.decode.recipe import Tick
+from shoal.decode.worker import Tick, Worker
 
 _TICKS = 64
 """Ticks after which a method is judged, again and again."""
@@ -19,7 +17,7 @@ _STALL = 3.0
 """Longest that a tick may seem, in usual ones: the rest is somebody else's work."""
 
 
-class Meter:
+class Meter(Worker):
     """Watches the ticks of one method and says once that it loses time.
 
     What plain decoding would have taken is known from steps without a guess, as at the end of a text. Where there are

@@ -11,12 +11,9 @@ import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shoal.control.acceptance import Acceptance, expected_tokens
-
-if TYPE_CHECKING:
-    from shoal.decode.recipe import Tick
+from shoal.decode.worker import Tick
 
 MARGIN = 1.08
 """Guesses are made where they promise that many times the tokens per second of a plain step."""
@@ -127,7 +124,7 @@ def best_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: 
 
 
 class Payoff:
-    """Times and the record of a helper: says how many guesses pay. See `shoal.draft.auto.Judge`.
+    """Times and the record of a helper: says how many guesses pay.
 
     Args:
         helper: what is thought of a helper before it was tried.
@@ -139,7 +136,13 @@ class Payoff:
         self._declined, self._pause = 0, _FIRST_PAUSE
 
     def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
-        """See `Judge`; the first steps of a new number of rows are plain and tell what one costs."""
+        """Guesses for each row that has some. The first steps of a new number of rows are plain ones.
+
+        Args:
+            chances: for each of them, the chance of each next guess to be kept with all before it.
+            rows: of the forward, those without guesses included.
+            room: most guesses of all rows together.
+        """
         if not self.times.known(rows):
             return [0] * len(chances)
         room = min(room, max(_TRIAL, rows, 2 * self.times.widest(rows)))
@@ -155,11 +158,11 @@ class Payoff:
         return lengths
 
     def helped(self, rows: int, room: int) -> int:
-        """See `Judge`."""
+        """Guesses that a helper is to make for each row; 0 for none."""
         return self._helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
 
     def observe(self, tick: Tick, helped: int) -> None:
-        """See `Judge`."""
+        """Learn from a tick in which a helper made `helped` guesses for the row with most of them."""
         rows, guesses = len(tick.rows), sum(map(len, tick.trees)) - len(tick.rows)
         if tick.target_seconds is not None:
             self.times.observe(rows, guesses, tick.target_seconds)
@@ -167,7 +170,7 @@ class Payoff:
             self._helper.took(tick.draft_seconds / step / helped)
 
     def judged(self, kept: int, offered: int) -> None:
-        """See `Judge`."""
+        """`kept` of a helper's `offered` guesses in a row were right."""
         self._helper.judged(kept, offered)
 
 

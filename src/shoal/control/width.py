@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.decode.worker import Governor, Tick
+
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Tick
     from shoal.decode.row import Row
 
 _TRIALS = 4
@@ -73,12 +74,12 @@ class Width:
         if len(set(self.widths)) < 3 or min(self.widths) < 2:
             raise ValueError(f"widths is {self.widths}; at least 3 different ones from 2 on are needed to fit the law")
 
-    def begin(self, stack: Any) -> WidthGovernor:
+    def begin(self, stack: Any, cache: Any) -> WidthGovernor:
         """The state for one batch of rows."""
         return WidthGovernor(self.widths)
 
 
-class WidthGovernor:
+class WidthGovernor(Governor):
     """See `Width`."""
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -89,7 +90,7 @@ class WidthGovernor:
         self._width, self._left = 1, 0
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
-        """See `Governor`."""
+        """The same for all rows."""
         if self._left:
             self._left -= 1
         elif self._waiting:
@@ -101,8 +102,9 @@ class WidthGovernor:
         return [self._width - 1] * len(rows)
 
     def observe(self, tick: Tick) -> None:
-        """See `Governor`."""
-        if tick.target_seconds is None:
+        """What the width brought, and what it took."""
+        if tick.prompt or tick.target_seconds is None:
+            return
             return
         kept = [len(outcome.path) for outcome in tick.outcomes]
         self._tokens[self._width].append(sum(kept) / len(kept))

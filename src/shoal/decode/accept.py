@@ -57,8 +57,44 @@ class Outcome:
     token: int
 
 
+class OwnNumbers:
+    """A rule that weighs laws against each other: a draft needs uniform numbers that the target does not use."""
+
+    __slots__ = ()
+
+    def purpose(self, rank: int, place: int | None) -> str:
+        """What the uniform number is for by which a draft draws a guess: names it in `sampling.uniform`.
+
+        Args:
+            rank: of the guess among its siblings, in the order of drawing.
+            place: of its parent among the nodes of one depth; None in a chain.
+        """
+        return "draft" if place is None else f"draft {place}.{rank}"
+
+
+class TargetsNumbers(OwnNumbers):
+    """A rule that compares draws: a draft takes the target's own number first. Where both laws agree, so do both draws.
+
+    Right only for such rules, and for trees of which no part hangs on another part's draw.
+    """
+
+    __slots__ = ()
+
+    def purpose(self, rank: int, place: int | None) -> str:
+        """See `OwnNumbers`."""
+        return "sample" if rank == 0 else f"draft {rank}"
+
+
+_OWN = OwnNumbers()
+
+
+def purpose_of_draft(rule: object, rank: int, place: int | None) -> str:
+    """`OwnNumbers.purpose` of a rule; one that says nothing gets numbers of the draft's own."""
+    return (rule if isinstance(rule, OwnNumbers) else _OWN).purpose(rank, place)
+
+
 @dataclass(frozen=True, slots=True)
-class Match:
+class Match(TargetsNumbers):
     """Descend while a child carries the token that the target chooses itself.
 
     Greedy decoding: equal to the plain loop token for token. Sampling: the emitted token is always a draw from the

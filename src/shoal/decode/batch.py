@@ -15,10 +15,10 @@ from shoal.decode.accept import Outcome
 from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
 from shoal.decode.prefixes import Prefixes
-from shoal.decode.recipe import Tick
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 from shoal.types import Step
@@ -145,8 +145,7 @@ class Batch:
         """Run the shares of some rows, walk where a token follows, and settle."""
         start = time.perf_counter()
         feeds = [share.feed for share in shares]
-        guesses = [share for share in shares if share.guesses]
-        watched = self._drafting.watch([(share.row, share.tree if share.guesses else None) for share in shares])
+        watched = self._drafting.watch([share.row for share in shares], feeds)
         logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
@@ -156,12 +155,22 @@ class Batch:
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values)))
         outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
-        if guesses:
-            seconds = time.perf_counter() - start if len(guesses) == len(shares) else None
-            kept = [outcome for (share, _), outcome in zip(ended, outcomes, strict=True) if share.guesses]
-            rows, trees = [share.row for share in guesses], [target.tree for share, target in ended if share.guesses]
-            self._drafting.observe(Tick(rows, trees, kept, draft_seconds, seconds))
+        mixed = len({share.guesses for share in shares}) > 1
+        self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self._settle(ended, outcomes)
+
+    def _tell(
+        self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome], drafting: float,
+        target: float | None,
+    ) -> None:
+        """Tell the workers of the prompts that ended, and of the rows that decoded."""
+        told = [(share.guesses, share.row, found.tree, outcome)
+                for (share, found), outcome in zip(ended, outcomes, strict=True)]
+        for guesses in (False, True):
+            some = [item[1:] for item in told if item[0] == guesses]
+            if some:
+                rows, trees, kept = zip(*some, strict=True)
+                self._drafting.observe(Tick(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
 
     def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.accept import Outcome, Target
+from shoal.decode.accept import Outcome, Target, TargetsNumbers
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Lenient:
+class Lenient(TargetsNumbers):
     """Keeps a guess whose log-probability under the target is within `margin` of the best token's.
 
     Among the children of a node the one that carries the target's own choice comes first, else the most likely one

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.accept import Match, Outcome, Target
+from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _MATCH = Match()
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(OwnNumbers):
     """Recursive rejection sampling among siblings that were drawn without replacement.
 
     At a node with target law t, its children come in the order in which they were drawn. A child that was drawn from

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.decode.accept import Match
+from shoal.decode import sampling
+from shoal.decode.accept import Match, purpose_of_draft
 from shoal.decode.ledger import RowLedger
 from shoal.decode.recipe import Recipe, Rule
 from shoal.decode.sampling import LogitsProcessor
@@ -63,6 +64,14 @@ class Row:
     def rule(self) -> Rule:
         """The recipe's acceptance rule, by default an exact match."""
         return self.recipe.rule or _MATCH
+
+    def uniform(self, ahead: int, purpose: str) -> float:
+        """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the root's own successor."""
+        return sampling.uniform(self.seed, self.number, self.emitted + ahead, purpose)
+
+    def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:
+        """The number that draws a guess: the rule says which one, see `shoal.decode.accept.OwnNumbers`."""
+        return self.uniform(ahead, purpose_of_draft(self.rule, rank, place))
 
 
 _MATCH = Match()

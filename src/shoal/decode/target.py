@@ -69,7 +69,7 @@ class RowTarget:
 
     def uniform(self, node: int, purpose: str) -> float:
         """See the protocol."""
-        return sampling.uniform(self._row.seed, self._row.number, self.index(node), purpose)
+        return self._row.uniform(self.tree.depths[node], purpose)
 
     def draw(self, law: Tensor, node: int, purpose: str) -> int:
         """A token from `law` [V] by inverse CDF."""

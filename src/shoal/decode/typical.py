@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.decode.accept import Match, Outcome, Target
+from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.tree import TokenTree
 
 _MATCH = Match()
 
 
 @dataclass(frozen=True, slots=True)
-class Typical:
+class Typical(OwnNumbers):
     """A guess x is kept if p(x) > min(epsilon, sqrt(epsilon) * exp(-H(p))), H being the entropy of the target's law p.
 
     The longest path of such guesses is taken, the first in drawing order among equals, then the target's own token.
@@ -41,6 +41,10 @@ class Typical:
                 kept.append(node)
         last = max(kept, key=lambda node: (tree.depths[node], -node))
         return Outcome(tree.path(last), target.choice(last))
+
+    def purpose(self, rank: int, place: int | None) -> str:
+        """See `OwnNumbers`; in a tree those of an exact match, by which guesses come closer to the target's draws."""
+        return OwnNumbers.purpose(self, rank, place) if place is None else _MATCH.purpose(rank, place)
 
     def _plausible(self, tree: TokenTree, target: Target, node: int) -> bool:
         law = target.law(tree.parents[node])

@@ -1,20 +1,47 @@
-"""Drafts that stop by a confidence threshold which follows the acceptance."""
+"""A fixed plan drafts, and stops by a confidence threshold that follows the acceptance. Imports no torch at first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.accept import Outcome
-from shoal.decode.tree import TokenTree
-from shoal.draft.forwards import Draft, ShallowDrafter
+from shoal.depth.plan import DepthPlan
+from shoal.draft.draft import Draft, check_length, check_share
 from shoal.draft.per_row import PerRow
+from shoal.draft.shallow import OwnLayersDrafter
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.draft.skipping import Adaptive
+    from shoal.decode.worker import Tick
     from shoal.model.kv import KVCache
     from shoal.model.stack import Stack
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """A fixed plan drafts; where a draft stops follows the acceptance.
+
+    Attributes:
+        plan: layers to draft with.
+        length: most guesses at a time.
+        greedy_stop, sampled_stop: the confidence at which drafts stop at first.
+        accepted: share of the guesses that is to be accepted.
+    """
+
+    plan: DepthPlan
+    length: int = 12
+    greedy_stop: float = 0.8
+    sampled_stop: float = 0.5
+    accepted: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+        for name in ("greedy_stop", "sampled_stop", "accepted"):
+            check_share(name, getattr(self, name))
+
+    def begin(self, stack: Stack, cache: KVCache) -> AdaptiveDrafter:
+        """A drafter on the target's own stack and cache."""
+        return AdaptiveDrafter(self, stack, cache)
 
 
 @dataclass
@@ -44,24 +71,24 @@ class Threshold:
         self.value = min(1.0, max(0.0, self.inertia * self.value + (1 - self.inertia) * moved))
 
 
-class AdaptiveDrafter(ShallowDrafter):
-    """See `shoal.draft.skipping.Adaptive`; each row has a threshold of its own."""
+class AdaptiveDrafter(OwnLayersDrafter):
+    """See `Adaptive`; each row has a threshold of its own."""
 
     def __init__(self, proposer: Adaptive, stack: Stack, cache: KVCache) -> None:
-        super().__init__(proposer, stack, cache)
-        self._settings = proposer
+        super().__init__(stack, cache)
+        self._proposer = proposer
         self.thresholds = PerRow(self._threshold)
 
     def _threshold(self, row: Row) -> Threshold:
-        one = self._settings
+        one = self._proposer
         return Threshold(one.greedy_stop if row.sampling.greedy else one.sampled_stop, one.accepted)
 
     def draft(self, row: Row, limit: int) -> Draft:
         """Stopped by the row's own threshold."""
-        draft = super().draft(row, limit)
-        draft.stop = self.thresholds[row].value
-        return draft
+        one = self._proposer
+        return Draft(row, one.plan, min(one.length, limit), self.thresholds[row].value)
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Move the threshold."""
-        self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))
+    def observe(self, tick: Tick) -> None:
+        """Move the thresholds."""
+        for row, tree, outcome in tick.guessed():
+            self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.rewind import rewound
+from shoal.model.rewind import earliest, rewound
 from shoal.model.stack import Feed
 
 if TYPE_CHECKING:
+    from shoal.decode.row import Row
     from shoal.model.kv import KVCache
-    from shoal.model.stack import Stack
+    from shoal.model.stack import Stack, Tap
 
 Text = tuple[int, Sequence[int], int, DepthPlan]
 """A row of the cache, its tokens (the committed ones and the one after them), how many of the last, and a plan."""
@@ -37,6 +38,29 @@ def agreements(stack: Stack, cache: KVCache, texts: Sequence[Text]) -> list[floa
         for values, (_, tokens, count, _) in zip(logits, some, strict=True):
             shares.append((values.argmax(-1).cpu() == torch.tensor(tokens[-count:])).double().mean().item())
     return shares
+
+
+def repeatable(cache: KVCache, row: int) -> int:
+    """How many of a row's last tokens can be run again: those that no window has left behind."""
+    return cache.positions[row] - earliest(cache, row)
+
+
+@torch.no_grad()
+def said_again(stack: Stack, cache: KVCache, row: Row, count: int, tap: Tap) -> list[int]:
+    """The most likely token after each of a row's last committed tokens, these run once more by its plan's step 0.
+
+    Args:
+        stack: the model.
+        cache: its cache; as before afterwards.
+        row: whose tokens.
+        count: how many of them; no more than are `repeatable`.
+        tap: is shown their states [1, count, D].
+    """
+    end = cache.positions[row.slot]
+    feed = Feed(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)
+    with rewound(cache, row.slot, end - count):
+        found: list[int] = stack.forward([feed], cache, tap).argmax(-1).tolist()
+    return found
 
 
 def _feed(cache: KVCache, back: ExitStack, row: int, tokens: Sequence[int], count: int, plan: DepthPlan) -> Feed:

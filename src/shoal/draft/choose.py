@@ -7,7 +7,7 @@ draft needs no more than a good guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.row import Row
-
-Purpose = Callable[[int], str]
-"""What the uniform number for the sibling of a rank is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +24,12 @@ class Place:
     Attributes:
         row: the row.
         words: guesses on the path from the row's last token to here.
-        purpose: names the uniform numbers of the draws; no two places of one depth may share a name.
+        at: tells places of one depth apart.
     """
 
     row: Row
     words: tuple[int, ...]
-    purpose: Purpose
+    at: int
 
     @property
     def depth(self) -> int:
@@ -41,7 +38,7 @@ class Place:
 
     def uniform(self, rank: int) -> float:
         """The number for the sibling of that rank; it belongs to the emitted index that the guess is for."""
-        return sampling.uniform(self.row.seed, self.row.number, self.row.emitted + self.depth, self.purpose(rank))
+        return self.row.draft_uniform(self.depth, rank, self.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +54,6 @@ class Guesses:
     tokens: tuple[int, ...]
     law: Tensor | None
     logs: tuple[float, ...]
-
-
-def followed(rank: int) -> str:
-    """The purpose of a draft that takes the target's own number first: where both laws agree, so do both draws.
-
-    For rules that compare draws. Rejection sampling by these numbers is right only for trees of which no part hangs
-    on another part's draw.
-    """
-    return "sample" if rank == 0 else f"draft {rank}"
-
-
-def independent(place: int) -> Purpose:
-    """The purpose of a draft that shares no number with the target; `place` tells places of one depth apart."""
-    return lambda rank: f"draft {place}.{rank}"
 
 
 def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:

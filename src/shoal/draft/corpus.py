@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from shoal.draft.adaptive_ngram import Counts, count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,23 +44,6 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def trigrams_of(path: str, tokenizer: Any) -> Counts:
-    """The tri-gram table of a text file; kept, so that a request does not read the file again."""
-    stamp = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    return _trigrams(path, stamp, tokenizer)
-
-
-def frequent_in(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens of a text file, the most frequent first; kept, as the table is."""
-    stamp = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    return _frequent(path, stamp, tokenizer)
-
-
-@lru_cache(maxsize=4)
-def _frequent(path: str, stamp: int, tokenizer: Any) -> tuple[int, ...]:
-    return tuple(token for token, _ in Counter(tokens_of(path, tokenizer, "text")).most_common())
-
-
-@lru_cache(maxsize=4)
-def _trigrams(path: str, stamp: int, tokenizer: Any) -> Counts:
-    return count(tokens_of(path, tokenizer, "corpus"))
+def stamp_of(path: str) -> int:
+    """Tells states of a file apart, for what is kept of its text; 0 where there is none."""
+    return Path(path).stat().st_mtime_ns if Path(path).is_file() else 0

@@ -113,3 +113,12 @@ def matched(tokens: Sequence[int], place: int, at: int) -> int:
     """How many tokens up to `at` stand before `place` as well, at most `LONGEST`."""
     most = min(place, LONGEST)
     return next((size for size in range(most) if tokens[place - 1 - size] != tokens[at - size]), most)
+
+
+def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
+    """`length` tokens from `place` on, reading on in themselves beyond the end."""
+    found = list(tokens[place : place + length])
+    period = len(tokens) - place
+    while len(found) < length:
+        found.append(found[len(found) - period])
+    return found

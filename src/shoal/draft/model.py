@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
-from shoal.draft.choose import Guesses, Place, choose, followed, independent
+from shoal.draft.choose import Guesses, Place, choose
+from shoal.draft.growth import Growth, grow
 from shoal.draft.shape import Leaf, Shape
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
 
 
 @dataclass(frozen=True)
 class ModelProposer:
-    """Draws a tree of guesses from a second model with the same tokens.
+    """Draws a tree of guesses from a second model with the same tokens, by the numbers that the row's rule wants.
 
     Attributes:
         stack: the second model.
         shape: how the tree grows.
-        follow: whether a sampled draft draws with the target's own uniform numbers, which suits a rule that compares
-            draws; a rejection rule needs numbers of the draft's own.
         name: of the model, for messages.
         head: instead of the model's whole head, hidden states [N, D] to logits of the tokens `ids`.
         ids: the only tokens that are drafted, where `head` is given.
@@ -38,7 +37,6 @@ class ModelProposer:
 
     stack: Stack
     shape: Shape
-    follow: bool = True
     name: str = "the draft model"
     head: Callable[[Tensor], Tensor] | None = None
     ids: tuple[int, ...] = ()
@@ -48,35 +46,29 @@ class ModelProposer:
         return ModelDrafter(self, stack.vocab_size)
 
 
-@dataclass
-class _Growth:
-    """One row's tree under way; node 0 is the row's last token."""
+class _Growth(Growth):
+    """One row's tree under way.
 
-    row: Row
-    slot: int
-    levels: int
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
-    words: list[tuple[int, ...]] = field(default_factory=list)
-    leaves: list[Leaf] = field(default_factory=list)
+    Attributes:
+        row, slot: whose it is, and where in the draft model's cache.
+        levels: most levels.
+        level: those it has.
+        leaves: nodes of the last one.
+    """
 
-    def add(self, token: int, parent: int, law: Tensor | None) -> int:
-        """A node; its index."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.laws.append(law)
-        self.words.append(() if parent < 0 else (*self.words[parent], token))
-        return len(self.tokens) - 1
+    def __init__(self, row: Row, slot: int, levels: int) -> None:
+        super().__init__(row.tokens[-1])
+        self.row, self.slot, self.levels = row, slot, levels
+        self.level, self.leaves = 0, [Leaf(0)]
 
-    def tree(self) -> TokenTree:
-        """What has grown."""
-        laws = tuple(self.laws) if any(law is not None for law in self.laws) else None
-        return TokenTree(tuple(self.tokens), tuple(self.parents), laws)
+    @property
+    def goes_on(self) -> bool:
+        """Whether another level is wanted, and there is something to go on from."""
+        return self.level < self.levels and bool(self.leaves)
 
 
-class ModelDrafter:
-    """See `shoal.decode.recipe.Drafter`.
+class ModelDrafter(Drafter):
+    """The second model at work. Which guesses were kept is read off the rows' tokens.
 
     The cache holds, per row, a beginning of the row's tokens as committed and the nodes of the last tree as scratch.
     With the next proposal the accepted ones among these are committed, so that only what the model has not seen runs.
@@ -87,7 +79,7 @@ class ModelDrafter:
     """
 
     def __init__(self, proposer: ModelProposer, vocabulary: int) -> None:
-        self._stack, self._shape, self._follow = proposer.stack, proposer.shape, proposer.follow
+        self._stack, self._shape = proposer.stack, proposer.shape
         self._name, self._vocabulary = proposer.name, vocabulary
         self._head, self._ids = proposer.head, torch.tensor(proposer.ids, dtype=torch.long, device=self._stack.device)
         self._plan = DepthPlan.full(self._stack.num_layers)
@@ -105,17 +97,12 @@ class ModelDrafter:
         self._keep(rows)
         allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
         grown = [_Growth(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
-        for one in grown:
-            one.leaves = [Leaf(one.add(one.row.tokens[-1], -1, None))]
-        busy = [one for one in grown if one.levels > 0 and self._readable(one)]
+        busy = [one for one in grown if one.goes_on and self._readable(one)]
         if busy:
             self._grow(busy)
         trees = {id(one.row): one.tree() for one in grown}
         self._drafts = [trees[id(row)] for row in self._rows]
         return [trees[id(row)] for row in rows]
-
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        """Nothing to learn: which guesses were kept is read off the row's tokens."""
 
     def _readable(self, one: _Growth) -> bool:
         """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""
@@ -158,20 +145,19 @@ class ModelDrafter:
         self._cache.commit(slot, path)
 
     def _grow(self, grown: list[_Growth]) -> None:
-        """Level after level, one forward for all rows."""
+        """The first level follows what the model had not read, further ones the level before."""
         try:
-            logits = self._read(grown)
-            for level in range(max(one.levels for one in grown)):
-                alive = [one for one in grown if one.levels > level and one.leaves]
-                if not alive:
-                    return
-                if level > 0:
-                    logits = self._forward([self._feed(one) for one in alive], alive)
-                self._extend(alive, logits, level)
+            grow(grown, self._after, self._extend)
         except BaseException:
             for one in grown:
                 self._cache.rollback(one.slot)
             raise
+
+    def _after(self, grown: list[_Growth]) -> Tensor:
+        """Logits [leaves of all, V] after the last level, which all have at one depth."""
+        if not grown[0].level:
+            return self._read(grown)
+        return self._forward([self._feed(one) for one in grown], grown)
 
     def _read(self, grown: list[_Growth]) -> Tensor:
         """Run what the model has not seen of each row, the row's last token included; logits [rows, V] after it."""
@@ -229,14 +215,10 @@ class ModelDrafter:
         whole = part.new_full((len(part), self._stack.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._ids, part)
 
-    def _extend(self, grown: list[_Growth], logits: Tensor, level: int) -> None:
+    def _extend(self, grown: list[_Growth], logits: Tensor) -> None:
         """Draw the children of every leaf."""
-        places = [
-            Place(one.row, one.words[leaf.node], followed if self._follow else independent(at))
-            for one in grown
-            for at, leaf in enumerate(one.leaves)
-        ]
-        guesses = choose(places, logits, self._shape.width(level))
+        places = [Place(one.row, one.words[leaf.node], at) for one in grown for at, leaf in enumerate(one.leaves)]
+        guesses = choose(places, logits, self._shape.width(grown[0].level))
         first = 0
         for one in grown:
             count = len(one.leaves)
@@ -250,11 +232,11 @@ class ModelDrafter:
         def noise(leaf: int, rank: int) -> float | None:
             if one.row.sampling.greedy:
                 return None
-            return Place(one.row, places[leaf].words, lambda r: f"draft value {leaf}.{r}").uniform(rank)
+            return one.row.uniform(places[leaf].depth, f"draft value {leaf}.{rank}")
 
         kept = self._shape.keep(one.leaves, [guess.logs for guess in guesses], noise)
         leaves = []
         for leaf, guess, children in zip(one.leaves, guesses, kept, strict=True):
             for token, (log, value) in zip(guess.tokens, children, strict=False):
                 leaves.append(Leaf(one.add(token, leaf.node, guess.law), log, value))
-        one.leaves = leaves
+        one.leaves, one.level = leaves, one.level + 1

@@ -1,19 +1,44 @@
-"""The model drafts for itself with some of its layers, on its own weights and its own KV. Imports no torch."""
+"""The model drafts for itself with some of its layers, on its own weights and its own KV. Imports no torch at first."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
+from shoal.draft.draft import Draft, Widths, check_length, check_share
 
 if TYPE_CHECKING:
-    from shoal.draft.forwards import ShallowDrafter
+    from shoal.decode.row import Row
+    from shoal.decode.tree import TokenTree
     from shoal.model.kv import KVCache
     from shoal.model.stack import Stack
 
-Widths = tuple[tuple[float, int], ...]
-"""Candidates per place: (confidence, width) pairs, ascending; the first confidence that is not passed counts."""
+
+class OwnLayersDrafter(Drafter):
+    """Drafts with forwards of the target. A subclass says what each row is to draft.
+
+    Args:
+        stack: the target's own.
+        cache: the target's own.
+    """
+
+    def __init__(self, stack: Stack, cache: KVCache) -> None:
+        from shoal.draft.forwards import run  # with torch, which a method's file does without
+
+        self.stack, self.cache, self._run = stack, cache, run
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """One forward per guess, for all rows that still draft."""
+        drafts = [self.draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
+        return self._run(drafts, self.stack, self.cache)
+
+    @abstractmethod
+    def draft(self, row: Row, limit: int) -> Draft:
+        """What to draft for a row, of at most `limit` guesses."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +63,17 @@ class Shallow:
 
     def begin(self, stack: Stack, cache: KVCache) -> ShallowDrafter:
         """A drafter on the target's own stack and cache."""
-        from shoal.draft.forwards import ShallowDrafter
-
         return ShallowDrafter(self, stack, cache)
 
 
-def check_length(length: int) -> None:
-    """Refuse a draft without guesses."""
-    if length < 1:
-        raise ValueError(f"length is {length}; it must be at least 1 token. Plain decoding is method 'full'")
+class ShallowDrafter(OwnLayersDrafter):
+    """See `Shallow`."""
 
+    def __init__(self, proposer: Shallow, stack: Stack, cache: KVCache) -> None:
+        super().__init__(stack, cache)
+        self._proposer = proposer
 
-def check_share(name: str, value: float) -> None:
-    """Refuse what is no share."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must be in [0, 1]")
+    def draft(self, row: Row, limit: int) -> Draft:
+        """The same for every row."""
+        one = self._proposer
+        return Draft(row, one.plan, min(one.length, limit), one.stop, one.widths)

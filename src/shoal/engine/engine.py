@@ -18,7 +18,6 @@ from shoal.control.meter import Meter
 from shoal.decode.row import Row
 from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
-from shoal.draft.auto import Cautious
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
 from shoal.engine.companion import Companions, OpenModel
@@ -185,7 +184,7 @@ class Engine:
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """Who says that a method loses time by guessing, unless it sees to that itself."""
-        if recipe.proposer is None or isinstance(recipe.proposer, Cautious):
+        if recipe.proposer is None or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
 

@@ -18,7 +18,8 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Controller, Proposer, Rule
+    from shoal.decode.recipe import Rule
+    from shoal.decode.worker import Controller, Proposer
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]

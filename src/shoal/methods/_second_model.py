@@ -11,7 +11,7 @@ from shoal.methods._drafting import DraftingMethod
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Proposer
+    from shoal.decode.worker import Proposer
     from shoal.draft.shape import Shape
     from shoal.types import ModelInfo
 
@@ -59,11 +59,10 @@ class SecondModelMethod(DraftingMethod):
         from shoal.draft.model import ModelProposer
 
         engine = self.companion(info)
-        follow = self.rule != "rejection"
         name = engine.model_name or "the draft model"
         if ids is None:
-            return ModelProposer(engine.stack, shape, follow, name)
-        return ModelProposer(engine.stack, shape, follow, name, engine.cut_head(ids), ids)
+            return ModelProposer(engine.stack, shape, name)
+        return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
 
     def companion(self, info: ModelInfo) -> Any:
         """The draft model's engine."""

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.adaptive_ngram import AdaptiveNGrams, Search
-from shoal.draft.corpus import trigrams_of
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
+from shoal.draft.corpus import stamp_of, tokens_of
+from shoal.draft.draft import check_least
+from shoal.draft.growth import Growth
+from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+
+Search = Literal["best_first", "mcts"]
+Pair = tuple[int, int]
+Law = Callable[[Pair], Sequence[tuple[int, float]]]
+"""Tokens that may follow a pair, and their probabilities, the likeliest first."""
+Counts = Mapping[Pair, Mapping[int, float]]
+"""Weights of the tokens that follow two others."""
+
+FOLLOWERS = 12
+"""Tokens remembered per pair, as in the paper."""
+CAP = 3.0
+"""Largest weight, as in the authors' code: old habits stay forgettable."""
+_C1, _C2 = 32.0, 8.0  # exploration constants of the paper's search
 
 
 @dataclass(frozen=True)
@@ -41,12 +67,242 @@ class ADED(DraftingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._proposer(None)
+        for knob in ("nodes", "depth", "iterations"):
+            check_least(knob, getattr(self, knob), 1)
+        if not 0 < self.step <= CAP:
+            raise ValueError(f"step is {self.step}; it must be in (0, {CAP:g}]")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """Trees from the table, confirmed by the target."""
-        return self.verified(self._proposer(info), info)
+        base = {} if self.corpus is None else trigrams_of(self.corpus, info.tokenizer)
+        return self.verified(AdaptiveNGrams(self, base), info)
 
-    def _proposer(self, info: ModelInfo | None) -> AdaptiveNGrams:
-        base = {} if info is None or self.corpus is None else trigrams_of(self.corpus, info.tokenizer)
-        return AdaptiveNGrams(base, self.search, self.nodes, self.depth, self.step, self.iterations)
+
+@dataclass(frozen=True)
+class AdaptiveNGrams:
+    """Proposes trees from tri-grams of a corpus, the prompt and the answer.
+
+    Attributes:
+        knobs: how large the trees are, and how they are found.
+        base: tri-grams of a corpus.
+    """
+
+    knobs: ADED
+    base: Counts = field(default_factory=dict, repr=False)
+
+    def begin(self, stack: Any, cache: Any) -> TableDrafter:
+        """A drafter whose rows have read nothing yet."""
+        return TableDrafter(self)
+
+
+class TableDrafter(Drafter):
+    """See `AdaptiveNGrams`; each row has a table of its own."""
+
+    def __init__(self, proposer: AdaptiveNGrams) -> None:
+        self._knobs = knobs = proposer.knobs
+        self._tables = PerRow(lambda _: Trigrams(proposer.base, knobs.step))
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per row; the root alone where the last two tokens are new."""
+        return [self._tree(row, min(limit, self._knobs.depth)) for row, limit in zip(rows, limits, strict=True)]
+
+    def _tree(self, row: Row, depth: int) -> TokenTree:
+        table, knobs = self._tables[row], self._knobs
+        table.read(row.tokens)
+        if depth < 1 or len(row.tokens) < 2:
+            return TokenTree.chain(row.tokens[-1:])
+        pair = (row.tokens[-2], row.tokens[-1])
+        if knobs.search == "best_first":
+            return best_first(table.law, pair, knobs.nodes, depth)
+        key = f"{row.seed} {row.number} {row.emitted}"
+        return monte_carlo(table.law, pair, knobs.nodes, depth, knobs.iterations, key)
+
+
+class Trigrams:
+    """What follows two tokens, and how likely.
+
+    Args:
+        base: weights to begin with, shared and never changed.
+        step: weight that one more occurrence adds.
+    """
+
+    def __init__(self, base: Counts, step: float) -> None:
+        self._base, self._step = base, step
+        self._own: dict[Pair, dict[int, float]] = {}
+        self._read = 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take in the tri-grams of a growing text, each once."""
+        for end in range(max(self._read, 2), len(tokens)):
+            self._add((tokens[end - 2], tokens[end - 1]), tokens[end])
+        self._read = max(self._read, len(tokens))
+
+    def _add(self, pair: Pair, token: int) -> None:
+        if pair not in self._own:
+            self._own[pair] = dict(self._base.get(pair, {}))
+        weights = self._own[pair]
+        weights[token] = min(CAP, weights.pop(token, 0.0) + self._step)  # the newest stands last
+        if len(weights) > FOLLOWERS:
+            del weights[min(weights, key=weights.__getitem__)]
+
+    def law(self, pair: Pair) -> list[tuple[int, float]]:
+        """Tokens and probabilities, the likeliest first, among equals the one seen last; [] for an unknown pair."""
+        weights = self._own.get(pair) or self._base.get(pair) or {}
+        total = sum(weights.values())
+        ranked = sorted(reversed(list(weights.items())), key=lambda item: -item[1])
+        return [(token, weight / total) for token, weight in ranked]
+
+
+def trigrams_of(path: str, tokenizer: Any) -> Counts:
+    """The tri-gram table of a text file; kept, so that a request does not read the file again."""
+    return _trigrams(path, stamp_of(path), tokenizer)
+
+
+@lru_cache(maxsize=4)
+def _trigrams(path: str, stamp: int, tokenizer: Any) -> Counts:
+    return count(tokens_of(path, tokenizer, "corpus"))
+
+
+def count(tokens: Sequence[int]) -> Counts:
+    """The table of a corpus: for each pair its most frequent followers, with their shares."""
+    counts: dict[Pair, dict[int, float]] = {}
+    for first, second, third in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        followers = counts.setdefault((first, second), {})
+        followers[third] = followers.get(third, 0.0) + 1
+    return {pair: _shares(followers) for pair, followers in counts.items()}
+
+
+def _shares(followers: Mapping[int, float]) -> dict[int, float]:
+    total = sum(followers.values())
+    best = sorted(followers.items(), key=lambda item: -item[1])[:FOLLOWERS]
+    return {token: number / total for token, number in best}
+
+
+@dataclass(slots=True)
+class Node:
+    """A continuation.
+
+    Attributes:
+        pair: its last two tokens.
+        depth: guesses so far.
+        share: probability of its last token given the ones before; of the whole path in `best_first`.
+        visits, reward: of the Monte-Carlo search.
+        children: in the order of the law, or of choice.
+    """
+
+    pair: Pair
+    depth: int = 0
+    share: float = 1.0
+    visits: int = 0
+    reward: float = 0.0
+    expanded: bool = False
+    children: list[Node] = field(default_factory=list)
+
+
+def best_first(law: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
+    """The `nodes` likeliest continuations of up to `depth` tokens; their beginnings are always among them."""
+    root = Node(pair)
+    waiting: list[tuple[float, int, Node, Node]] = []
+    made = 0
+
+    def push(node: Node) -> None:
+        nonlocal made
+        if node.depth < depth:
+            for token, share in law(node.pair):
+                child = Node((node.pair[1], token), node.depth + 1, node.share * share)
+                heapq.heappush(waiting, (-child.share, made, node, child))
+                made += 1
+
+    push(root)
+    for _ in range(nodes):
+        if not waiting:
+            break
+        _, _, parent, child = heapq.heappop(waiting)
+        parent.children.append(child)
+        push(child)
+    return as_tree(root)
+
+
+def monte_carlo(law: Law, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
+    """The `nodes` most visited continuations of a Monte-Carlo tree search.
+
+    Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the law
+    and rewards the path with 1 plus the probabilities along it.
+
+    Args:
+        key: of the random numbers.
+    """
+    root = search(law, pair, depth, iterations, random.Random(key))
+    return as_tree(_pruned(root, nodes))
+
+
+def search(law: Law, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
+    """The searched tree; every iteration visits the root once."""
+    root = Node(pair)
+    for _ in range(iterations):
+        path = [root]
+        while path[-1].children:
+            path.append(_chosen(path[-1]))
+        leaf = path[-1]
+        if leaf.depth < depth and not leaf.expanded:
+            leaf.expanded = True
+            leaf.children = [Node((leaf.pair[1], token), leaf.depth + 1, share) for token, share in law(leaf.pair)]
+        reward = 1 + sum(node.share for node in path[1:]) + _rollout(law, leaf, depth, numbers)
+        for node in path:
+            node.visits += 1
+            node.reward += reward
+    return root
+
+
+def _chosen(node: Node) -> Node:
+    """The child of highest PUCT score."""
+    explore = (_C1 + math.log((node.visits + _C2 + 1) / _C2)) * math.sqrt(node.visits)
+
+    def score(child: Node) -> float:
+        mean = child.reward / child.visits if child.visits else 0.0
+        return mean + explore * child.share / (1 + child.visits)
+
+    return max(node.children, key=score)
+
+
+def _rollout(law: Law, leaf: Node, depth: int, numbers: random.Random) -> float:
+    pair, total = leaf.pair, 0.0
+    for _ in range(leaf.depth, depth):
+        followers = law(pair)
+        if not followers:
+            break
+        token, share = numbers.choices(followers, [share for _, share in followers])[0]
+        pair, total = (pair[1], token), total + share
+    return total
+
+
+def _pruned(root: Node, nodes: int) -> Node:
+    """The root with the most visited nodes only; a node has more visits than its children, so parents stay."""
+    waiting, made = [(-child.visits, number, child) for number, child in enumerate(root.children) if child.visits], 0
+    heapq.heapify(waiting)
+    made = len(root.children)
+    kept: set[int] = set()
+    while waiting and len(kept) < nodes:
+        _, _, node = heapq.heappop(waiting)
+        kept.add(id(node))
+        for child in node.children:
+            if child.visits:
+                heapq.heappush(waiting, (-child.visits, made, child))
+                made += 1
+    _drop(root, kept)
+    return root
+
+
+def _drop(node: Node, kept: set[int]) -> None:
+    node.children = sorted((c for c in node.children if id(c) in kept), key=lambda child: -child.visits)
+    for child in node.children:
+        _drop(child, kept)
+
+
+def as_tree(root: Node) -> TokenTree:
+    """Breadth-first, siblings in the order of `children`."""
+    grown, waiting = Growth(root.pair[1]), deque([(0, root)])
+    while waiting:
+        index, node = waiting.popleft()
+        waiting.extend((grown.add(child.pair[1], index), child) for child in node.children)
+    return grown.tree()

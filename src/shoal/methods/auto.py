@@ -1,22 +1,32 @@
-"""Auto: guess where it pays on this model and machine, else decode plainly."""
+"""Auto: guess where it pays on this model and machine, else decode plainly.
+
+Guesses are made only where there is reason to: in a passage that the text is repeating, or by a helper that has proved
+itself. Most steps have no guess, and then cost what a plain step costs but for a few look-ups per token.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.control.payoff import HelperRecord, Payoff
 from shoal.decode.recipe import Recipe
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, Tick
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
-from shoal.draft.auto import Cautious
+from shoal.draft.adaptive import Adaptive
+from shoal.draft.follow import Chances, Follower, continuation
+from shoal.draft.per_row import PerRow
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Proposer
+    from shoal.decode.row import Row
+    from shoal.decode.worker import Proposer
 
 _HELPED = 8
 """Most guesses of a helper one after another."""
@@ -72,7 +82,7 @@ class Auto(Method):
         if key not in info.memory:
             helper, record = self._helper(info)
             info.memory.setdefault(key, Cautious(Payoff(record), self.length, helper))
-        return Recipe(plan, info.memory[key])
+        return Recipe(plan, info.memory[key], self_metered=True)
 
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """Who drafts where the text gives no guess, and what to think of it at first."""
@@ -83,13 +93,112 @@ class Auto(Method):
             engine = info.companion(self.draft)
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
-            return ModelProposer(engine.stack, shape, True, name), HelperRecord(*_SMALLER, shape.length)
+            return ModelProposer(engine.stack, shape, name), HelperRecord(*_SMALLER, shape.length)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
-            from shoal.draft.skipping import Adaptive
-
             skips = Skips(*info.skips)
             left = info.num_layers - skips.size / 2 + info.head_layers
             length = min(_HELPED, self.length)
             record = HelperRecord(_CALIBRATED, left / (info.num_layers + info.head_layers), length)
             return Adaptive(skips.plan(info.num_layers), length), record
         return None, HelperRecord()
+
+
+@dataclass(frozen=True, eq=False)
+class Cautious:
+    """A proposer that guesses where that pays, from the row's own text or with a helper.
+
+    Attributes:
+        judge: says how many guesses pay; outlives the batch.
+        length: most guesses one after another.
+        helper: a proposer that runs a model, asked where the text gives no guess.
+        chances: how often guesses from the text were right, of all rows so far.
+    """
+
+    judge: Payoff
+    length: int
+    helper: Proposer | None = None
+    chances: Chances = field(default_factory=Chances)
+
+    def begin(self, stack: Any, cache: Any) -> CautiousDrafter:
+        """A drafter that has seen no row yet."""
+        helper = None if self.helper is None else self.helper.begin(stack, cache)
+        return CautiousDrafter(self, stack.prefill_chunk, helper)
+
+
+class CautiousDrafter(Drafter):
+    """See `Cautious`.
+
+    Args:
+        proposer: what drafts.
+        widest: most nodes of a forward that the model runs well.
+        helper: the helper at work.
+    """
+
+    def __init__(self, proposer: Cautious, widest: int, helper: Drafter | None) -> None:
+        self._proposer, self._widest, self._helper = proposer, widest, helper
+        self._followers = PerRow(self._follower)
+        self._beside = self._helped = 0
+        self._from_helper: set[int] = set()
+
+    def _follower(self, row: Row) -> Follower:
+        shared = self._proposer.chances
+        return Follower((Chances(shared), shared), row.prompt_length)
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A chain per row; the root alone where no guess pays."""
+        followers = [self._followers[row] for row in rows]
+        for row, follower in zip(rows, followers, strict=True):
+            follower.read(row.tokens)
+        self._helped = 0
+        if self._helper is None and all(follower.place is None for follower in followers):
+            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
+        lengths = self._lengths(followers, limits)
+        trees = [_chain(*each) for each in zip(rows, followers, lengths, strict=True)]
+        return trees if self._helper is None else self._with_help(self._helper, rows, limits, trees)
+
+    def _lengths(self, followers: Sequence[Follower], limits: Sequence[int]) -> list[int]:
+        """Guesses from the text, per row."""
+        lengths = [0] * len(followers)
+        if all(follower.place is None for follower in followers):
+            return lengths
+        most = self._proposer.length
+        chances = [one.chances(min(most, limit)) for one, limit in zip(followers, limits, strict=True)]
+        rows = len(followers) + self._beside
+        return self._proposer.judge.lengths(chances, rows, self._widest - rows)
+
+    def _with_help(
+        self, helper: Drafter, rows: Sequence[Row], limits: Sequence[int], trees: list[TokenTree]
+    ) -> list[TokenTree]:
+        """The helper's guesses for the rows without any, if those pay."""
+        idle = [len(tree) == 1 and limit > 0 for tree, limit in zip(trees, limits, strict=True)]
+        count = sum(idle)
+        room = self._widest - self._beside - sum(map(len, trees))
+        length = self._proposer.judge.helped(count, room) if count else 0
+        if not length:
+            return trees
+        wanted = [min(length, limit) if lacks else 0 for lacks, limit in zip(idle, limits, strict=True)]
+        guessed = helper.propose(rows, wanted)
+        self._from_helper = {id(row) for row, lacks in zip(rows, idle, strict=True) if lacks}
+        self._helped = max(tree.depths[-1] for tree, lacks in zip(guessed, idle, strict=True) if lacks)
+        return [new if lacks else tree for new, tree, lacks in zip(guessed, trees, idle, strict=True)]
+
+    def observe(self, tick: Tick) -> None:
+        """What forwards take; a helper hears of its own guesses, while the text's are learned from the text."""
+        if tick.prompt:
+            return
+        if self._helper is not None and self._from_helper:
+            for row, tree, outcome in tick.guessed():
+                if id(row) in self._from_helper:
+                    kept = len(outcome.path) - 1
+                    self._proposer.judge.judged(kept, kept + bool(tree.children(outcome.path[-1])))
+            helped = [row for row in tick.rows if id(row) in self._from_helper]
+            self._helper.observe(tick.part(helped))
+        self._proposer.judge.observe(tick.whole, self._helped)
+        self._from_helper.clear()
+        self._beside = len(tick.whole.rows) - len(tick.rows)
+
+
+def _chain(row: Row, follower: Follower, length: int) -> TokenTree:
+    if not length or follower.place is None:
+        return TokenTree.chain(row.tokens[-1:])
+    return TokenTree.chain([row.tokens[-1], *continuation(row.tokens, follower.place, length)])

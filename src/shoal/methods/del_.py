@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.dynamic import DynamicExit
+from shoal.decode.tree import TokenTree
+from shoal.draft.draft import Draft, check_least, check_length, check_share, first_layers
+from shoal.draft.per_row import PerRow
+from shoal.draft.shallow import OwnLayersDrafter
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.kv import KVCache
+    from shoal.model.stack import Feed, Stack, Tap
 
 _EIGHTHS = (1, 2, 3, 4)
 
@@ -47,7 +58,12 @@ class DEL(DraftingMethod):
         super().__post_init__()
         if self.head is not None and not self.head >= 0:
             raise ValueError(f"head is {self.head}; it must be 0 layers or more, or None for the model's own")
-        self._proposer((1,) if self.exits is None else self.exits, 0.0)
+        check_length(self.longest)
+        check_share("memory", self.memory)
+        check_least("window", self.window, 0)
+        check_least("probe", self.probe, 1)
+        if self.exits is not None and (not self.exits or min(self.exits) < 1):
+            raise ValueError(f"exits are {list(self.exits)}; at least one is needed, each at least 1 layer")
 
     def notice(self, info: ModelInfo) -> str | None:
         """See `Method`; exits that were named are taken for trained ones."""
@@ -64,7 +80,210 @@ class DEL(DraftingMethod):
         if max(exits) > num_layers:
             raise ValueError(f"exits are {sorted(exits)}, but the model has {num_layers} layers; use 1..{num_layers}")
         head = info.head_layers if self.head is None else self.head
-        return self.verified(self._proposer(tuple(sorted(set(exits))), head), info)
+        return self.verified(DynamicExit(self, tuple(sorted(set(exits))), head), info)
 
-    def _proposer(self, exits: tuple[int, ...], head: float) -> DynamicExit:
-        return DynamicExit(exits, self.longest, self.memory, self.window, head, self.probe)
+
+@dataclass(frozen=True)
+class DynamicExit:
+    """The first layers draft; how many, and how far, follows what each exit would have said of the verified tokens.
+
+    Attributes:
+        knobs: how long at most, and how to learn.
+        exits: exit layers to choose from: numbers of layers that run, ascending.
+        head: cost of the LM head in layers.
+    """
+
+    knobs: DEL
+    exits: tuple[int, ...]
+    head: float = 0.0
+
+    def begin(self, stack: Stack, cache: KVCache) -> DynamicDrafter:
+        """A drafter on the target's own stack and cache."""
+        return DynamicDrafter(self, stack, cache)
+
+
+@dataclass
+class Exit:
+    """What is known of one exit layer; old evidence fades by `memory` per look.
+
+    Attributes:
+        matches, looks: how often it said what the target said, and of how many tokens that is known. They start as
+            one of two, a Beta(1, 1) prior.
+        sure, unsure: its confidence where it was right and where it was wrong: (sum, count).
+    """
+
+    memory: float = 0.95
+    matches: float = 1.0
+    looks: float = 2.0
+    sure: tuple[float, float] = (0.0, 0.0)
+    unsure: tuple[float, float] = (0.0, 0.0)
+
+    def learn(self, hits: Sequence[bool], confidences: Sequence[float]) -> None:
+        """Take in a verified block: for each of its tokens, whether the exit was right, and how confident."""
+        self.matches = self.memory * self.matches + sum(hits)
+        self.looks = self.memory * self.looks + len(hits)
+        right = [value for hit, value in zip(hits, confidences, strict=True) if hit]
+        wrong = [value for hit, value in zip(hits, confidences, strict=True) if not hit]
+        self.sure, self.unsure = self._faded(self.sure, right), self._faded(self.unsure, wrong)
+
+    def _faded(self, old: tuple[float, float], new: Sequence[float]) -> tuple[float, float]:
+        return self.memory * old[0] + sum(new), self.memory * old[1] + len(new)
+
+    @property
+    def rate(self) -> float:
+        """Estimated share of its guesses that the target accepts."""
+        return self.matches / self.looks
+
+    @property
+    def threshold(self) -> float:
+        """Confidence halfway between right and wrong, below which a draft stops; 0 while one of them is unknown."""
+        if not self.sure[1] or not self.unsure[1]:
+            return 0.0
+        return (self.sure[0] / self.sure[1] + self.unsure[0] / self.unsure[1]) / 2
+
+
+def tokens_per_layer(rate: float, length: int, exit_layer: int, num_layers: int, head: float = 0.0) -> float:
+    """Expected tokens of a block over the layers that it takes.
+
+    A block of `length` guesses takes `length` forwards of `exit_layer` layers and one of all layers; where reading
+    weights is the bound, that is so whether or not the verification starts from the exit's hidden states. With `head`,
+    the cost of the LM head in layers, every forward counts that too; without, this is the paper's TPL.
+    """
+    tokens = sum(rate**j for j in range(length + 1))
+    return tokens / (num_layers + head + length * (exit_layer + head))
+
+
+def best_block(rates: Mapping[int, float], longest: int, num_layers: int, head: float = 0.0) -> tuple[int, int]:
+    """The exit layer and the draft length of most tokens per layer; length 0 where a plain step is best.
+
+    Args:
+        rates: acceptance by exit layer (the number of layers that run).
+        longest: most guesses.
+        num_layers: L.
+        head: see `tokens_per_layer`.
+    """
+    choices = [(exit_layer, length) for length in range(longest + 1) for exit_layer in sorted(rates)]
+    return max(choices, key=lambda one: tokens_per_layer(rates[one[0]], one[1], one[0], num_layers, head))
+
+
+@dataclass
+class _State:
+    """A row's exits, and what it does now."""
+
+    exits: dict[int, Exit]
+    length: int = 0
+    fresh: bool = True
+    idle: int = 0
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A row whose states were shown: its place among them, what was fed, and how many tokens it had."""
+
+    row: Row
+    place: int
+    feed: Feed
+    tokens: int
+
+    def path(self) -> tuple[list[int], list[int]]:
+        """The nodes that were kept, and the target's token after each of them."""
+        after, parents = self.row.tokens[self.tokens :], self.feed.parents
+        chain = TokenTree.chain(self.feed.tokens)
+        tree = chain if parents is None else TokenTree(chain.tokens, tuple(parents))
+        nodes = [0]
+        for token in after[:-1]:
+            child = tree.child(nodes[-1], token)
+            if child is None:
+                break
+            nodes.append(child)
+        return nodes, after[: len(nodes)]
+
+
+class DynamicDrafter(OwnLayersDrafter):
+    """See `DynamicExit`. Every row has estimates of its own."""
+
+    def __init__(self, proposer: DynamicExit, stack: Stack, cache: KVCache) -> None:
+        from shoal.draft.agreement import repeatable, said_again
+        from shoal.draft.forwards import said
+
+        super().__init__(stack, cache)
+        self._repeatable, self._said_again, self._said = repeatable, said_again, said
+        knobs, exits = self._knobs, self._exits = proposer.knobs, proposer.exits
+        self._head = proposer.head
+        self._states = PerRow(lambda _: _State({exit_layer: Exit(knobs.memory) for exit_layer in exits}))
+        self._captures: list[_Capture] = []
+        self._hidden: dict[int, Tensor] = {}
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """Learn from the block before, then draft."""
+        self._learn()
+        for row in rows:
+            if self._states[row].fresh and self._knobs.window:
+                self._look_back(row)
+        return super().propose(rows, limits)
+
+    def draft(self, row: Row, limit: int) -> Draft:
+        """As long and as deep as the estimates say; one guess from the first exit while there are none."""
+        state = self._states[row]
+        if state.fresh:
+            exit_layer, state.length = self._exits[0], 1
+        else:
+            rates = {exit_layer: known.rate for exit_layer, known in state.exits.items()}
+            exit_layer, state.length = best_block(rates, self._knobs.longest, self.stack.num_layers, self._head)
+        state.idle = 0 if state.length else state.idle + 1
+        plan = first_layers(exit_layer, self.stack.num_layers)
+        return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
+
+    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
+        """Keep the states at every exit of the rows that draft, and now and then of those that do not."""
+        if not rows[0].emitted:  # a prompt's end is looked back at before the first draft
+            return None
+        self._hidden = {}
+        self._captures = [
+            _Capture(row, place, feed, len(row.tokens))
+            for place, (row, feed) in enumerate(zip(rows, feeds, strict=True))
+            if self._states[row].idle % self._knobs.probe == 0
+        ]
+        return self._keep if self._captures else None
+
+    def _keep(self, layer: int, hidden: Tensor) -> None:
+        if layer in self._exits:
+            self._hidden[layer] = hidden
+
+    def _learn(self) -> None:
+        """From the states of the last forward, now that it is known what was kept."""
+        alive = [one for one in self._captures if one.row.finish_reason is None and len(one.row.tokens) > one.tokens]
+        self._captures = []
+        if not alive:
+            return
+        paths = [one.path() for one in alive]
+        places = [(one.place, nodes) for one, (nodes, _) in zip(alive, paths, strict=True)]
+        states = [hidden[place, nodes] for place, nodes in places for hidden in self._hidden.values()]
+        tokens, sure = self._said(self.stack, states)
+        for one, (nodes, targets) in zip(alive, paths, strict=True):
+            self._judge(one.row, targets, tokens, sure)
+            del tokens[: len(nodes) * len(self._hidden)], sure[: len(nodes) * len(self._hidden)]
+
+    def _judge(self, row: Row, targets: Sequence[int], tokens: Sequence[int], sure: Sequence[float]) -> None:
+        """Compare what each exit said (exit after exit) with what the target said."""
+        state, count = self._states[row], len(targets)
+        row.ledger.heads_read += 1
+        state.fresh = False
+        for index, exit_layer in enumerate(self._hidden):
+            span = slice(index * count, (index + 1) * count)
+            hits = [said == meant for said, meant in zip(tokens[span], targets, strict=True)]
+            state.exits[exit_layer].learn(hits, sure[span])
+
+    def _look_back(self, row: Row) -> None:
+        """Run the last tokens once more, to see what the exits say of them."""
+        count = min(self._knobs.window, self._repeatable(self.cache, row.slot))
+        if count < 1:
+            return
+        self._hidden = {}
+        targets = self._said_again(self.stack, self.cache, row, count, self._keep)
+        plan = row.recipe.plan
+        row.ledger.draft_forwards += 1
+        row.ledger.draft_layer_tokens += count * plan.num_layers
+        row.ledger.read(plan.num_layers)
+        states = [hidden[0, :count] for hidden in self._hidden.values()]
+        self._judge(row, targets, *self._said(self.stack, states))

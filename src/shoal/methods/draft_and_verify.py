@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
-from shoal.draft.shallow import check_share
-from shoal.draft.skipping import Adaptive
+from shoal.draft.adaptive import Adaptive
+from shoal.draft.draft import check_share
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.plan import NEVER, DepthPlan
-from shoal.draft.shallow import Shallow, check_length, check_share
+from shoal.draft.draft import check_length, check_share, first_layers
+from shoal.draft.shallow import Shallow
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
 
@@ -55,5 +55,4 @@ class LayerSkip(DraftingMethod):
         exit_layer = max(1, num_layers // 4) if self.exit_layer is None else self.exit_layer
         if exit_layer > num_layers:
             raise ValueError(f"exit_layer is {exit_layer}, but the model has {num_layers} layers; use 1..{num_layers}")
-        plan = DepthPlan.whole_layers([NEVER if layer < exit_layer else 1 for layer in range(num_layers)])
-        return self.verified(Shallow(plan, self.length, self.stop), info)
+        return self.verified(Shallow(first_layers(exit_layer, num_layers), self.length, self.stop), info)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.ngram import NGrams
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
+from shoal.draft.follow import continuation
+from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,81 @@ class PromptLookup(DraftingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._proposer()
+        if self.min_ngram < 1:
+            raise ValueError(f"min_ngram is {self.min_ngram}; it must be at least 1 token")
+        if self.max_ngram < self.min_ngram:
+            raise ValueError(
+                f"max_ngram is {self.max_ngram}, below min_ngram {self.min_ngram}; it must be at least that"
+            )
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; it must be at least 1 token")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """N-grams of the row's own text, confirmed by the target."""
-        return self.verified(self._proposer(), info)
+        return self.verified(NGrams(self), info)
 
-    def _proposer(self) -> NGrams:
-        return NGrams(self.max_ngram, self.min_ngram, self.length)
+
+@dataclass(frozen=True)
+class NGrams:
+    """Continues the latest earlier occurrence of the longest suffix that has one.
+
+    A continuation that runs into the end of the text goes on with what it has just guessed, so a short period is
+    continued to any length.
+
+    Attributes:
+        knobs: which suffixes are looked up, and how much is guessed.
+    """
+
+    knobs: PromptLookup
+
+    def begin(self, stack: Any, cache: Any) -> NGramDrafter:
+        """A drafter that has seen no row yet."""
+        return NGramDrafter(self)
+
+
+class NGramDrafter(Drafter):
+    """See `NGrams`."""
+
+    def __init__(self, proposer: NGrams) -> None:
+        knobs = proposer.knobs
+        self._length = knobs.length
+        self._indices = PerRow(lambda _: Index(knobs.max_ngram, knobs.min_ngram))
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A chain per row; the root alone where nothing matches."""
+        return [self._chain(row, min(self._length, limit)) for row, limit in zip(rows, limits, strict=True)]
+
+    def _chain(self, row: Row, length: int) -> TokenTree:
+        place = self._indices[row].find(row.tokens)
+        guesses = [] if place is None else continuation(row.tokens, place, length)
+        return TokenTree.chain([row.tokens[-1], *guesses])
+
+
+class Index:
+    """Where each n-gram of a growing text last ended; costs the same per token however long the text is."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._after: dict[tuple[int, ...], int] = {}
+        self._read = 0
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """The place after the latest earlier occurrence of the longest known suffix of `tokens`.
+
+        Args:
+            tokens: the text: what it was in the call before, and more.
+        """
+        self._extend(tokens)
+        for size in self._sizes:
+            place = self._after.get(tuple(tokens[-size:]))
+            if place is not None:
+                return place
+        return None
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Take in the n-grams that something follows."""
+        for end in range(self._read + 1, len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._read = max(self._read, len(tokens) - 1)

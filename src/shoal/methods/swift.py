@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.skips import sublayers
-from shoal.draft.skipping import Searched
+from shoal.depth.skips import Skips, sublayers
+from shoal.draft.draft import Draft, check_least, check_length, check_share, within
+from shoal.draft.per_row import PerRow
+from shoal.draft.shallow import OwnLayersDrafter
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shoal.decode.row import Row
+    from shoal.decode.tree import TokenTree
+    from shoal.draft.skip_search import SkipSearch
+    from shoal.model.kv import KVCache
+    from shoal.model.stack import Stack
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
 
@@ -55,7 +66,12 @@ class Swift(DraftingMethod):
         super().__post_init__()
         if not 0 <= self.ratio < 1:
             raise ValueError(f"ratio is {self.ratio}; it must be in [0, 1), the share of the sublayers left out")
-        self._proposer(0)
+        check_length(self.length)
+        check_share("stop", self.stop)
+        check_share("enough", self.enough)
+        check_least("nodes", self.nodes, self.length + 1)
+        for name, least in (("window", 2), ("rounds", 0), ("patience", 1), ("bayes_every", 0)):
+            check_least(name, getattr(self, name), least)
 
     def notice(self, info: ModelInfo) -> str | None:
         """See `Method`."""
@@ -72,8 +88,75 @@ class Swift(DraftingMethod):
                 "swift", "attention and MLP cannot be told apart in this architecture", "Use d3_spec or layerskip"
             )
         skipped = min(round(self.ratio * 2 * info.num_layers), len(sublayers(info.num_layers)))
-        return self.verified(self._proposer(skipped), info)
+        return self.verified(Searched(self, skipped), info)
 
-    def _proposer(self, skipped: int) -> Searched:
-        search = (self.window, self.rounds, self.patience, self.enough, self.bayes_every)
-        return Searched(skipped, self.length, self.stop, _WIDTHS if self.trees else (), self.nodes, *search)
+
+@dataclass(frozen=True)
+class Searched:
+    """Some sublayers are left out, which ones is found out on the row's own text.
+
+    Attributes:
+        knobs: how long, how wide, and how to search.
+        skipped: number of sublayers left out.
+    """
+
+    knobs: Swift
+    skipped: int
+
+    def begin(self, stack: Stack, cache: KVCache) -> SwiftDrafter:
+        """A drafter on the target's own stack and cache."""
+        return SwiftDrafter(self, stack, cache)
+
+
+class SwiftDrafter(OwnLayersDrafter):
+    """See `Searched`: each row searches on its own text."""
+
+    def __init__(self, proposer: Searched, stack: Stack, cache: KVCache) -> None:
+        from shoal.draft.agreement import agreements, repeatable
+        from shoal.draft.skip_search import SkipSearch
+
+        super().__init__(stack, cache)
+        self._knobs = knobs = proposer.knobs
+        self._agreements, self._repeatable = agreements, repeatable
+        start = Skips.spread(stack.num_layers, proposer.skipped)
+
+        def search(row: Row) -> SkipSearch:
+            seed = hash((row.seed, row.number))
+            return SkipSearch(stack.num_layers, start, seed, bayes_every=knobs.bayes_every)
+
+        self._searches = PerRow(search)
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """Try one more set per row that still searches, then draft with the best one."""
+        self._try([row for row in rows if self._searching(row)])
+        return super().propose(rows, limits)
+
+    def draft(self, row: Row, limit: int) -> Draft:
+        """With the best set so far."""
+        one = self._knobs
+        plan = self._searches[row].best.plan(self.stack.num_layers)
+        return Draft(row, plan, min(one.length, limit), one.stop, _WIDTHS if one.trees else (), one.nodes)
+
+    def _searching(self, row: Row) -> bool:
+        one, search = self._knobs, self._searches[row]
+        over = search.tried >= one.rounds or search.since >= one.patience or search.score >= one.enough
+        return not over and self._window(row) >= one.window // 2
+
+    def _window(self, row: Row) -> int:
+        """How many of the row's last tokens a set is judged on: generated ones."""
+        return min(self._knobs.window, row.emitted, self._repeatable(self.cache, row.slot))
+
+    def _try(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        sets = [self._searches[row].ask() for row in rows]
+        texts = []
+        for row, skips in zip(rows, sets, strict=True):
+            plan = within(skips.plan(self.stack.num_layers), row.recipe.plan, row.emitted)
+            texts.append((row.slot, row.tokens, self._window(row), plan))
+        for row, skips, score in zip(rows, sets, self._agreements(self.stack, self.cache, texts), strict=True):
+            self._searches[row].tell(skips, score)
+        for row, (_, _, count, plan) in zip(rows, texts, strict=True):
+            row.ledger.draft_forwards += 1
+            row.ledger.draft_layer_tokens += count * plan.depth(1)
+            row.ledger.read(plan.depth(1))

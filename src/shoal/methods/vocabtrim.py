@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.corpus import frequent_in
+from shoal.draft.corpus import stamp_of, tokens_of
 from shoal.draft.shape import Branching
 from shoal.methods._second_model import SecondModelMethod
 from shoal.types import ModelInfo
@@ -67,3 +69,13 @@ class VocabTrim(SecondModelMethod):
 
     def _shape(self) -> Branching:
         return Branching((1,) * self.length if self.branching is None else self.branching)
+
+
+def frequent_in(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens of a text file, the most frequent first; kept, so that a request does not read the file again."""
+    return _frequent(path, stamp_of(path), tokenizer)
+
+
+@lru_cache(maxsize=4)
+def _frequent(path: str, stamp: int, tokenizer: Any) -> tuple[int, ...]:
+    return tuple(token for token, _ in Counter(tokens_of(path, tokenizer, "text")).most_common())

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.draft.ngram import Index, NGrams, continuation
+from shoal.draft.follow import continuation
+from shoal.methods.prompt_lookup import Index, PromptLookup
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -67,4 +68,4 @@ def test_what_a_tick_costs_does_not_grow_with_the_text() -> None:
 )
 def test_settings_out_of_range(settings: tuple[int, int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        NGrams(*settings)
+        PromptLookup(*settings)

@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.decode.tree import TokenTree
-from shoal.draft.adaptive_ngram import CAP, FOLLOWERS, AdaptiveNGrams, Trigrams, count
-from shoal.draft.corpus import tokens_of, trigrams_of
-from shoal.draft.ngram_search import Node, best_first, monte_carlo, search
+from shoal.draft.corpus import tokens_of
+from shoal.methods.aded import (
+    ADED,
+    CAP,
+    FOLLOWERS,
+    Node,
+    Trigrams,
+    best_first,
+    count,
+    monte_carlo,
+    search,
+    trigrams_of,
+)
 from toy_tokenizers import byte_level
 
 VOCABULARY = 4
@@ -144,6 +154,6 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("knob", ["nodes", "depth", "iterations"])
 def test_settings_out_of_range(knob: str) -> None:
     with pytest.raises(ValueError, match=f"{knob} is 0"):
-        AdaptiveNGrams(**{knob: 0})
+        ADED(**{knob: 0})
     with pytest.raises(ValueError, match=r"step is 9.*\(0, 3\]"):
-        AdaptiveNGrams(step=9.0)
+        ADED(step=9.0)

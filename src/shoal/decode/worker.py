@@ -1,0 +1,111 @@
+"""Workers: what a recipe's parts become for one batch of rows, and what they are told. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shoal.decode.accept import Outcome
+    from shoal.decode.row import Row
+    from shoal.decode.tree import TokenTree
+    from shoal.model.stack import Feed, Tap
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What one tick brought and cost.
+
+    Attributes:
+        rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
+        draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance; None for a forward
+            in which some rows decoded and others read their prompts.
+        prompt: whether the rows have read their prompts, and emit their first token: nothing was guessed then, and the
+            seconds are those of the prompts.
+        source: the tick of all rows, where this tells of some of them; else None.
+    """
+
+    rows: Sequence[Row]
+    trees: Sequence[TokenTree]
+    outcomes: Sequence[Outcome]
+    draft_seconds: float
+    target_seconds: float | None
+    prompt: bool = False
+    source: Tick | None = None
+
+    @property
+    def whole(self) -> Tick:
+        """The tick of all rows that shared the forward."""
+        return self if self.source is None else self.source
+
+    def part(self, rows: Sequence[Row]) -> Tick:
+        """The tick as seen by `rows`, at least one of its own, in their order."""
+        if len(rows) == len(self.rows):
+            return self
+        wanted = {id(row) for row in rows}
+        chosen = [item for item in self._items() if id(item[0]) in wanted]
+        some_rows, trees, outcomes = zip(*chosen, strict=True)
+        return replace(self, rows=some_rows, trees=trees, outcomes=outcomes, source=self.whole)
+
+    def guessed(self) -> Iterator[tuple[Row, TokenTree, Outcome]]:
+        """The rows for which anything was guessed, with tree and outcome."""
+        return (item for item in self._items() if len(item[1]) > 1)
+
+    def _items(self) -> Iterator[tuple[Row, TokenTree, Outcome]]:
+        return zip(self.rows, self.trees, self.outcomes, strict=True)
+
+
+class Worker:
+    """A part at work on one batch of rows: holds whatever changes while decoding."""
+
+    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
+        """Called before a forward of the target: what is to see the hidden states of these rows, or None.
+
+        Args:
+            rows: those of the forward whose recipe has the part. They all decode, or they all read their prompts and
+                have emitted nothing.
+            feeds: what is fed for each, a tree or a piece of a prompt; a tap's states [rows, nodes, D] follow them.
+        """
+        return None
+
+    def observe(self, tick: Tick) -> None:
+        """Learn from a tick of the rows whose recipe has the part: plain steps and the ends of prompts included."""
+
+
+class Drafter(Worker, ABC):
+    """A proposer at work."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """One tree per row, node 0 being the row's last token, none of more than the row's limit of guesses.
+
+        May run the target on the rows' cache and leave scratch entries there: the loop rolls them back.
+        """
+
+
+class Governor(Worker, ABC):
+    """A controller at work."""
+
+    @abstractmethod
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """The most tokens to guess for each row now; 0 for a plain step."""
+
+
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
+
+
+class Part(Protocol[W_co]):
+    """A part of a recipe that has a worker. Immutable."""
+
+    def begin(self, stack: Any, cache: Any) -> W_co:
+        """The worker for rows that decode on `stack` with their KV in `cache`."""
+        ...
+
+
+Proposer = Part[Drafter]
+"""Guesses tokens ahead."""
+Controller = Part[Governor]
+"""Chooses how much to guess."""

@@ -1,0 +1,75 @@
+"""What a row's draft by the model's own layers is to be: which layers, how long, how wide. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shoal.depth.plan import NEVER, DepthPlan
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+
+Widths = tuple[tuple[float, int], ...]
+"""Candidates per place: (confidence, width) pairs, ascending; the first confidence that is not passed counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What one row is to draft now.
+
+    Attributes:
+        row: whose it is; its last token is node 0.
+        plan: layers to draft with; node j runs those of step j + 1, so that a schedule restarts with every draft.
+        length: most guesses, one after another.
+        stop: the guess that the model makes with less confidence than this is the last one.
+        widths: candidates per place, by confidence; without any, one.
+        nodes: most nodes of the tree.
+    """
+
+    row: Row
+    plan: DepthPlan
+    length: int
+    stop: float = 0.0
+    widths: Widths = ()
+    nodes: int = 32
+
+
+def check_length(length: int) -> None:
+    """Refuse a draft without guesses."""
+    if length < 1:
+        raise ValueError(f"length is {length}; it must be at least 1 token. Plain decoding is method 'full'")
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse what is no share."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must be in [0, 1]")
+
+
+def check_least(name: str, value: int, least: int) -> None:
+    """Refuse what is too little."""
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def first_layers(count: int, num_layers: int) -> DepthPlan:
+    """The plan that runs the first `count` layers from step 1 on."""
+    return DepthPlan.whole_layers([NEVER if layer < count else 1 for layer in range(num_layers)])
+
+
+def within(plan: DepthPlan, target: DepthPlan, step: int) -> DepthPlan:
+    """`plan` without what the target no longer runs at `step`: layers that left out tokens have no KV to draft on."""
+    if step < target.first_shallow_step:
+        return plan
+    gone = [tuple(drop <= step for drop in drops) for drops in (target.attention, target.mlp)]
+    return _without(plan, *gone)
+
+
+@lru_cache(maxsize=256)
+def _without(plan: DepthPlan, attention: tuple[bool, ...], mlp: tuple[bool, ...]) -> DepthPlan:
+    def cut(drops: tuple[int, ...], gone: tuple[bool, ...]) -> tuple[int, ...]:
+        return tuple(1 if lost else drop for drop, lost in zip(drops, gone, strict=True))
+
+    return DepthPlan(cut(plan.attention, attention), cut(plan.mlp, mlp))

@@ -1,0 +1,87 @@
+"""DEL: what it learns of its exits, and which block it chooses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drive import decode, prompt, stack_of
+from families import tiny
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.draft.draft import first_layers
+from shoal.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.integers(1, 18), st.floats(0, 4))
+def test_the_best_block_is_that_of_brute_force(rates: list[float], longest: int, head: float) -> None:
+    by_exit = {exit_layer: rate for exit_layer, rate in enumerate(rates, start=1)}
+    chosen = best_block(by_exit, longest, 8, head)
+    values = {
+        (e, n): math.fsum(rate**j for j in range(n + 1)) / (n * (e + head) + 8 + head)
+        for (e, rate), n in itertools.product(by_exit.items(), range(longest + 1))
+    }
+    assert values[chosen] == pytest.approx(max(values.values()))
+
+
+def test_tokens_per_layer_by_hand() -> None:
+    assert tokens_per_layer(0.5, 0, 4, 16) == 1 / 16
+    assert tokens_per_layer(0.5, 2, 4, 16) == pytest.approx(1.75 / 24)
+    assert tokens_per_layer(1.0, 3, 4, 16, head=2.0) == pytest.approx(4 / (18 + 18))
+    assert best_block({4: 0.0, 8: 0.1}, 18, 16)[1] == 0
+    assert best_block({16: 1.0}, 3, 16) == (16, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.booleans(), st.floats(0, 1)), min_size=1, max_size=5), max_size=8))
+def test_estimates_are_those_of_a_naive_computation(blocks: list[list[tuple[bool, float]]]) -> None:
+    one = Exit(0.9)
+    for block in blocks:
+        one.learn([hit for hit, _ in block], [sure for _, sure in block])
+    weight = [0.9 ** (len(blocks) - 1 - age) for age in range(len(blocks))]
+    entries = [(w, hit, sure) for w, block in zip(weight, blocks, strict=True) for hit, sure in block]
+    prior = 0.9 ** len(blocks)
+    total = 2 * prior + sum(w for w, _, _ in entries)
+    assert one.rate == pytest.approx((prior + sum(w for w, hit, _ in entries if hit)) / total)
+    means = []
+    for kind in (True, False):
+        mass = sum(w for w, hit, _ in entries if hit is kind)
+        means.append(sum(w * sure for w, hit, sure in entries if hit is kind) / mass if mass else None)
+    known = [mean for mean in means if mean is not None]
+    assert one.threshold == (pytest.approx(sum(known) / 2) if len(known) == 2 else 0.0)
+
+
+def test_shadow_tokens_are_what_the_exits_would_say() -> None:
+    """After a run, each exit's estimate is that of uncached passes over what was written."""
+    stack, ids = stack_of(tiny("llama")), prompt(9, 1)
+    proposer = DynamicExit(DEL((2, 5), longest=3, memory=1.0, window=4, probe=1), (2, 5))
+    drafters: list[DynamicDrafter] = []
+
+    class Kept:
+        def begin(self, *parts: object) -> DynamicDrafter:
+            drafters.append(proposer.begin(*parts))  # type: ignore[arg-type]
+            return drafters[0]
+
+    run = decode(None, [ids], Recipe(DepthPlan.full(6), Kept()), 20, stack=stack, watch=False)
+    row = run.rows[0]
+    state = drafters[0]._states[row]
+    judged = int(state.exits[2].looks) - 2
+    for exit_layer, known in state.exits.items():
+        said = shadow(stack, row.tokens, exit_layer)
+        meant = shadow(stack, row.tokens, 6)
+        last = len(ids) - 1 + (judged - 4)
+        hits = [said[i] == meant[i] for i in (*range(len(ids) - 5, len(ids) - 1), *range(len(ids), last + 1))]
+        assert (known.matches, known.looks) == (1 + sum(hits), 2 + judged)
+
+
+def shadow(stack: object, tokens: list[int], exit_layer: int) -> list[int]:
+    """Most likely token after each position by the first layers, the KV being those of the full model there."""
+    feed = Feed(0, tokens, [1] * len(tokens), first_layers(exit_layer, 6), wanted=len(tokens))
+    return stack.forward([feed], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]
