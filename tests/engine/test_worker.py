@@ -15,7 +15,7 @@ from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.worker import Worker
+from shoal.engine.worker import WorkerThread
 from shoal.errors import Interrupted
 
 LENGTH = 40
@@ -133,7 +133,7 @@ def test_a_worker_that_is_done_stays_done() -> None:
         if error := next(attempts):
             raise error
 
-    worker = Worker("short", work, lambda: deaths.append(1), pause=0.01)
+    worker = WorkerThread("short", work, lambda: deaths.append(1), pause=0.01)
     assert not worker.well
     worker.start()
     worker.join(10)

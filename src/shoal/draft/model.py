@@ -14,7 +14,7 @@ from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
 from shoal.draft.choose import Guesses, Place, choose
 from shoal.draft.growth import Growth, grow
-from shoal.draft.shape import Leaf, Shape
+from shoal.draft.shape import Leaf, TreeShape
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
@@ -36,7 +36,7 @@ class ModelProposer:
     """
 
     stack: Stack
-    shape: Shape
+    shape: TreeShape
     name: str = "the draft model"
     head: Callable[[Tensor], Tensor] | None = None
     ids: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ Child = tuple[float, float]
 """`log` and `value` of a child that is kept."""
 
 
-class Shape(Protocol):
+class TreeShape(Protocol):
     """How a tree grows."""
 
     @property

@@ -24,7 +24,7 @@ from shoal.engine.memory import free
 from shoal.engine.recipes import Recipes
 from shoal.engine.request import Request, prompt_ids
 from shoal.engine.ticket import Deliver, Entry, Item, Ticket
-from shoal.engine.worker import Worker
+from shoal.engine.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.model.kv_room import KVRoom, Need
 
@@ -87,7 +87,7 @@ class Scheduler:
         self._closing = False
         self._open: set[Entry] = set()
         self._moved = False
-        self._worker = Worker("shoal-scheduler", self._work, self._died)
+        self._worker = WorkerThread("shoal-scheduler", self._work, self._died)
         if start:
             self._worker.start()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 
-class Worker:
+class WorkerThread:
     """Works until there is nothing more to do.
 
     Args:

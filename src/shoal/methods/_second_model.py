@@ -12,7 +12,7 @@ from shoal.methods.base import Method
 
 if TYPE_CHECKING:
     from shoal.decode.worker import Proposer
-    from shoal.draft.shape import Shape
+    from shoal.draft.shape import TreeShape
     from shoal.types import ModelInfo
 
 
@@ -42,7 +42,7 @@ class SecondModelMethod(DraftingMethod):
             )
         return super().to_dict()
 
-    def proposing(self, info: ModelInfo, shape: Shape, ids: tuple[int, ...] | None = None) -> Proposer:
+    def proposing(self, info: ModelInfo, shape: TreeShape, ids: tuple[int, ...] | None = None) -> Proposer:
         """The draft model as a proposer of trees of that shape.
 
         Args:
