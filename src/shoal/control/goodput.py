@@ -76,7 +76,7 @@ class GoodputGovernor(Governor):
         self._lengths: list[int] = []
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
-        """See `Governor`. The first steps measure: one plain, one with all guesses."""
+        """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
         self._states = {id(row): self._states.get(id(row)) or _RowState(self._fade) for row in rows}
         self._ticks += 1
@@ -100,7 +100,9 @@ class GoodputGovernor(Governor):
         return int(state.probing())
 
     def observe(self, tick: Tick) -> None:
-        """See `Governor`."""
+        """Times of guessing and verifying, and what was kept."""
+        if tick.prompt:
+            return
         if self._ticks > 1:  # the first step pays for warming up
             self._target.observe(sum(len(tree) for tree in tick.trees), tick.target_seconds)
         longest = max(tree.depths[-1] for tree in tick.trees)

@@ -90,7 +90,7 @@ class WidthGovernor(Governor):
         self._width, self._left = 1, 0
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
-        """See `Governor`."""
+        """The same for all rows."""
         if self._left:
             self._left -= 1
         elif self._waiting:
@@ -102,7 +102,9 @@ class WidthGovernor(Governor):
         return [self._width - 1] * len(rows)
 
     def observe(self, tick: Tick) -> None:
-        """See `Governor`."""
+        """What the width brought, and what it took."""
+        if tick.prompt:
+            return
         kept = [len(outcome.path) for outcome in tick.outcomes]
         self._tokens[self._width].append(sum(kept) / len(kept))
         self._seconds[self._width].append(tick.draft_seconds + tick.target_seconds)

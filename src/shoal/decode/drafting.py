@@ -62,10 +62,10 @@ class Drafting:
         return (show,)
 
     def observe(self, tick: Tick) -> None:
-        """Tell all workers, and who meters them, what became of a tick."""
+        """Tell all workers, and who meters their guesses, what became of a tick."""
         for worker, group in self._all_at_work(tick.rows):
             worker.observe(tick.part(group))
-        meter = tick.rows[0].recipe.meter
+        meter = None if tick.prompt else tick.rows[0].recipe.meter
         if meter is not None and all(row.recipe.meter is meter for row in tick.rows):
             meter.observe(tick)
 

@@ -14,6 +14,7 @@ from shoal.decode.batch import Batch, count_prompt
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 from shoal.types import Step
@@ -60,11 +61,12 @@ class Loop(Batch):
 
     def prefill(self) -> list[Step]:
         """Run what the cache lacks of each prompt at full depth and emit each row's first token."""
-        ends: dict[int, tuple[int, Tensor]] = {}
+        start, ends = time.perf_counter(), dict[int, tuple[int, Tensor]]()
         while waiting := [row for row in self.rows if row.slot not in ends]:
             chunk = min(self._chunk, max(1, self.stack.prefill_chunk // len(waiting)))
             feeds = [self._prompt_feed(row, chunk) for row in waiting]
-            logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
+            watched = self._drafting.watch(waiting, feeds)
+            logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
             for row, feed, values in zip(waiting, feeds, logits, strict=True):
                 size = len(feed.tokens)
                 count_prompt(row, size)
@@ -74,6 +76,8 @@ class Loop(Batch):
                     self.cache.commit(row.slot, range(size))
         targets = [RowTarget(row, TokenTree.chain(row.tokens[-1:]), ends[row.slot][1]) for row in self.rows]
         outcomes = [row.rule.walk(target.tree, target) for row, target in zip(self.rows, targets, strict=True)]
+        seconds = time.perf_counter() - start
+        self._drafting.observe(Tick(self.rows, [one.tree for one in targets], outcomes, 0.0, seconds, prompt=True))
         return self._settle(self.rows, targets, outcomes, [ends[row.slot][0] for row in self.rows])
 
     def _prompt_feed(self, row: Row, chunk: int) -> Feed:

@@ -10,6 +10,7 @@ from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Tick
 from shoal.model.kv import KVCache
 from shoal.model.stack import Feed, Stack
 from shoal.types import Step
@@ -67,7 +68,8 @@ class OpenBatch(Batch):
         start = time.perf_counter()
         shares = self._shares(self.reading if rows is None else rows, budget)
         feeds = [self._prompt_feed(row, size) for row, size in shares]
-        logits = self.stack.forward(feeds, self.cache).split([feed.wanted for feed in feeds])
+        watched = self._drafting.watch([row for row, _ in shares], feeds)
+        logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
         ended: list[tuple[Row, RowTarget, int]] = []
         for (row, size), values in zip(shares, logits, strict=True):
             count_prompt(row, size)
@@ -76,8 +78,11 @@ class OpenBatch(Batch):
             else:
                 self.cache.commit(row.slot, range(size))
         outcomes = [row.rule.walk(target.tree, target) for row, target, _ in ended]
-        before = [first for _, _, first in ended]
-        steps = self._settle([row for row, _, _ in ended], [target for _, target, _ in ended], outcomes, before)
+        through, targets = [row for row, _, _ in ended], [target for _, target, _ in ended]
+        if ended:
+            seconds = time.perf_counter() - start
+            self._drafting.observe(Tick(through, [one.tree for one in targets], outcomes, 0.0, seconds, prompt=True))
+        steps = self._settle(through, targets, outcomes, [first for _, _, first in ended])
         self.clock.prefill_seconds += time.perf_counter() - start
         return steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ class Tick:
     Attributes:
         rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
         draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance.
+        prompt: whether the rows have read their prompts, and emit their first token: nothing was guessed then, and the
+            seconds are those of the prompts.
         source: the tick of all rows, where this tells of some of them; else None.
     """
 
@@ -30,6 +32,7 @@ class Tick:
     outcomes: Sequence[Outcome]
     draft_seconds: float
     target_seconds: float
+    prompt: bool = False
     source: Tick | None = None
 
     @property
@@ -44,7 +47,7 @@ class Tick:
         wanted = {id(row) for row in rows}
         chosen = [item for item in self._items() if id(item[0]) in wanted]
         some_rows, trees, outcomes = zip(*chosen, strict=True)
-        return Tick(some_rows, trees, outcomes, self.draft_seconds, self.target_seconds, self.whole)
+        return replace(self, rows=some_rows, trees=trees, outcomes=outcomes, source=self.whole)
 
     def guessed(self) -> Iterator[tuple[Row, TokenTree, Outcome]]:
         """The rows for which anything was guessed, with tree and outcome."""
@@ -61,13 +64,14 @@ class Worker:
         """Called before a forward of the target: what is to see the hidden states of these rows, or None.
 
         Args:
-            rows: those of the forward whose recipe has the part.
-            feeds: what is fed for each; a tap's states [rows, nodes, D] follow their order.
+            rows: those of the forward whose recipe has the part. They all decode, or they all read their prompts and
+                have emitted nothing.
+            feeds: what is fed for each, a tree or a piece of a prompt; a tap's states [rows, nodes, D] follow them.
         """
         return None
 
     def observe(self, tick: Tick) -> None:
-        """Learn from a tick, plain steps included, of the rows whose recipe has the part."""
+        """Learn from a tick of the rows whose recipe has the part: plain steps and the ends of prompts included."""
 
 
 class Drafter(Worker, ABC):

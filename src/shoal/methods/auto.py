@@ -184,6 +184,8 @@ class CautiousDrafter(Drafter):
 
     def observe(self, tick: Tick) -> None:
         """What forwards take; a helper hears of its own guesses, while the text's are learned from the text."""
+        if tick.prompt:
+            return
         if self._helper is not None and self._from_helper:
             for row, tree, outcome in tick.guessed():
                 if id(row) in self._from_helper:

@@ -236,6 +236,8 @@ class DynamicDrafter(OwnLayersDrafter):
 
     def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
         """Keep the states at every exit of the rows that draft, and now and then of those that do not."""
+        if not rows[0].emitted:  # a prompt's end is looked back at before the first draft
+            return None
         self._hidden = {}
         self._captures = [
             _Capture(row, place, feed, len(row.tokens))

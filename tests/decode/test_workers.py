@@ -1,0 +1,174 @@
+"""What the workers of a recipe's parts are shown and told: prompts and ticks, of their own rows alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drive import decode, make_run, prompt, stack_of
+from families import HIDDEN, tiny
+from planted import Planted
+from shoal.control.goodput import Goodput
+from shoal.control.payoff import Payoff
+from shoal.control.width import Width
+from shoal.decode.accept import Match, Outcome
+from shoal.decode.lenient import Lenient
+from shoal.decode.open_batch import OpenBatch
+from shoal.decode.recipe import Recipe
+from shoal.decode.rejection import Rejection
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.decode.typical import Typical
+from shoal.decode.worker import Governor, Tick, Worker
+from shoal.depth.plan import DepthPlan
+from shoal.methods.auto import Cautious
+from shoal.model.kv import KVCache
+from shoal.model.stack import Feed, Tap
+
+FULL = DepthPlan.full(6)
+IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]
+
+
+@dataclass
+class Nosy(Governor):
+    """Allows three guesses and keeps what it is shown: tokens and states by row number, and every tick."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    states: dict[int, list[Tensor]] = field(default_factory=dict)
+    ticks: list[Tick] = field(default_factory=list)
+
+    def begin(self, stack: Any, cache: Any) -> Nosy:
+        return self
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        return [3] * len(rows)
+
+    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap:
+        assert len({row.emitted > 0 for row in rows}) == 1
+
+        def keep(layer: int, hidden: Tensor) -> None:
+            if layer == 6:
+                for row, feed, states in zip(rows, feeds, hidden, strict=True):
+                    self.tokens.setdefault(row.number, []).extend(feed.tokens)
+                    self.states.setdefault(row.number, []).append(states[: len(feed.tokens)].clone())
+
+        return keep
+
+    def observe(self, tick: Tick) -> None:
+        self.ticks.append(tick)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_worker_sees_the_states_of_prompts_and_ticks(chunk: int) -> None:
+    """Those of the rows that have its part, each token once, as an uncached pass computes them."""
+    nosy, stack = Nosy(), stack_of(tiny("llama"))
+    recipes = [Recipe(FULL, controller=nosy), Recipe(FULL), Recipe(FULL, controller=nosy)]
+    run = decode(None, IDS, recipes, 6, stack=stack, chunk=chunk)
+    assert set(nosy.tokens) == {0, 2}
+    for number, tokens in nosy.tokens.items():
+        assert tokens == run.rows[number].tokens[:-1]
+        seen = uncached(stack, tokens)
+        assert (torch.cat(nosy.states[number]) - seen).abs().max() < 1e-10
+
+
+def uncached(stack: Any, tokens: list[int]) -> Tensor:
+    """States after the last layer [tokens, D]."""
+    found: list[Tensor] = []
+    feed = Feed(0, tokens, [0] * len(tokens), FULL)
+    stack.forward([feed], KVCache(stack.windows, 1), lambda layer, hidden: found.append(hidden[0].clone()))
+    assert found[-1].shape == (len(tokens), HIDDEN)
+    return found[-1]
+
+
+def test_a_worker_hears_of_prompts_and_ticks() -> None:
+    nosy = Nosy()
+    truth = dict(enumerate(decode(tiny("llama"), IDS, FULL, 9).tokens))
+    recipes = [Recipe(FULL, Planted(truth, 0.3), controller=nosy), Recipe(FULL), Recipe(FULL, controller=nosy)]
+    run = decode(tiny("llama"), IDS, recipes, 9)
+    first, later = nosy.ticks[0], nosy.ticks[1:]
+    assert first.prompt and not any(tick.prompt for tick in later)
+    assert [row.number for row in first.rows] == [0, 2] and [row.number for row in first.whole.rows] == [0, 1, 2]
+    assert [outcome.token for outcome in first.outcomes] == [run.tokens[0][0], run.tokens[2][0]]
+    assert [len(tree) for tree in first.trees] == [1, 1] and first.target_seconds > 0 == first.draft_seconds
+    said = {0: list[int](), 2: list[int]()}
+    for tick in nosy.ticks:
+        for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
+            said[row.number] += [*(tree.tokens[node] for node in outcome.path[1:]), outcome.token]
+    assert said == {number: run.tokens[number] for number in said}
+
+
+def test_an_open_batch_tells_of_every_prompt_once() -> None:
+    nosy, stack = Nosy(), stack_of(tiny("llama"))
+    rows = make_run(None, IDS, Recipe(FULL, controller=nosy), 4, stack=stack).rows
+    batch = OpenBatch(stack)
+    batch.join(rows[:2])
+    batch.read(7)
+    assert not nosy.ticks and nosy.tokens == {0: IDS[0][:7]}
+    batch.read(7)
+    batch.join(rows[2:])
+    while batch.rows:
+        if batch.reading:
+            batch.read(20)
+        if batch.decoding:
+            batch.tick(batch.decoding)
+    prompts = [row.number for tick in nosy.ticks if tick.prompt for row in tick.rows]
+    assert sorted(prompts) == [0, 1, 2]
+    assert nosy.tokens == {row.number: row.tokens[:-1] for row in rows}
+
+
+def test_a_worker_that_wants_nothing_costs_no_tap() -> None:
+    worker, tick = Worker(), Tick([], [], [], 0.0, 0.0)
+    assert worker.watch([], []) is None
+    worker.observe(tick)
+    assert tick.whole is tick
+
+
+def test_a_part_of_a_tick_is_that_of_some_rows() -> None:
+    rows: list[Any] = [object() for _ in range(3)]
+    trees = [TokenTree.chain([1, 2]), TokenTree.chain([3]), TokenTree.chain([4, 5, 6])]
+    outcomes = [Outcome((0,), 7), Outcome((0,), 8), Outcome((0, 1), 9)]
+    tick = Tick(rows, trees, outcomes, 1.0, 2.0, prompt=True)
+    part = tick.part([rows[1], rows[2]])
+    assert [*part.rows] == rows[1:] and [*part.trees] == trees[1:] and [*part.outcomes] == outcomes[1:]
+    assert (part.draft_seconds, part.target_seconds, part.prompt) == (1.0, 2.0, True)
+    assert part.whole is part.part(rows[2:]).whole is tick.part(rows).whole is tick
+    assert [item[0] for item in tick.guessed()] == [rows[0], rows[2]]
+
+
+@pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(Payoff(), 4)], ids=lambda part: type(part).__name__)
+def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
+    worker = part.begin(SimpleNamespace(prefill_chunk=8), None)
+    before = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
+    rows: list[Any] = [SimpleNamespace(number=0)]
+    for reading in (True, False):
+        if isinstance(worker, Governor):
+            worker.limits(rows)
+        worker.observe(Tick(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
+        after = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
+        assert (after == before) is reading
+
+
+@pytest.mark.parametrize(
+    ("rule", "chain", "tree"),
+    [
+        (Match(), ["sample"], ["sample", "draft 1", "sample"]),
+        (Lenient(0.5), ["sample"], ["sample", "draft 1", "sample"]),
+        (Rejection(), ["draft"], ["draft 0.0", "draft 0.1", "draft 2.0"]),
+        (Typical(), ["draft"], ["sample", "draft 1", "sample"]),
+        (object(), ["draft"], ["draft 0.0", "draft 0.1", "draft 2.0"]),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
+)
+def test_the_rule_says_by_which_number_a_guess_is_drawn(rule: Any, chain: list[str], tree: list[str]) -> None:
+    """In a chain, and in a tree: the first and the second child of one node, and the first of another's."""
+    row = make_run(tiny("llama"), IDS[:1], Recipe(FULL, rule=rule), seed=5).rows[0]
+    assert [row.draft_uniform(2)] == [row.uniform(2, purpose) for purpose in chain]
+    places = ((0, 0), (1, 0), (0, 2))
+    assert [row.draft_uniform(1, *one) for one in places] == [row.uniform(1, purpose) for purpose in tree]
