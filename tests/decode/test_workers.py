@@ -146,12 +146,12 @@ def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
     worker = part.begin(SimpleNamespace(prefill_chunk=8), None)
     before = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
     rows: list[Any] = [SimpleNamespace(number=0)]
-    for prompt in (True, False):
+    for reading in (True, False):
         if isinstance(worker, Governor):
             worker.limits(rows)
-        worker.observe(Tick(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, prompt))
+        worker.observe(Tick(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
         after = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
-        assert (after == before) is prompt
+        assert (after == before) is reading
 
 
 @pytest.mark.parametrize(
