@@ -30,7 +30,7 @@ from typing import Any
 import shoal
 from auto_prompts import KINDS, prompts
 from shoal.bench import report
-from shoal.bench.roof import read_bandwidth
+from shoal.bench.bandwidth import read_bandwidth
 from shoal.cli.common import encode
 from shoal.cli.env import collect
 from shoal.engine.checkpoint import shown_name
@@ -96,7 +96,7 @@ def begun(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         earlier = json.loads(args.json.read_text(encoding="utf-8"))
         if earlier["setting"] != setting:
             raise SystemExit(f"{args.json} was measured with other settings: {earlier['setting']}; name another file")
-        found.update(texts=earlier["texts"], roof=earlier["roof"], kinds=earlier["kinds"])
+        found.update(texts=earlier["texts"], bandwidth=earlier["roof"], kinds=earlier["kinds"])
     return found
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from shoal.bench.roof import read_bandwidth
-from shoal.bench.subject import Subject
+
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import traffic_of
 from shoal.engine.device import as_dtype
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, contexts: list[int]) -> dict[str, Any]:
     """Seconds per tick for each context, and each in relation to the first."""
-    subject, dtype = Subject(args.shape), as_dtype(args.dtype)
+    subject, dtype = MeasuredModel(args.shape), as_dtype(args.dtype)
     engine = subject.engine(dtype, "cpu", "auto", None)
     traffic = traffic_of(subject, dtype.itemsize * 8, dtype.itemsize)
     streams = []

@@ -26,9 +26,9 @@ import torch
 import perplexity
 import readers
 from real_page import fidelity_rows
-from shoal.bench import idle, report, roof
+from shoal.bench import bandwidth, idle, report
 from shoal.bench.speed import dequantised
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.table import aligned
 from shoal.cli import env
 from shoal.cli.divergence import diverge
@@ -84,9 +84,9 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     """Let one system read, in this process."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    subject = Subject(model=args.model, dequantised=args.dequantised)
+    subject = MeasuredModel(model=args.model, dequantised=args.dequantised)
     if readers.OURS.get(name, "file") != "file" and args.dequantised is None:
-        subject = Subject(model=args.model, dequantised=str(made(args, subject)))
+        subject = MeasuredModel(model=args.model, dequantised=str(made(args, subject)))
     ids, first = tokens_of(args, subject)
     pieces = perplexity.windows(ids, args.tokens, args.window, first)
     record = args.work / f"{slug(name)}.json"
@@ -106,7 +106,7 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     perplexity.read(reader, pieces, record, about, until)
 
 
-def made(args: argparse.Namespace, subject: Subject) -> Path:
+def made(args: argparse.Namespace, subject: MeasuredModel) -> Path:
     """The dequantised folder, written once."""
     folder: Path = args.work / "dequantised"
     if not (folder / "model.safetensors").is_file() and not (folder / "model.safetensors.index.json").is_file():
@@ -114,7 +114,7 @@ def made(args: argparse.Namespace, subject: Subject) -> Path:
     return folder
 
 
-def tokens_of(args: argparse.Namespace, subject: Subject) -> tuple[list[int], int | None]:
+def tokens_of(args: argparse.Namespace, subject: MeasuredModel) -> tuple[list[int], int | None]:
     """The text's ids without special tokens, and the token that begins every text, if one does; kept in the folder."""
     place = args.work / "ids.json"
     about = [Path(args.model).name, args.text.name, args.tokens]
@@ -133,7 +133,7 @@ def joined(
     args: argparse.Namespace, systems: Sequence[str], absent: dict[str, str], command: Sequence[str]
 ) -> dict[str, Any]:
     """The report from the records that there are."""
-    subject = Subject(model=args.model)
+    subject = MeasuredModel(model=args.model)
     records = {name: args.work / f"{slug(name)}.json" for name in systems}
     found = {name: json.loads(path.read_text("utf-8")) for name, path in records.items() if path.is_file()}
     if readers.REFERENCE not in found:
@@ -145,7 +145,7 @@ def joined(
         "text": args.text.name,
         "window": {"tokens": args.window, "stride": args.window, "judged": "all tokens but a window's first",
                    "begins_with": found[readers.REFERENCE]["about"]["first"]},
-        "roof": {"unit": "bytes/s", "median": roof.read_bandwidth(0.5)},
+        "roof": {"unit": "bytes/s", "median": bandwidth.read_bandwidth(0.5)},
         "idle": {"now": idle.watch(0.5)},
         "results": [row(args.work, name, one, found[readers.REFERENCE]) for name, one in found.items()],
         "not_measured": [{"system": name, "quant": None, "what": None, "reason": why} for name, why in absent.items()],

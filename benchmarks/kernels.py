@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from shoal.bench.roof import read_bandwidth
+from shoal.bench.bandwidth import read_bandwidth
 from shoal.model.packed import native
 
 POOL_BYTES = 384 * 2**20
@@ -150,15 +150,15 @@ def main() -> None:
     weight = torch.randn(args.rows, args.cols) * 0.02
     counts = [int(count) for count in args.tokens.split(",")]
     candidates = {name: Candidate(make, weight) for name, make in tqdm(CANDIDATES.items(), "packing", disable=None)}
-    roofs = []
+    bandwidths = []
     for _ in tqdm(range(args.rounds), "rounds", disable=None):
         for candidate in candidates.values():
-            roofs.append(read_bandwidth(0.1))
+            bandwidths.append(read_bandwidth(0.1))
             for count in counts:
                 candidate.measure(count, torch.randn(count, args.cols).bfloat16())
     rows = [row for name, candidate in candidates.items() for row in rows_of(name, candidate)]
-    roof = statistics.median(roofs)
-    print(f"{args.rows} x {args.cols}, {torch.get_num_threads()} threads, roof {roof / 1e9:.1f} GB/s")
+    bandwidth = statistics.median(bandwidths)
+    print(f"{args.rows} x {args.cols}, {torch.get_num_threads()} threads, roof {bandwidth / 1e9:.1f} GB/s")
     for row in rows:
         print(
             f"{row['kernel']:>34} {row['tokens']:>3} tokens {row['microseconds']:8.0f} us "
@@ -168,8 +168,8 @@ def main() -> None:
         "command": " ".join(["benchmarks/kernels.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "roof": roof,
-        "roof_range": [min(roofs), max(roofs)],
+        "roof": bandwidth,
+        "roof_range": [min(bandwidths), max(bandwidths)],
         "rows": rows,
     }
     if args.json is not None:

@@ -28,7 +28,7 @@ import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
 AT_ONCE = 16
@@ -129,8 +129,8 @@ def loss(engine: Engine, ids: list[int], judged: int) -> float:
     plan, cache, pieces = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, rows=1), []
     for first in range(0, len(ids) - 1, engine.stack.prefill_chunk):
         tokens = ids[first : min(first + engine.stack.prefill_chunk, len(ids) - 1)]
-        feed = Feed(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
-        pieces.append(engine.stack.forward([feed], cache))
+        chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
+        pieces.append(engine.stack.forward([chunk], cache))
         cache.commit(0, range(len(tokens)))
     logits = torch.cat(pieces)[-judged:].float()
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[-judged:]), reduction="sum"))

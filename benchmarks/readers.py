@@ -14,13 +14,13 @@ from shoal.bench import gguf_facts
 from shoal.bench.peers.hf import greedy
 from shoal.bench.peers.llama_cpp import LlamaCpp, library
 from shoal.bench.peers.requantise import FTYPES, requantise
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
 from shoal.errors import unknown
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 REFERENCE = "reference"
 """transformers on the file's numbers, dequantised to float32."""
@@ -47,7 +47,7 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(name: str, subject: Subject, threads: int) -> Reader:
+def open_reader(name: str, subject: MeasuredModel, threads: int) -> Reader:
     """Load a system.
 
     Args:
@@ -65,7 +65,7 @@ def open_reader(name: str, subject: Subject, threads: int) -> Reader:
 
 
 class _Shoal:
-    def __init__(self, subject: Subject, quant: str | None) -> None:
+    def __init__(self, subject: MeasuredModel, quant: str | None) -> None:
         dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
         self._engine: Engine = subject.engine(dtype, "cpu", "auto", quant)
         weights = getattr(self._engine.stack, "weights", None)
@@ -77,7 +77,7 @@ class _Shoal:
         cache, pieces = KVCache(stack.windows, rows=1), []
         for first in range(0, len(ids), stack.prefill_chunk):
             tokens = list(ids[first : first + stack.prefill_chunk])
-            pieces.append(stack.forward([Feed(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
+            pieces.append(stack.forward([SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
             cache.commit(0, range(len(tokens)))
         return torch.cat(pieces).float()
 
@@ -89,8 +89,8 @@ class _Shoal:
 class _Transformers:
     bits_per_weight = 32.0
 
-    def __init__(self, subject: Subject) -> None:
-        self._model = Subject(model=subject.model).hf_model(torch.float32)
+    def __init__(self, subject: MeasuredModel) -> None:
+        self._model = MeasuredModel(model=subject.model).hf_model(torch.float32)
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
@@ -104,7 +104,7 @@ class _Transformers:
 
 
 class _Llama:
-    def __init__(self, subject: Subject, kind: str, threads: int) -> None:
+    def __init__(self, subject: MeasuredModel, kind: str, threads: int) -> None:
         if not kind:
             self.bits_per_weight = subject.file.bits_per_weight
             self._open(subject, threads)
@@ -112,11 +112,11 @@ class _Llama:
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # mapped files stay without their names
             target = Path(folder) / f"{kind}.gguf"
             requantise(library(), Path(str(subject.model)), target, kind, threads, pure=False)
-            made = Subject(model=str(target))
+            made = MeasuredModel(model=str(target))
             self.bits_per_weight = gguf_facts.read(target).bits_per_weight
             self._open(made, threads, subject)
 
-    def _open(self, file: Subject, threads: int, like: Subject | None = None) -> None:
+    def _open(self, file: MeasuredModel, threads: int, like: MeasuredModel | None = None) -> None:
         if like is not None:
             vars(file)["config"] = like.config  # read once, it takes seconds
         self._system = LlamaCpp(file, Setting("float32", FILE, threads=threads))

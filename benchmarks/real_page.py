@@ -129,14 +129,16 @@ def _machines(reports: Sequence[Report]) -> list[str]:
     lines = []
     for machine in dict.fromkeys(map(_machine, reports)):
         own = [report for report in reports if _machine(report) == machine]
-        roofs = [report["roof"] for report in own if "median" in report["roof"]]
-        roof = {"median": statistics.median(one["median"] / 1e9 for one in roofs),
-                "min": min(one["min"] / 1e9 for one in roofs), "max": max(one["max"] / 1e9 for one in roofs)}
+        bandwidths = [report["roof"] for report in own if "median" in report["roof"]]
+        bandwidth = {"median": statistics.median(one["median"] / 1e9 for one in bandwidths),
+                "min": min(one["min"] / 1e9 for one in bandwidths), "max": max(one["max"] / 1e9 for one in bandwidths)}
         rounds = sorted({report["rounds"]["done"] for report in own})
         dates, commits = ({made(report): None for report in own} for made in (lambda r: r["date"][:10], _commit))
         number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
-        lines.append(f"{machine}, roof {table.spread(roof, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
-                     f"(smallest-largest), {', '.join(dates)}, {', '.join(commits)}.")
+        lines.append(
+            f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
+            f"(smallest-largest), {', '.join(dates)}, {', '.join(commits)}."
+        )
     return lines
 
 

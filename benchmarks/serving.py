@@ -161,13 +161,13 @@ def measure_cards(args: argparse.Namespace) -> None:
     """Cost cards for some numbers of rows, from contexts as long as those of the load."""
     from shoal import catalog
     from shoal.bench import report
-    from shoal.bench.subject import Subject
+    from shoal.bench.subject import MeasuredModel
     from shoal.bench.system import Setting
     from shoal.calibrate.cost import measure
     from shoal.cli import env
     from shoal.engine.device import as_dtype
 
-    what = Subject(model=catalog.find(args.model)) if args.model else Subject(args.shape or "1b")
+    what = MeasuredModel(model=catalog.find(args.model)) if args.model else MeasuredModel(args.shape or "1b")
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.bench.speed.cells import Grid
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting
 from shoal.bench.worker import Factory, Host
 
-SUBJECT = Subject(shape="tiny")
+SUBJECT = MeasuredModel(shape="tiny")
 SETTING = Setting("float32", threads=1, card_seconds=0.01)
 D3 = {"method": "d3", "method_args": {"mean": 0.5}}
 GRID = Grid({"d3:mean=0.5": D3}, ["hf"], batches=(1, 2), contexts=(8,), new_tokens=5, positions=(1, 4), prefills=(16,))
@@ -25,7 +25,7 @@ class Fake:
     log: list[tuple[Any, ...]] = []
     name = "shoal"
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self.setting = setting
 
     def prepare(self) -> About:
@@ -59,7 +59,7 @@ class FakePeer(Fake):
 class Moody:
     """Fails in whatever way it is asked to."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self.setting = setting
 
     def prepare(self) -> About:
@@ -108,7 +108,7 @@ class Local:
 
     pid, alive = 0, True
 
-    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
+    def __init__(self, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
         self._host = Host(factory(subject, setting), setting.device)
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:

@@ -94,20 +94,20 @@ class TableTarget:
         """Tokens on the path to `node`, without the root's."""
         return tuple(self.tree.tokens[i] for i in self.tree.path(node)[1:])
 
-    def law(self, node: int) -> Tensor:
+    def probs(self, node: int) -> Tensor:
         return self.model(self.words(node))
 
     def scores(self, node: int) -> Tensor:
-        return self.law(node).log()
+        return self.probs(node).log()
 
     def choice(self, node: int) -> int:
-        return int(self.law(node).argmax()) if self.greedy else self.draw(self.law(node), node, "sample")
+        return int(self.probs(node).argmax()) if self.greedy else self.draw(self.probs(node), node, "sample")
 
     def uniform(self, node: int, purpose: str) -> Coin:
         return Coin(self.dice)
 
-    def draw(self, law: Tensor, node: int, purpose: str) -> int:
-        return self.dice.throw(law.tolist())
+    def draw(self, probs: Tensor, node: int, purpose: str) -> int:
+        return self.dice.throw(probs.tolist())
 
 
 Builder = Callable[[Dice], TokenTree]
@@ -120,22 +120,22 @@ def drawn_tree(model: Model, branching: Sequence[int], dice: Dice, shown: Model 
         branching: children per node of each level.
         shown: the law that the tree says its nodes were drawn from, where it lies.
     """
-    tokens, parents, laws, words = [0], [-1], [None], [()]
+    tokens, parents, draft_probs, words = [0], [-1], [None], [()]
     level = [0]
     for width in branching:
         below = []
         for node in level:
-            law = model(words[node]).clone()
-            for _ in range(min(width, int((law > 1e-15).sum()))):
-                token = dice.throw(law.tolist())
-                law[token] = 0
+            probs = model(words[node]).clone()
+            for _ in range(min(width, int((probs > 1e-15).sum()))):
+                token = dice.throw(probs.tolist())
+                probs[token] = 0
                 below.append(len(tokens))
                 tokens.append(token)
                 parents.append(node)
-                laws.append((shown or model)(words[node]))
+                draft_probs.append((shown or model)(words[node]))
                 words.append((*words[node], token))
         level = below
-    return TokenTree(tuple(tokens), tuple(parents), tuple(laws))
+    return TokenTree(tuple(tokens), tuple(parents), tuple(draft_probs))
 
 
 def walked(rule: Rule, builder: Builder, target: Model) -> Callable[[Dice], Words]:
@@ -151,24 +151,24 @@ def walked(rule: Rule, builder: Builder, target: Model) -> Callable[[Dice], Word
 
 def law_of_words(procedure: Callable[[Dice], Words], target: Model, horizon: int) -> dict[Words, float]:
     """Law of the first `horizon` tokens; what a walk leaves short is continued by plain decoding."""
-    law: dict[Words, float] = defaultdict(float)
+    probs: dict[Words, float] = defaultdict(float)
     for chance, words in outcomes(procedure):
         for whole, share in plain_law(target, horizon, words[:horizon]).items():
-            law[whole] += chance * share
-    return dict(law)
+            probs[whole] += chance * share
+    return dict(probs)
 
 
 def plain_law(target: Model, horizon: int, begun: Words = ()) -> dict[Words, float]:
     """Law of the first `horizon` tokens under plain decoding, given the first few."""
-    law = {begun: 1.0}
+    probs = {begun: 1.0}
     for _ in range(horizon - len(begun)):
-        law = {
+        probs = {
             (*words, token): chance * share
-            for words, chance in law.items()
+            for words, chance in probs.items()
             for token, share in enumerate(target(words).tolist())
             if share > 0
         }
-    return law
+    return probs
 
 
 def distance(left: dict[Words, float], right: dict[Words, float]) -> float:
@@ -176,13 +176,13 @@ def distance(left: dict[Words, float], right: dict[Words, float]) -> float:
     return sum(abs(left.get(words, 0.0) - right.get(words, 0.0)) for words in {*left, *right}) / 2
 
 
-def chi_square(samples: Sequence[Words], law: dict[Words, float], least: float = 5.0) -> float:
-    """The probability that a sample of `law` looks as unlikely as `samples` (Pearson; rare outcomes are pooled)."""
+def chi_square(samples: Sequence[Words], probs: dict[Words, float], least: float = 5.0) -> float:
+    """The probability that a sample of `probs` looks as unlikely as `samples` (Pearson; rare outcomes are pooled)."""
     counts, total = Counter(samples), len(samples)
-    if any(law.get(words, 0.0) == 0 for words in counts):
+    if any(probs.get(words, 0.0) == 0 for words in counts):
         return 0.0
     expected, seen = [0.0], [0.0]
-    for words, chance in sorted(law.items(), key=lambda item: -item[1]):
+    for words, chance in sorted(probs.items(), key=lambda item: -item[1]):
         place = -1 if chance * total >= least else 0
         if place:
             expected.append(chance * total)

@@ -11,7 +11,7 @@ from typing import Any
 from families import VOCAB
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Tick
+from shoal.decode.worker import Drafter, StepReport
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Planted(Drafter):
         self.trees.extend(made)
         return made
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """Counts how far the walks went."""
-        for _, tree, outcome in tick.guessed():
+        for _, tree, outcome in report.guessed():
             last = outcome.path[-1]
             self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
 

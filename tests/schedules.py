@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shoal.engine.request_handle import Item, RequestHandle
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.ticket import Item, Ticket
 from shoal.types import Step
 
 Job = tuple[list[int], dict[str, Any]]
@@ -18,7 +18,7 @@ Action = tuple[str, int]
 
 
 def actions(jobs: int, most: int) -> st.SearchStrategy[list[Action]]:
-    """Up to `most` of: submit a job, submit one whose client goes away by itself, cancel a ticket, take turns."""
+    """Up to `most` of: submit a job, submit one whose client goes away by itself, cancel a handle, take turns."""
     return st.lists(
         st.one_of(
             st.tuples(st.just("submit"), st.integers(0, jobs - 1)),
@@ -33,13 +33,13 @@ def actions(jobs: int, most: int) -> st.SearchStrategy[list[Action]]:
 
 @dataclass
 class Client:
-    """Takes what its ticket delivers, and goes away after `patience` steps.
+    """Takes what its handle delivers, and goes away after `patience` steps.
 
     Attributes:
         job: number of the job.
         patience: steps; None for all.
         tokens: what it was given, by row.
-        ticket: set once submitted.
+        handle: set once submitted.
         cancelled: whether the row may end early.
     """
 
@@ -48,7 +48,7 @@ class Client:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: bool = False
     cancelled: bool = False
-    ticket: Ticket | None = None
+    handle: RequestHandle | None = None
 
     def take(self, item: Item) -> None:
         if self.patience is not None and sum(map(len, self.tokens.values())) >= self.patience:
@@ -82,19 +82,19 @@ def follow(
         if what in ("submit", "desert"):
             clients.append(Client(number, 2 if what == "desert" else None))
             ids, options = jobs[number]
-            clients[-1].ticket = scheduler.submit(ids, deliver=clients[-1].take, **options)
+            clients[-1].handle = scheduler.submit(ids, deliver=clients[-1].take, **options)
         elif what == "turn":
             for _ in range(number):
                 _turn(scheduler)
         elif clients:
             client = clients[number % len(clients)]
-            assert client.ticket is not None
+            assert client.handle is not None
             client.cancelled = True
-            client.ticket.cancel()
+            client.handle.cancel()
     _finish(scheduler)
     for client in clients:
         _check(client, alone(client.job))
-    joined = [entry.joined for client in clients for entry in client.ticket.entries if entry.joined is not None]
+    joined = [entry.joined for client in clients for entry in client.handle.entries if entry.joined is not None]
     assert joined == sorted(joined), "somebody went before those who had come earlier"
     assert scheduler._batch.cache.rows == 0 and scheduler._batch.cache.bytes().allocated == 0
     assert not scheduler._batch._drafting._drafters and not scheduler._open
@@ -117,8 +117,8 @@ def _finish(scheduler: Scheduler) -> None:
 
 
 def _check(client: Client, expected: Sequence[tuple[int, ...]]) -> None:
-    assert client.ticket is not None and client.ticket.done
-    for row, (result, whole) in enumerate(zip(client.ticket.results, expected, strict=True)):
+    assert client.handle is not None and client.handle.done
+    for row, (result, whole) in enumerate(zip(client.handle.results, expected, strict=True)):
         if result.finish_reason == "cancelled":
             assert client.cancelled
             assert result.tokens == whole[: len(result.tokens)]

@@ -15,7 +15,7 @@ from shoal.decode import batch
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 
 class Scripted:
@@ -54,18 +54,18 @@ class Scripted:
 
         return selected
 
-    def _forward(self, feeds: Sequence[Feed], cache: KVCache, *_: Any) -> Tensor:
-        total = sum(len(feed.tokens) for feed in feeds)
-        self.forwards.append((len(feeds), total))
-        self.now += self.cost(len(feeds), total)
+    def _forward(self, chunks: Sequence[SequenceChunk], cache: KVCache, *_: Any) -> Tensor:
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        self.forwards.append((len(chunks), total))
+        self.now += self.cost(len(chunks), total)
         lines = []
-        for feed in feeds:
-            base = cache.positions[feed.row]
+        for chunk in chunks:
+            base = cache.positions[chunk.row]
             if base == 0:
-                self._first[feed.row] = feed.tokens[0]
-            text = self.texts[self._first[feed.row]]
+                self._first[chunk.row] = chunk.tokens[0]
+            text = self.texts[self._first[chunk.row]]
             for layer in cache.layers:
-                layer.scratch[feed.row] += len(feed.tokens)
-            for place in feed.positions(base)[-feed.wanted :]:
+                layer.scratch[chunk.row] += len(chunk.tokens)
+            for place in chunk.positions(base)[-chunk.wanted :]:
                 lines.append(text[place + 1] if place + 1 < len(text) else 0)
         return torch.nn.functional.one_hot(torch.tensor(lines), VOCAB).float()

@@ -10,14 +10,14 @@ from typing import Any
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Tick
+from shoal.decode.worker import Drafter, StepReport
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.swift import Swift
-from shoal.model.stack import Feed, Tap
+from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 METHODS: dict[str, Method] = {
     "layerskip": LayerSkip(4, 5),
@@ -64,14 +64,14 @@ class Watched(Drafter):
         self.limits.extend(limits)
         return trees
 
-    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
-        return self._drafter.watch(rows, feeds)
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        return self._drafter.watch(rows, chunks)
 
-    def observe(self, tick: Tick) -> None:
-        for _, tree, outcome in tick.guessed():
+    def observe(self, report: StepReport) -> None:
+        for _, tree, outcome in report.guessed():
             last = outcome.path[-1]
             self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
-        self._drafter.observe(tick)
+        self._drafter.observe(report)
 
 
 def watched(recipe: Recipe) -> tuple[Recipe, Watched]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Proposer, Tick
+from shoal.decode.worker import Drafter, Proposer, StepReport
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Watched(Drafter):
         self.trees.extend(made)
         return made
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """Counts how far the walks went."""
-        for _, tree, outcome in tick.guessed():
+        for _, tree, outcome in report.guessed():
             last = outcome.path[-1]
             self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
-        self._drafter.observe(tick)
+        self._drafter.observe(report)

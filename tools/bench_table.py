@@ -137,10 +137,10 @@ def _draft(row: dict[str, Any] | None, best: float) -> str:
 
 def intro(report: dict[str, Any]) -> str:
     """What was measured on what."""
-    machine, setting, roof = report["machine"], report["setting"], report["roof"]
+    machine, setting, bandwidth = report["machine"], report["setting"], report["roof"]
     where = f"{processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
-            f"roof {roof['median'] / 1e9:.1f} GB/s ({roof['min'] / 1e9:.1f}-{roof['max'] / 1e9:.1f}), "
+            f"roof {bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f}-{bandwidth['max'] / 1e9:.1f}), "
             f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "
             f"commit {(report['commit'] or 'unknown')[:7]}.")
 

@@ -24,7 +24,7 @@ ADVANCE = 0.6 * SIZE  # of a character of a monospaced font
 PLAIN, FAINT = "#c9d1d9", "#8b949e"
 _CODE = re.compile(r"\x1b\[([\d;]*)m")
 _OTHER = re.compile(r"\x1b\[[\d;?]*[A-LN-Za-ln-z]")
-Cell = tuple[str, str]
+SpeedJob = tuple[str, str]
 
 
 def main(out: str, *command: str) -> None:
@@ -57,7 +57,7 @@ def shown(command: tuple[str, ...]) -> list[str]:
     return textwrap.wrap(f"$ {words}", COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def cells(text: str) -> Iterator[Cell]:
+def cells(text: str) -> Iterator[SpeedJob]:
     """Every character with its colour; what a carriage return writes over is left out, as progress bars are."""
     text = _OTHER.sub("", text)
     text = "\n".join(line.rsplit("\r", 1)[-1] for line in text.strip().split("\n"))
@@ -74,9 +74,9 @@ def _colour(code: str) -> str:
     return "#{:02x}{:02x}{:02x}".format(*numbers[2:5]) if numbers[:2] == [38, 2] else PLAIN
 
 
-def wrapped(row: list[Cell]) -> list[list[Cell]]:
+def wrapped(row: list[SpeedJob]) -> list[list[SpeedJob]]:
     """Cells broken into lines: at line ends, and at the last blank before a line is full."""
-    lines: list[list[Cell]] = [[]]
+    lines: list[list[SpeedJob]] = [[]]
     for cell in row:
         if cell[0] == "\n":
             lines.append([])
@@ -89,7 +89,7 @@ def wrapped(row: list[Cell]) -> list[list[Cell]]:
     return lines
 
 
-def svg(lines: list[list[Cell]]) -> str:
+def svg(lines: list[list[SpeedJob]]) -> str:
     """The picture."""
     width, height = 2 * MARGIN + round(COLUMNS * ADVANCE), 2 * MARGIN + LINE * len(lines)
     parts = [
@@ -102,7 +102,7 @@ def svg(lines: list[list[Cell]]) -> str:
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
-def _spans(line: list[Cell], y: int) -> Iterator[str]:
+def _spans(line: list[SpeedJob], y: int) -> Iterator[str]:
     """Runs of one colour; each has its place and length, so that any font keeps the columns."""
     start = 0
     for end in range(1, len(line) + 1):

@@ -23,7 +23,7 @@ class Sampling:
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the two additive
     penalties 0 are neutral. `logit_bias` is added to the raw logits of the given token ids. `logprobs` asks for
     the log-probability of each emitted token and that many of the best alternatives (0: the token's alone);
-    log-probabilities are those of the law that the token was drawn from before temperature and truncation.
+    log-probabilities are those of the distribution that the token was drawn from before temperature and truncation.
     """
 
     temperature: float = 0.0
@@ -104,7 +104,7 @@ class ModelInfo:
     skips: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     can_split: bool = False
     tokenizer: Any = None
-    companion: Callable[[Any], Any] | None = None
+    draft_engine: Callable[[Any], Any] | None = None
     fingerprint: Callable[[], str] | None = None
     free: bool = True
     memory: dict[Any, Any] = field(default_factory=dict)

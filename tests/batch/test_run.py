@@ -75,10 +75,10 @@ def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
     model = engine()
     inner = model.stack.forward
 
-    def forward(feeds: Any, *rest: Any) -> torch.Tensor:
-        if any(9 in feed.tokens for feed in feeds):
+    def forward(chunks: Any, *rest: Any) -> torch.Tensor:
+        if any(9 in chunk.tokens for chunk in chunks):
             raise RuntimeError("an unlucky token")
-        return inner(feeds, *rest)
+        return inner(chunks, *rest)
 
     model.stack.forward = forward
     found = answers(model, [{"prompt": [5, 4]}, {"prompt": [9, 4], "max_new_tokens": 1}, {"prompt": [6, 4]}])
@@ -89,14 +89,14 @@ def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
 def test_a_scheduler_that_fails_ends_the_job() -> None:
     model = engine()
     with Scheduler(model) as scheduler:
-        desk = BatchRunner(scheduler, DEFAULTS)
+        handler = BatchRunner(scheduler, DEFAULTS)
 
         def broken() -> None:
             raise SystemError("the machine is on fire")
 
         scheduler._admit = broken
         with pytest.raises(Interrupted, match="interrupted"):  # it began anew once, in vain
-            list(desk.answers(lines([{"prompt": "a"}])))
+            list(handler.answers(lines([{"prompt": "a"}])))
 
 
 def test_without_a_tokenizer_answers_are_token_ids() -> None:

@@ -17,7 +17,7 @@ import torch
 import bench_file
 import perplexity
 import readers
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "the thing that thought of the other bath, then of the path to the north. " * 20
@@ -43,8 +43,8 @@ class Flat:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return Subject(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
+def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+    return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_difference_of_logits_is_relative_to_the_largest() -> None:
 
 
 @needs_llama
-def test_readers_of_a_file_agree(subject: Subject) -> None:
+def test_readers_of_a_file_agree(subject: MeasuredModel) -> None:
     ids = [1, 200, 3, 4, 150, 6, 7, 80, 9]
     opened = [readers.open_reader(name, subject, 1) for name in ("reference", "shoal", "llama.cpp", "llama.cpp Q8_0")]
     reference, ours, theirs, eight = (one.logits(ids) for one in opened)
@@ -131,7 +131,7 @@ def test_readers_of_a_file_agree(subject: Subject) -> None:
 
 
 def test_the_script_reads_joins_and_reports(
-    script: ModuleType, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    script: ModuleType, subject: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
     words = ["--model", str(subject.model), "--text", str(tmp_path / "t.txt"), "--work", str(tmp_path / "work"),

@@ -19,7 +19,7 @@ from shoal.bench.speed import dequantised, memory
 from shoal.bench.speed import run as runner
 from shoal.bench.speed.ours import Shoal
 from shoal.bench.speed.run import Plan, cut, run
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import NotMeasured, Setting, file_traffic
 from shoal.errors import Unsupported
 
@@ -31,8 +31,8 @@ ON_FILE = Setting("float32", FILE, threads=1, card_seconds=0.01)
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return Subject(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
+def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+    return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def logits() -> torch.Tensor:
     return found
 
 
-def prepared(kind: type[Any], subject: Subject, setting: Setting = ON_FILE) -> Any:
+def prepared(kind: type[Any], subject: MeasuredModel, setting: Setting = ON_FILE) -> Any:
     system = kind(subject, setting)
     system.prepare()
     return system
 
 
-def test_a_file_in_numbers(subject: Subject) -> None:
+def test_a_file_in_numbers(subject: MeasuredModel) -> None:
     facts, model = subject.file, bench_file.model()
     count = sum(weight.numel() for weight in model.parameters())
     assert (facts.weights, facts.tensor_bytes, facts.bits_per_weight) == (count, 4 * count, 32.0)
@@ -68,7 +68,7 @@ def test_a_broken_file_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @needs_llama
-def test_all_systems_run_the_numbers_of_the_file(subject: Subject, logits: torch.Tensor) -> None:
+def test_all_systems_run_the_numbers_of_the_file(subject: MeasuredModel, logits: torch.Tensor) -> None:
     theirs = torch.from_numpy(prepared(LlamaCpp, subject).logits(IDS).copy())
     assert float((theirs - logits).abs().max() / logits.abs().max()) < 0.01
     answers = [prepared(kind, subject).generate([IDS], 8, None).tokens for kind in (Shoal, HFGenerate, LlamaCpp)]
@@ -76,7 +76,7 @@ def test_all_systems_run_the_numbers_of_the_file(subject: Subject, logits: torch
 
 
 @needs_llama
-def test_llama_cpp_gets_the_file_and_no_copy(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_gets_the_file_and_no_copy(subject: MeasuredModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a copy is made")
 
@@ -86,7 +86,7 @@ def test_llama_cpp_gets_the_file_and_no_copy(subject: Subject, monkeypatch: pyte
 
 
 @needs_llama
-def test_other_types_are_made_from_the_file(subject: Subject, logits: torch.Tensor) -> None:
+def test_other_types_are_made_from_the_file(subject: MeasuredModel, logits: torch.Tensor) -> None:
     errors = []
     for quant in (None, "int8", "int4"):
         theirs = torch.from_numpy(prepared(LlamaCpp, subject, Setting("bfloat16", quant)).logits(IDS).copy())
@@ -94,13 +94,13 @@ def test_other_types_are_made_from_the_file(subject: Subject, logits: torch.Tens
     assert 0 < errors[0] < 0.05 and errors[0] < errors[1] < 0.2 < errors[2] < 1.0
 
 
-def test_transformers_says_what_it_runs(subject: Subject) -> None:
+def test_transformers_says_what_it_runs(subject: MeasuredModel) -> None:
     assert "dequantised to float32" in prepared(HFGenerate, subject).prepare().detail
     with pytest.raises(NotMeasured, match="int8"):
         HFGenerate(subject, Setting("float32", "int8")).prepare()
 
 
-def test_formats_of_our_own_come_from_a_folder_that_goes(subject: Subject) -> None:
+def test_formats_of_our_own_come_from_a_folder_that_goes(subject: MeasuredModel) -> None:
     with dequantised.provided(subject, [FILE]) as same:
         assert same is subject
     with dequantised.provided(subject, [None, "int8"]) as whole:
@@ -134,7 +134,7 @@ def test_prompts_are_cut_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.peers, "load", {"hf": Peer}.__getitem__)
     monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.0)
     text = "abcdefghijklmnopqrstuvwxyz"
-    run(SUBJECT, GRID, Plan(1, setting=SETTING, roof_bytes=2**16, start=Local, text=text))
+    run(SUBJECT, GRID, Plan(1, setting=SETTING, bandwidth_bytes=2**16, start=Local, text=text))
     rows = {tuple("".join(map(chr, prompt)) for prompt in prompts) for prompts in given}
     assert rows == {("abcdefgh",), ("abcdefgh", "ijklmnop"), ("abcdefghijklmnop",)}
 
@@ -144,7 +144,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         cut(range(10), 2, 6)
 
 
-def test_memory_counts_the_file_as_it_is(subject: Subject) -> None:
+def test_memory_counts_the_file_as_it_is(subject: MeasuredModel) -> None:
     plain, whole = (memory.needed(subject, [Setting("float32", quant)]) for quant in (FILE, "int8"))
     assert plain - memory._OVERHEAD == subject.file.bytes and whole != plain
 

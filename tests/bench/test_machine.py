@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bench_systems import SUBJECT
-from shoal.bench import idle, process, roof
+from shoal.bench import bandwidth, idle, process
 from shoal.bench.speed import memory, starters
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
 
 
@@ -81,13 +81,13 @@ def test_this_machine_can_be_watched() -> None:
 
 def test_the_roof_counts_the_bytes_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0, 2.0, 2.0, 3.0, 7.0, 7.0])
-    monkeypatch.setattr(roof, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert roof.read_bandwidth(5.0, size=2**16) == pytest.approx((2**16 / 2 + 2**16 / 4) / 2)
+    monkeypatch.setattr(bandwidth, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert bandwidth.read_bandwidth(5.0, size=2**16) == pytest.approx((2**16 / 2 + 2**16 / 4) / 2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_loop_reads_everything(threads: int) -> None:
-    parts = roof._cpu_loop(2**16, threads)()
+    parts = bandwidth._cpu_loop(2**16, threads)()
     assert len(parts) == threads and sum(map(int, parts)) == 2**16 // 8
 
 
@@ -95,11 +95,11 @@ def test_the_loop_reads_everything(threads: int) -> None:
 def test_the_roof_of_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    assert roof.read_bandwidth(0.1, "cuda") > 1e11
+    assert bandwidth.read_bandwidth(0.1, "cuda") > 1e11
 
 
 def test_memory_that_systems_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    big, half = Subject(shape="7b"), 2**29
+    big, half = MeasuredModel(shape="7b"), 2**29
     plain, small = Setting("bfloat16"), Setting("bfloat16", "int4")
     assert memory.needed(big, [plain]) == pytest.approx(2 * 6.738e9 + half, rel=1e-3)
     assert memory.needed(big, [small] * 2) == pytest.approx(2 * (6.738e9 * 4.5 / 8 + half), rel=1e-3)

@@ -20,7 +20,7 @@ from shoal.bench.peers.gguf_file import KINDS, bits_of, encode
 from shoal.bench.peers.hf import HFGenerate, HFGenerateCompiled
 from shoal.bench.peers.llama_cpp import LlamaCpp
 from shoal.bench.speed.ours import Shoal
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting, System
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None
@@ -38,7 +38,7 @@ def make() -> Iterator[Make]:
     """Makes a prepared system, closed after the test."""
     made: list[System] = []
 
-    def prepared(kind: type[Any], setting: Setting = SETTING, subject: Subject = SUBJECT) -> Any:
+    def prepared(kind: type[Any], setting: Setting = SETTING, subject: MeasuredModel = SUBJECT) -> Any:
         made.append(kind(subject, setting))
         made[-1].prepare()
         return made[-1]
@@ -81,7 +81,7 @@ def test_a_wrong_description_shows_in_the_logits(
 ) -> None:
     """The comparison above can fail."""
     if broken == "rotary base":
-        subject = Subject(shape="tiny")
+        subject = MeasuredModel(shape="tiny")
         subject.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
     else:
         subject = SUBJECT
@@ -125,7 +125,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     import gguf
 
-    subject = Subject(shape="tiny")
+    subject = MeasuredModel(shape="tiny")
     gguf_file.write_gguf(subject, tmp_path / "a.gguf", kind)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert len(tensors) == 2 + 9 * 4
@@ -180,7 +180,7 @@ def test_rows_of_a_head_are_interleaved() -> None:
     ],
 )
 def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    subject = Subject(shape="tiny")
+    subject = MeasuredModel(shape="tiny")
     for name, value in change.items():
         vars(subject.config)[name] = value
     with pytest.raises(NotMeasured, match=words):
@@ -259,9 +259,9 @@ def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: py
     system, seen = make(Shoal), []
     forward = system.engine.stack.forward
 
-    def watched(feeds: Any, cache: Any) -> Any:
-        seen.append((len(feeds[0].tokens), feeds[0].wanted, cache.layers[0].lengths[0], cache.layers[0].scratch[0]))
-        return forward(feeds, cache)
+    def watched(chunks: Any, cache: Any) -> Any:
+        seen.append((len(chunks[0].tokens), chunks[0].wanted, cache.layers[0].lengths[0], cache.layers[0].scratch[0]))
+        return forward(chunks, cache)
 
     monkeypatch.setattr(system.engine.stack, "forward", watched)
     assert len(system.forward(IDS, 8, 3)) == 3

@@ -28,7 +28,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, grid: Grid = GRID, others: float | 
     monkeypatch.setattr(Fake, "log", [])
     monkeypatch.setattr(runner, "Shoal", Fake)
     monkeypatch.setattr(runner.peers, "load", {"hf": FakePeer}.__getitem__)
-    monkeypatch.setattr(runner.roof, "read_bandwidth", lambda *_: 10_000.0)
+    monkeypatch.setattr(runner.bandwidth, "read_bandwidth", lambda *_: 10_000.0)
     monkeypatch.setattr(runner.idle, "watch", lambda *_: others)
     monkeypatch.setattr(runner.idle, "others", lambda *_: others)
     plan = Plan(3, setting=SETTING, start=Local)

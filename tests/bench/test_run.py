@@ -17,10 +17,10 @@ from shoal.bench.speed import run as runner
 from shoal.bench.speed.cells import FULL, Grid
 from shoal.bench.speed.outcome import Measurements
 from shoal.bench.speed.run import Plan, prompts_for, run
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.errors import Unsupported
 
-PLAN = Plan(3, setting=SETTING, roof_bytes=2**16, start=Local)
+PLAN = Plan(3, setting=SETTING, bandwidth_bytes=2**16, start=Local)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.setattr(Fake, "log", entries)
     monkeypatch.setattr(runner, "Shoal", Fake)
     monkeypatch.setattr(runner.peers, "load", {"hf": FakePeer}.__getitem__)
-    monkeypatch.setattr(runner.roof, "read_bandwidth", read)
+    monkeypatch.setattr(runner.bandwidth, "read_bandwidth", read)
     monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.0)
     yield entries
 
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(log, monkeypatch: p
 def test_a_model_whose_bytes_cannot_be_counted_is_refused(log: list[tuple[Any, ...]], tmp_path: Path) -> None:
     GPT2Config(n_layer=2).save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match="model type 'gpt2'"):
-        run(Subject(model=str(tmp_path)), GRID, PLAN)
+        run(MeasuredModel(model=str(tmp_path)), GRID, PLAN)
     assert log == []
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from shoal.bench import shapes
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.errors import Unsupported
 
 BILLIONS = {"135m": 0.1345, "1b": 1.2358, "7b": 6.7384, "13b": 13.0157, "70b": 68.9765}
@@ -82,7 +82,7 @@ def test_a_model_takes_the_weights_as_they_are() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "hf"])
 def test_an_engine_of_a_shape_runs_the_weights_of_the_shape(backend: str) -> None:
-    subject = Subject(shape="tiny")
+    subject = MeasuredModel(shape="tiny")
     engine = subject.engine(torch.float32, "cpu", backend, None)
     ids = list(range(3, 20))
     tokens = engine.generate(ids, max_new_tokens=12).tokens
@@ -94,16 +94,16 @@ def test_an_engine_of_a_shape_runs_the_weights_of_the_shape(backend: str) -> Non
 
 def test_a_subject_counts_its_weights() -> None:
     for name, billions in BILLIONS.items():
-        subject = Subject(shape=name)
+        subject = MeasuredModel(shape=name)
         shape = shapes.weight_shapes(subject.config)
         matrices = sum(torch.Size(size).numel() for size in shape.values() if len(size) > 1)
         assert subject.weights() == matrices == pytest.approx(1e9 * billions, rel=1e-3)
-    llama = Subject(shape="7b")
+    llama = MeasuredModel(shape="7b")
     assert llama.kv_entries() == 2 * 32 * 128 and llama.layer_weights() == 4 * 4096**2 + 3 * 4096 * 11008
 
 
 def test_a_subject_travels_to_another_process() -> None:
-    subject = Subject(shape="tiny")
+    subject = MeasuredModel(shape="tiny")
     assert subject.text.hidden_size == 64
     assert pickle.loads(pickle.dumps(subject)) == subject
 
@@ -111,11 +111,11 @@ def test_a_subject_travels_to_another_process() -> None:
 def test_a_subject_is_a_shape_or_a_model() -> None:
     for options in ({}, {"shape": "1b", "model": "somewhere"}):
         with pytest.raises(ValueError, match="exactly one"):
-            Subject(**options)
+            MeasuredModel(**options)
     with pytest.raises(ValueError, match="unknown shape '2b'"):
-        Subject(shape="2b")
+        MeasuredModel(shape="2b")
 
 
 def test_quantised_weights_need_the_packed_backend() -> None:
     with pytest.raises(Unsupported, match="runs the model's own weights"):
-        Subject(shape="tiny").engine(torch.float32, "cpu", "hf", "int8")
+        MeasuredModel(shape="tiny").engine(torch.float32, "cpu", "hf", "int8")

@@ -14,7 +14,7 @@ from bench_systems import SUBJECT, Local
 from shoal.bench.speed import startup, startup_table
 from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
 from shoal.bench.speed.startup import CONDITIONS, StartupConfig, measure
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
@@ -22,8 +22,8 @@ SECONDS = {"shoal": (4.0, 1.0, 8.0, 2.0), "llama.cpp": (3.0, 5.0), "hf": (20.0,)
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return Subject(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
+def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+    return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def starter(name: str) -> type[Any]:
         class Made:
-            def __init__(self, subject: Subject, setting: Setting) -> None:
+            def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
                 pass
 
             def begin(self, cache: str) -> None:
@@ -58,17 +58,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(startup, "CONDITIONS", {**CONDITIONS, "broken": ("warm",)})
     monkeypatch.setattr(startup, "drop", lambda path: entries.append(("drop", path.name)))
     monkeypatch.setattr(startup, "warm", lambda path: entries.append(("warm", path.name)))
-    monkeypatch.setattr(startup.roof, "read_bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(startup.bandwidth, "read_bandwidth", lambda *_: 1e9)
     monkeypatch.setattr(startup.idle, "watch", lambda *_: 0.0)
     return entries
 
 
-def measured(subject: Subject, peers: Sequence[str], rounds: int = 2) -> dict[str, Any]:
+def measured(subject: MeasuredModel, peers: Sequence[str], rounds: int = 2) -> dict[str, Any]:
     return measure(subject, Setting("float32"), StartupConfig(peers, rounds, start=Local))
 
 
 def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
-    log: list[tuple[Any, ...]], subject: Subject
+    log: list[tuple[Any, ...]], subject: MeasuredModel
 ) -> None:
     measured(subject, ["llama.cpp"], rounds=1)
     file, cache = "tiny.gguf", "weights"
@@ -79,7 +79,7 @@ def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
     ]
 
 
-def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]], subject: Subject) -> None:
+def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]], subject: MeasuredModel) -> None:
     found = measured(subject, ["llama.cpp", "hf"])
     ratios = {row["condition"]: row["ratios"] for row in found["results"] if row["system"] == "shoal"}
     medians = {name: {key: value["median"] for key, value in one.items()} for name, one in ratios.items()}
@@ -94,7 +94,7 @@ def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]],
     assert "llama.cpp 0.75" in table and "transformers 20.00" in table
 
 
-def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: Subject) -> None:
+def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: MeasuredModel) -> None:
     found = measured(subject, ["broken"], rounds=1)
     assert [one["reason"] for one in found["not_measured"]] == ["not today"]
     assert {row["system"] for row in found["results"]} == {"shoal"}
@@ -115,7 +115,7 @@ def test_dropping_and_warming_leave_a_file_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ShoalStarter, HFStarter, LlamaStarter])
 def test_a_start_counts_seconds_and_bytes(
-    kind: type[Any], subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], subject: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind is LlamaStarter and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed: pip install 'shoal[bench]'")

@@ -18,7 +18,7 @@ from shoal.bench.drafts.measure import DraftsConfig, measure
 from shoal.bench.drafts.replay import replayed
 from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalSpeaker
 from shoal.bench.drafts.suite import Decoded, DraftTask
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.load import engine_for
 from shoal.methods.d3 import D3
@@ -143,7 +143,7 @@ def test_every_peer_gives_the_model_s_own_answer() -> None:
     peers = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
     draft = str(FIXTURES / DRAFT)
     found = measure(
-        Subject(model=str(FIXTURES / REFERENCE)),
+        MeasuredModel(model=str(FIXTURES / REFERENCE)),
         Setting("float32", None, "auto", "cpu", 1),
         {"draft_model": DraftModel(draft=draft, length=3)},
         DraftsConfig([workloads.PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),

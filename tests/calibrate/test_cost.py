@@ -23,14 +23,14 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.slowness = lambda seconds: 1.0
     forward = made.stack.forward
 
-    def timed(feeds: Sequence[Any], cache: Any, tap: Any = None) -> Any:
-        step, feed = feeds[0].steps[0], feeds[0]
+    def timed(chunks: Sequence[Any], cache: Any, hook: Any = None) -> Any:
+        step, chunk = chunks[0].steps[0], chunks[0]
         if step == 0:
-            now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in feeds)
+            now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in chunks)
         else:
-            read = sum(attended(feed.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in feeds)
-            now[0] += (OVERHEAD + LAYER * feed.plan.depth(step) + KV * read) * made.slowness(now[0])
-        return forward(feeds, cache, tap)
+            read = sum(attended(chunk.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in chunks)
+            now[0] += (OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read) * made.slowness(now[0])
+        return forward(chunks, cache, hook)
 
     monkeypatch.setattr(made.stack, "forward", timed)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))

@@ -14,7 +14,7 @@ from shoal.calibrate.layer_card import Effort, OutOfTime, bearable, measure_card
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.load import engine_for
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 TEXTS = [([1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2]), ([5, 2], [4, 5, 6, 7, 1, 3, 9, 1, 2])]
 EFFORT = Effort(None, 100, 10)
@@ -31,10 +31,14 @@ def slow(stack: Any, text: Any, plan: DepthPlan) -> tuple[float, int]:
     for place in range(1, len(answer)):
         tokens = [*prompt, *answer[:place]]
         steps = [0] * len(prompt) + list(range(1, place + 1))
-        laws = [stack.forward([Feed(0, tokens, steps, chosen)], KVCache(stack.windows, 1)).double().log_softmax(-1)[0]
-                for chosen in (full, plan)]
-        kl += float((laws[0].exp() * (laws[0] - laws[1])).sum())
-        agreed += int(laws[0].argmax() == laws[1].argmax())
+        log_probs = [
+            stack.forward([SequenceChunk(0, tokens, steps, chosen)], KVCache(stack.windows, 1))
+            .double()
+            .log_softmax(-1)[0]
+            for chosen in (full, plan)
+        ]
+        kl += float((log_probs[0].exp() * (log_probs[0] - log_probs[1])).sum())
+        agreed += int(log_probs[0].argmax() == log_probs[1].argmax())
     return kl, agreed
 
 

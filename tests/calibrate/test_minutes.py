@@ -58,12 +58,12 @@ def test_a_search_ends_between_batches() -> None:
     runner = TrialRunner(Decoder(engine("hf")), samples(4), 6, 100, batch=2, told=told.append)
     runner.rises([Schedule((2,), (1,))])
     assert sum(told) == pytest.approx(2)  # all layers, and the schedule
-    ticks = iter([0.0, 0.0, 2.0])
+    steps = iter([0.0, 0.0, 2.0])
 
     class Clock:
         @staticmethod
         def monotonic() -> float:
-            return next(ticks)
+            return next(steps)
 
     runner.deadline = 1.0
     with pytest.MonkeyPatch.context() as patch:

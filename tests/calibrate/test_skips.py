@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 COSTS = SublayerCosts(1.0, 2.0, 1.0)
 IDLE = Skips((2, 4), (1, 4))
@@ -67,9 +67,11 @@ def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
         for end in (len(tokens), len(tokens) - 4):
             cache = KVCache(stack.windows, 1)
             past = tokens[: end - 5]
-            stack.forward([Feed(0, past, [0] * len(past), DepthPlan.full(6))], cache)
+            stack.forward([SequenceChunk(0, past, [0] * len(past), DepthPlan.full(6))], cache)
             cache.commit(0, range(len(past)))
-            logits = stack.forward([Feed(0, tokens[end - 5 : end - 1], [1] * 4, skips.plan(6), wanted=4)], cache)
+            logits = stack.forward(
+                [SequenceChunk(0, tokens[end - 5 : end - 1], [1] * 4, skips.plan(6), wanted=4)], cache
+            )
             hits += sum(a == b for a, b in zip(logits.argmax(-1).tolist(), tokens[end - 4 : end], strict=True))
             total += 4
     assert judge.rate(skips) == pytest.approx(hits / total)

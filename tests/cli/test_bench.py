@@ -20,7 +20,7 @@ def quick(monkeypatch):
     def small(args):
         plan = plan_of(args)
         setting = dataclasses.replace(plan.setting, card_seconds=SETTING.card_seconds)
-        return dataclasses.replace(plan, setting=setting, roof_bytes=2**20, start=Local)
+        return dataclasses.replace(plan, setting=setting, bandwidth_bytes=2**20, start=Local)
 
     monkeypatch.setattr(bench, "_plan", small)
 

@@ -18,7 +18,7 @@ from shoal.errors import Unsupported
 from shoal.integrations.transformers import attach
 from shoal.methods import make
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 from word_problems import write
 
 SMALL = ["--max-new-tokens", "16", "--trials", "60", "--loss-n", "12", "--answer-n", "12", "--dtype", "float32",
@@ -81,7 +81,7 @@ def test_the_losses_are_those_of_the_engine(capsys, words, tiny_folder, problems
             steps = [0] * len(sample.prompt) + list(range(1, len(sample.reference)))
             tokens = [*sample.prompt, *sample.reference[:-1]]
             cache, wanted = KVCache(engine.stack.windows, rows=1), len(sample.reference)
-            logits = engine.stack.forward([Feed(0, tokens, steps, plan, wanted=wanted)], cache)
+            logits = engine.stack.forward([SequenceChunk(0, tokens, steps, plan, wanted=wanted)], cache)
             values.append(cross_entropy(logits, torch.tensor(sample.reference), reduction="none"))
         return float(torch.cat(values).mean())
 

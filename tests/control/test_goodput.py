@@ -1,4 +1,4 @@
-"""Draft lengths against brute force, and the governor in a simulated machine whose clock goes by a formula."""
+"""Draft lengths against brute force, and their policy in a simulated machine whose clock goes by a formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.control.goodput import Goodput, best_lengths
 from shoal.control.latency import LinearLatency
 from shoal.decode.accept import Outcome
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Tick
+from shoal.decode.worker import StepReport
 
 
 def line(fixed: float, slope: float) -> LinearLatency:
@@ -87,20 +87,20 @@ def test_acceptance_is_not_biased_by_rejections(rate: float) -> None:
 
 
 def play(
-    rates: list[float], ticks: int, fixed: float, slope: float, draft: float, change: Any = None
+    rates: list[float], steps: int, fixed: float, slope: float, draft: float, change: Any = None
 ) -> tuple[float, float]:
-    """(seconds per token with the governor, without guessing) of rows whose guesses are kept at `rates`."""
-    governor, dice = Goodput(most=8).begin(None, None), random.Random(3)
+    """(seconds per token with the draft-length policy, without guessing) of rows whose guesses are kept at `rates`."""
+    policy, dice = Goodput(most=8).begin(None, None), random.Random(3)
     rows: list[Any] = [SimpleNamespace(number=i) for i in range(len(rates))]
     seconds = tokens = 0.0
-    for number in range(ticks):
+    for number in range(steps):
         now = change(number) if change else rates
-        limits = governor.limits(rows)
+        limits = policy.limits(rows)
         trees = [TokenTree.chain([0] * (1 + most)) for most in limits]
         kept = [next((i for i in range(k) if dice.random() >= rate), k) for k, rate in zip(limits, now, strict=True)]
         outcomes = [Outcome(tuple(range(1 + k)), 0) for k in kept]
         spent = draft * max(limits), fixed + slope * sum(map(len, trees))
-        governor.observe(Tick(rows, trees, outcomes, *spent))
+        policy.observe(StepReport(rows, trees, outcomes, *spent))
         seconds, tokens = seconds + sum(spent), tokens + sum(kept) + len(rows)
     return seconds / tokens, (fixed + slope * len(rows)) / len(rows)
 

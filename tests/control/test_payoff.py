@@ -97,13 +97,13 @@ def test_where_positions_are_dear_nothing_is_guessed() -> None:
 
 
 class Machine:
-    """Plays ticks of a payoff whose machine adds `slope` of a step per guess."""
+    """Plays steps of a payoff whose machine adds `slope` of a step per guess."""
 
     def __init__(self, slope: float, **record: Any) -> None:
         self.payoff, self.slope = Payoff(HelperRecord(**record) if record else None), slope
         self.guesses: list[int] = []
 
-    def tick(self, chances: list[float]) -> int:
+    def step(self, chances: list[float]) -> int:
         lengths = self.payoff.lengths([chances], 1, 63)
         self.payoff.times.observe(1, lengths[0], 1 + self.slope * lengths[0])
         self.guesses.append(lengths[0])
@@ -113,14 +113,14 @@ class Machine:
 def test_the_first_steps_are_plain() -> None:
     machine = Machine(0.01)
     for _ in range(4):
-        machine.tick([0.9, 0.8, 0.7])
+        machine.step([0.9, 0.8, 0.7])
     assert machine.guesses[:2] == [0, 0] and machine.guesses[2] > 0
 
 
 def test_trials_grow_step_by_step() -> None:
     machine = Machine(0.01)
     for _ in range(8):
-        machine.tick([0.99**place for place in range(1, 16)])
+        machine.step([0.99**place for place in range(1, 16)])
     tried = [guesses for guesses in machine.guesses if guesses]
     assert tried[0] <= 3 and tried[-1] == 15
     assert all(later <= 2 * max(tried[:place]) for place, later in enumerate(tried) if place)
@@ -129,7 +129,7 @@ def test_trials_grow_step_by_step() -> None:
 def test_dear_guesses_are_tried_seldom_and_more_and_more_so() -> None:
     machine = Machine(1.2)
     for _ in range(4000):
-        machine.tick([0.9, 0.8, 0.7])
+        machine.step([0.9, 0.8, 0.7])
     tries = [place for place, guesses in enumerate(machine.guesses) if guesses]
     assert 1 < len(tries) < 12
     gaps = [later - earlier for earlier, later in itertools.pairwise(tries) if later - earlier > 8]
@@ -140,15 +140,15 @@ def test_what_became_cheap_is_found_again() -> None:
     machine = Machine(1.2)
     for number in range(2000):
         machine.slope = 1.2 if number < 300 else 0.02
-        machine.tick([0.9, 0.8, 0.7])
+        machine.step([0.9, 0.8, 0.7])
     assert all(machine.guesses[-200:])
 
 
-def helped(rate: float, cost: float, ticks: int, believed: float = 0.7) -> tuple[float, list[int]]:
+def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple[float, list[int]]:
     """Seconds per token against plain decoding with a helper, and what it was asked for."""
     payoff, dice = Payoff(HelperRecord(believed, 0.4)), random.Random(1)
     asked, seconds, tokens = [], 0.0, 0
-    for _ in range(ticks):
+    for _ in range(steps):
         length = payoff.helped(1, 63)
         kept = next((place for place in range(length) if dice.random() >= rate), length)
         spent = 1 + 0.02 * length

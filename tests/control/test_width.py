@@ -14,7 +14,7 @@ import pytest
 from shoal.control.width import LogLaw, Width, best_width
 from shoal.decode.accept import Outcome
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Tick
+from shoal.decode.worker import StepReport
 
 
 def test_planted_coefficients_come_back() -> None:
@@ -49,15 +49,15 @@ def test_rows_that_were_not_measured() -> None:
         best_width({1: 1.0, 2: 1.0}, float, 3)
 
 
-def play(rate: float, seconds: Callable[[int], float], ticks: int = 400) -> dict[int, int]:
+def play(rate: float, seconds: Callable[[int], float], steps: int = 400) -> dict[int, int]:
     """How often each width was used by a row whose guesses are kept at `rate`."""
-    governor, dice, used = Width().begin(None, None), random.Random(0), Counter[int]()
+    policy, dice, used = Width().begin(None, None), random.Random(0), Counter[int]()
     rows: list[Any] = [SimpleNamespace()]
-    for _ in range(ticks):
-        (most,) = governor.limits(rows)
+    for _ in range(steps):
+        (most,) = policy.limits(rows)
         kept = next((i for i in range(most) if dice.random() >= rate), most)
         outcome = Outcome(tuple(range(1 + kept)), 0)
-        governor.observe(Tick(rows, [TokenTree.chain([0] * (1 + most))], [outcome], 0.0, seconds(1 + most)))
+        policy.observe(StepReport(rows, [TokenTree.chain([0] * (1 + most))], [outcome], 0.0, seconds(1 + most)))
         used[1 + most] += 1
     return used
 

@@ -12,7 +12,7 @@ from drive import make_run, prompt
 from shoal.decode.batch import Batch
 from shoal.decode.row import Row
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 SIZES = (9, 3, 14, 6)
 PLAN = DepthPlan.whole_layers([NEVER, 5, 2, 3, 7, NEVER])
@@ -27,10 +27,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stack, name)
 
-    def forward(self, feeds: list[Feed], *args: Any, **options: Any) -> Tensor:
-        self.fed.append({feed.row: len(feed.tokens) for feed in feeds})
-        logits: Tensor = self._stack.forward(feeds, *args, **options)
-        assert len(logits) == sum(feed.wanted for feed in feeds)
+    def forward(self, chunks: list[SequenceChunk], *args: Any, **options: Any) -> Tensor:
+        self.fed.append({chunk.row: len(chunk.tokens) for chunk in chunks})
+        logits: Tensor = self._stack.forward(chunks, *args, **options)
+        assert len(logits) == sum(chunk.wanted for chunk in chunks)
         return logits
 
 

@@ -16,7 +16,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 from shoal.types import Sampling
 from toy_tokenizers import metaspace
 
@@ -126,7 +126,7 @@ def test_rows_with_and_without_drafts_share_a_batch(backend: Backend, name: str,
     recipes = [Recipe(each[0], planted), Recipe(each[1]), Recipe(each[2], planted)]
     run = decode(None, ids, recipes, [NEW, 9, 17], stack=backend.stack(name))
     assert run.tokens == plain.tokens
-    assert run.rows[1].ledger.decode_layer_tokens == 8 * 6  # one tick per token after the first, six layers each
+    assert run.rows[1].ledger.decode_layer_tokens == 8 * 6  # one step per token after the first, six layers each
     assert run.rows[0].ledger.target_forwards < NEW
 
 
@@ -210,11 +210,11 @@ def test_rollback_forgets_a_tick(backend: Backend, name: str) -> None:
     ids, plan = prompt(9, 1), PLANS["full"]
     stack = backend.stack(name)
     cache = KVCache(stack.windows, 1)
-    stack.forward([Feed(0, ids, [0] * 9, plan)], cache)
+    stack.forward([SequenceChunk(0, ids, [0] * 9, plan)], cache)
     cache.commit(0, range(9))
-    block = Feed(0, [4, 5, 6], [1, 2, 3], plan, wanted=3)
+    block = SequenceChunk(0, [4, 5, 6], [1, 2, 3], plan, wanted=3)
     once = stack.forward([block], cache)
     cache.rollback(0)
-    stack.forward([Feed(0, prompt(20, 2), list(range(1, 21)), plan)], cache)
+    stack.forward([SequenceChunk(0, prompt(20, 2), list(range(1, 21)), plan)], cache)
     cache.rollback(0)
     assert gap(stack.forward([block], cache), once) <= backend.exact

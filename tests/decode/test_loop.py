@@ -58,8 +58,8 @@ def test_the_order_of_the_rows_does_not_matter(backend: Backend, name: str) -> N
 def test_rows_leave_when_they_are_done(backend: Backend, name: str) -> None:
     run = make_run(None, PROMPTS, PLANS, NEW, stack=backend.stack(name))
     widths = [(len(steps), run.cache.rows) for steps in run.loop.run()]
-    assert [width for width, _ in widths] == [sum(new > tick for new in NEW) for tick in range(max(NEW))]
-    assert [rows for _, rows in widths[:-1]] == [sum(new > tick + 1 for new in NEW) for tick in range(max(NEW) - 1)]
+    assert [width for width, _ in widths] == [sum(new > report for new in NEW) for report in range(max(NEW))]
+    assert [rows for _, rows in widths[:-1]] == [sum(new > report + 1 for new in NEW) for report in range(max(NEW) - 1)]
     assert [row.finish_reason for row in run.rows] == ["length"] * 4
 
 
@@ -132,10 +132,10 @@ def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -
 @on_backends("llama")
 def test_leaving_early_keeps_committed_positions_only(backend: Backend, name: str) -> None:
     run = make_run(None, PROMPTS[:1], DepthPlan.full(6), 9, stack=backend.stack(name))
-    ticks = run.loop.run()
+    steps = run.loop.run()
     for _ in range(4):
-        next(ticks)
-    ticks.close()
+        next(steps)
+    steps.close()
     assert run.cache.positions == [len(run.rows[0].tokens) - 1]
     assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
 

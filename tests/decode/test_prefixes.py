@@ -36,10 +36,10 @@ def engine(family: str = "llama") -> Engine:
 
 
 def answer(scheduler: Scheduler, ids: Sequence[int], **options: Any) -> Any:
-    ticket = scheduler.submit(list(ids), **options)
+    handle = scheduler.submit(list(ids), **options)
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-    return ticket
+    return handle
 
 
 @pytest.mark.parametrize("family", ["llama", "hybrid"])
@@ -49,8 +49,8 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str
     options = {"method": METHODS[method], "max_new_tokens": 6}
     talk, known = prompt(11, 5), 0
     for turn in range(3):
-        ticket = answer(scheduler, talk, **options)
-        row, result = ticket.entries[0].row, ticket.results[0]
+        handle = answer(scheduler, talk, **options)
+        row, result = handle.entries[0].row, handle.results[0]
         assert result.tokens == engine(family).generate(talk, **options).tokens
         assert row.ledger.prefill_tokens == len(talk) - row.cached
         if turn:
@@ -65,9 +65,9 @@ def test_a_common_beginning_serves_those_who_go_on_otherwise() -> None:
     common = prompt(20, 7)
     answer(scheduler, [*common, 5], max_new_tokens=3)
     ids = [*common, 9, 8]
-    ticket = answer(scheduler, ids, max_new_tokens=5)
-    assert ticket.entries[0].row.cached == 20
-    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=5).tokens
+    handle = answer(scheduler, ids, max_new_tokens=5)
+    assert handle.entries[0].row.cached == 20
+    assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=5).tokens
     again = answer(scheduler, common, max_new_tokens=2)
     assert again.entries[0].row.cached == 19, "the last token is run for its logits"
 
@@ -77,9 +77,9 @@ def test_what_was_generated_with_fewer_layers_is_not_taken_over() -> None:
     scheduler = Scheduler(engine(), start=False)
     first = answer(scheduler, prompt(9, 3), method=shallow, max_new_tokens=8)
     ids = [*prompt(9, 3), *first.results[0].tokens]
-    ticket = answer(scheduler, ids, max_new_tokens=6)
-    assert ticket.entries[0].row.cached == 9
-    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
+    handle = answer(scheduler, ids, max_new_tokens=6)
+    assert handle.entries[0].row.cached == 9
+    assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
 
 
 def test_an_answer_that_became_shallow_is_kept_as_far_as_it_was_deep() -> None:
@@ -87,11 +87,11 @@ def test_an_answer_that_became_shallow_is_kept_as_far_as_it_was_deep() -> None:
     scheduler = Scheduler(engine(), start=False)
     first = answer(scheduler, prompt(9, 3), method=method, max_new_tokens=10)
     ids = [*prompt(9, 3), *first.results[0].tokens]
-    ticket = answer(scheduler, ids, max_new_tokens=6)
+    handle = answer(scheduler, ids, max_new_tokens=6)
     shallow = engine().recipe(method, 10).plan.first_shallow_step
     assert 1 < shallow < 9
-    assert ticket.entries[0].row.cached == 9 + shallow - 1
-    assert ticket.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
+    assert handle.entries[0].row.cached == 9 + shallow - 1
+    assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
 
 
 def test_memory_is_bounded_and_the_last_used_stays() -> None:
@@ -132,8 +132,8 @@ def test_a_window_that_has_moved_on_is_not_taken_over_for_a_shorter_beginning() 
     scheduler = Scheduler(hybrid, start=False)
     long = prompt(400, 4)
     for ids in (long, [*long[:40], 3], [*long, 5]):
-        ticket = answer(scheduler, ids, max_new_tokens=3)
-        assert ticket.results[0].tokens == hybrid.generate(ids, max_new_tokens=3).tokens
+        handle = answer(scheduler, ids, max_new_tokens=3)
+        assert handle.results[0].tokens == hybrid.generate(ids, max_new_tokens=3).tokens
 
 
 def test_a_copy_holds_what_the_row_holds() -> None:

@@ -43,8 +43,8 @@ def error(rule: Rule, builder: Callable[[Dice], TokenTree], target: Model) -> fl
 def reordered(tree: TokenTree, order: Callable[[list[int]], list[int]]) -> TokenTree:
     """The children of the root in another order; for trees of depth 1."""
     nodes = [0, *order(list(range(1, len(tree))))]
-    assert tree.laws is not None
-    return TokenTree(tuple(tree.tokens[i] for i in nodes), tree.parents, tuple(tree.laws[i] for i in nodes))
+    assert tree.draft_probs is not None
+    return TokenTree(tuple(tree.tokens[i] for i in nodes), tree.parents, tuple(tree.draft_probs[i] for i in nodes))
 
 
 @pytest.mark.parametrize("branching", SHAPES, ids=str)
@@ -84,8 +84,8 @@ def test_matches_keep_the_law(rule: Rule, branching: tuple[int, ...]) -> None:
 
 def kept_share(rule: Rule, target: Model, draft: Model, width: int) -> float:
     """Probability that a guess for the next token is kept."""
-    law = law_of_words(walked(rule, lambda dice: drawn_tree(draft, (width,), dice), lambda _: target(())), target, 1)
-    assert len(law) > 1
+    probs = law_of_words(walked(rule, lambda dice: drawn_tree(draft, (width,), dice), lambda _: target(())), target, 1)
+    assert len(probs) > 1
 
     def kept(dice: Dice) -> Words:
         tree = drawn_tree(draft, (width,), dice)
@@ -106,8 +106,8 @@ def test_rejection_keeps_as_much_as_two_laws_share() -> None:
 
 
 def test_equal_laws_keep_every_guess() -> None:
-    law = random_model(4, HORIZON, 5)
-    assert kept_share(Rejection(), law, law, 1) == pytest.approx(1)
+    probs = random_model(4, HORIZON, 5)
+    assert kept_share(Rejection(), probs, probs, 1) == pytest.approx(1)
 
 
 # Controls: each is wrong in a known way, and the enumeration must say so.
@@ -142,9 +142,9 @@ def test_going_on_after_a_rejection_is_seen() -> None:
         tree, out = drawn_tree(draft, (1, 1), dice), []
         for node in (1, 2):
             branch = TokenTree.chain(tree.tokens[: node + 1])
-            branch = TokenTree(branch.tokens, branch.parents, tree.laws[: node + 1])  # type: ignore[index]
+            branch = TokenTree(branch.tokens, branch.parents, tree.draft_probs[: node + 1])  # type: ignore[index]
             view = TableTarget(branch, target, dice)
-            short = TokenTree((0, branch.tokens[node]), (-1, 0), (None, branch.laws[node]))  # type: ignore[index]
+            short = TokenTree((0, branch.tokens[node]), (-1, 0), (None, branch.draft_probs[node]))  # type: ignore[index]
             here = TableTarget(
                 short, lambda words, view=view, node=node: view.model((*view.words(node - 1), *words)), dice
             )
@@ -170,15 +170,17 @@ def test_a_draft_that_looks_at_its_own_token_is_seen() -> None:
 # Rules that are lossy, and what they refuse.
 
 
-def chain_target(laws: list[list[float]], tokens: list[int], greedy: bool = False) -> tuple[TokenTree, TableTarget]:
+def chain_target(
+    draft_probs: list[list[float]], tokens: list[int], greedy: bool = False
+) -> tuple[TokenTree, TableTarget]:
     tree = TokenTree.chain([0, *tokens])
-    table = [torch.tensor(law, dtype=torch.float64) for law in laws]
+    table = [torch.tensor(probs, dtype=torch.float64) for probs in draft_probs]
     return tree, TableTarget(tree, lambda words: table[len(words)], Dice([]), greedy)
 
 
 def test_lenient_keeps_what_is_near_enough() -> None:
-    laws = [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]
-    tree, target = chain_target(laws, [1, 2], greedy=True)
+    draft_probs = [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]
+    tree, target = chain_target(draft_probs, [1, 2], greedy=True)
     for margin, kept in ((0.0, 1), (0.5, 1), (0.52, 2), (0.9, 2), (0.92, 3), (math.inf, 3)):
         outcome = Lenient(margin).walk(tree, target)
         assert (len(outcome.path), outcome.token) == (kept, 0), margin
@@ -192,23 +194,23 @@ def test_lenient_never_keeps_what_is_ruled_out() -> None:
 
 def test_lenient_prefers_the_targets_choice_and_then_the_likeliest() -> None:
     tree = TokenTree((0, 2, 1, 0), (-1, 0, 0, 0))
-    law = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    assert Lenient(9.0).walk(tree, TableTarget(tree, lambda _: law, Dice([]), True)).path == (0, 3)
+    probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    assert Lenient(9.0).walk(tree, TableTarget(tree, lambda _: probs, Dice([]), True)).path == (0, 3)
     smaller = TokenTree((0, 2, 1), (-1, 0, 0))
-    assert Lenient(9.0).walk(smaller, TableTarget(smaller, lambda _: law, Dice([]), True)).path == (0, 2)
+    assert Lenient(9.0).walk(smaller, TableTarget(smaller, lambda _: probs, Dice([]), True)).path == (0, 2)
 
 
 def test_typical_is_its_formula() -> None:
     for seed in range(20):
         target = random_model(4, 1, seed, 1.5)
-        law = target(())
-        entropy = -float((law * law.log()).sum())
+        probs = target(())
+        entropy = -float((probs * probs.log()).sum())
         for epsilon in (0.01, 0.09, 0.3, 1.0):
             limit = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
             for token in range(4):
                 tree = TokenTree.chain([0, token])
                 outcome = Typical(epsilon).walk(tree, TableTarget(tree, target, Dice([])))
-                assert (len(outcome.path) == 2) == (float(law[token]) > limit)
+                assert (len(outcome.path) == 2) == (float(probs[token]) > limit)
 
 
 def test_typical_takes_the_longest_path() -> None:
@@ -229,9 +231,9 @@ def test_greedy_rows_are_matched(rule: Rule) -> None:
 
 @pytest.mark.parametrize("tokens", [(0, 2), (0, 1, 1)])
 def test_a_law_that_denies_its_own_token_is_refused(tokens: tuple[int, ...]) -> None:
-    law = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    probs = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     target = torch.tensor([0.9, 0.05, 0.05], dtype=torch.float64)
-    tree = TokenTree(tokens, (-1, *[0] * (len(tokens) - 1)), (None, *[law] * (len(tokens) - 1)))
+    tree = TokenTree(tokens, (-1, *[0] * (len(tokens) - 1)), (None, *[probs] * (len(tokens) - 1)))
     with pytest.raises(ValueError, match="gives it no probability"):
         Rejection().walk(tree, TableTarget(tree, lambda _: target, Dice([])))
 

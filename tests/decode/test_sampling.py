@@ -76,11 +76,11 @@ def test_the_law_is_that_of_transformers(
     dtype: torch.dtype, sampling: Sampling, seed: int, ties: bool, history: list[int]
 ) -> None:
     logits = logits_of(seed, dtype, ties=ties)
-    law = s.law(logits, history, 1, sampling)
+    probs = s.probs(logits, history, 1, sampling)
     expected = oracle(logits, history, sampling)
-    assert law.dtype == dtype and law.shape == (V,)
-    assert torch.equal(law > 0, expected > 0)
-    torch.testing.assert_close(law, expected)
+    assert probs.dtype == dtype and probs.shape == (V,)
+    assert torch.equal(probs > 0, expected > 0)
+    torch.testing.assert_close(probs, expected)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_each_transform_alone_changes_the_law_as_transformers_does(sampling: Sam
     changed = 0
     for seed in range(50):
         logits = logits_of(seed, ties=seed % 2 == 0)
-        law = s.law(logits, [1, 4, 4], 1, sampling)
-        torch.testing.assert_close(law, oracle(logits, [1, 4, 4], sampling))
-        changed += not torch.allclose(law, logits.softmax(-1))
+        probs = s.probs(logits, [1, 4, 4], 1, sampling)
+        torch.testing.assert_close(probs, oracle(logits, [1, 4, 4], sampling))
+        changed += not torch.allclose(probs, logits.softmax(-1))
     assert changed > 40
 
 
 def test_top_k_keeps_ties() -> None:
-    law = s.law_of(torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]), Sampling(1.0, top_k=2))
-    assert (law > 0).tolist() == [False, True, True, True, False]
+    probs = s.probs_of(torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]), Sampling(1.0, top_k=2))
+    assert (probs > 0).tolist() == [False, True, True, True, False]
 
 
 def plain_penalties(logits: Tensor, generated: Sequence[int], presence: float, frequency: float) -> list[float]:
@@ -165,9 +165,9 @@ def test_neutral_scores_are_the_logits_themselves(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}, {"top_p": 0.9}])
 def test_half_types_are_computed_in_float32(dtype: torch.dtype, options: dict[str, Any]) -> None:
     logits, sampling = logits_of(1).to(dtype), Sampling(0.8, **options)
-    law = s.law(logits, [1, 2], 1, sampling)
-    assert law.dtype == torch.float32
-    torch.testing.assert_close(law, s.law(logits.float(), [1, 2], 1, sampling))
+    probs = s.probs(logits, [1, 2], 1, sampling)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs, s.probs(logits.float(), [1, 2], 1, sampling))
     assert s.logprob(logits, 1, 0) == s.logprob(logits.float(), 1, 0)
 
 
@@ -181,8 +181,8 @@ def test_a_batch_of_nodes_gets_the_laws_of_its_rows() -> None:
     sampling = Sampling(0.7, top_k=6, top_p=0.8, min_p=0.05, logit_bias={1: 2.0, 3: -torch.inf})
     batch = torch.stack([logits_of(seed, ties=seed > 3) for seed in range(6)])
     assert not s.needs_history(sampling)
-    got = s.law_of(s.biased(batch, sampling), sampling)
-    torch.testing.assert_close(got, torch.stack([s.law(row, [0], 1, sampling) for row in batch]))
+    got = s.probs_of(s.biased(batch, sampling), sampling)
+    torch.testing.assert_close(got, torch.stack([s.probs(row, [0], 1, sampling) for row in batch]))
     assert (got[:, 3] == 0).all()
     assert s.greedy(batch).tolist() == [int(s.greedy(row)) for row in batch]
 
@@ -197,13 +197,13 @@ def test_what_needs_the_history() -> None:
 def test_greedy_is_a_law_too_and_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0])
     assert int(s.greedy(logits)) == 1
-    assert s.law_of(logits, Sampling(0.0, top_k=1)).tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert s.probs_of(logits, Sampling(0.0, top_k=1)).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45, 1e-300])
 def test_a_tiny_temperature_is_the_greedy_law(temperature: float) -> None:
-    law = s.law_of(logits_of(2) * 10, Sampling(temperature))
-    torch.testing.assert_close(law, s.law_of(logits_of(2), Sampling(0.0)))
+    probs = s.probs_of(logits_of(2) * 10, Sampling(temperature))
+    torch.testing.assert_close(probs, s.probs_of(logits_of(2), Sampling(0.0)))
 
 
 def test_uniform_is_reproducible() -> None:
@@ -244,19 +244,21 @@ def test_uniform_is_uniform_along_each_axis(axis: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, top_p=0.9), Sampling(1.5, top_k=4)])
 def test_draws_follow_the_law(seed: int, sampling: Sampling) -> None:
-    law = s.law_of(logits_of(seed, size=8) / 3, sampling)
+    probs = s.probs_of(logits_of(seed, size=8) / 3, sampling)
     count = 20_000
-    tokens = s.draws(law.expand(count, -1), [s.uniform(seed, 0, index, "sample") for index in range(count)])
+    tokens = s.draws(probs.expand(count, -1), [s.uniform(seed, 0, index, "sample") for index in range(count)])
     seen = torch.bincount(torch.tensor(tokens), minlength=8)
-    possible = law > 0
+    possible = probs > 0
     assert int(seen[~possible].sum()) == 0
-    assert stats.chisquare(seen[possible].double(), law[possible].double() / law.double().sum() * count).pvalue > 1e-4
+    assert (
+        stats.chisquare(seen[possible].double(), probs[possible].double() / probs.double().sum() * count).pvalue > 1e-4
+    )
 
 
 def test_the_harness_sees_a_wrong_law() -> None:
-    law = s.law_of(logits_of(0, size=8) / 3, Sampling(1.0))
-    tokens = s.draws(law.expand(20_000, -1), [s.uniform(0, 0, index, "sample") for index in range(20_000)])
-    wrong = s.law_of(logits_of(0, size=8) / 3, Sampling(1.05)).double()
+    probs = s.probs_of(logits_of(0, size=8) / 3, Sampling(1.0))
+    tokens = s.draws(probs.expand(20_000, -1), [s.uniform(0, 0, index, "sample") for index in range(20_000)])
+    wrong = s.probs_of(logits_of(0, size=8) / 3, Sampling(1.05)).double()
     assert (
         stats.chisquare(torch.bincount(torch.tensor(tokens), minlength=8), wrong / wrong.sum() * 20_000).pvalue < 1e-4
     )
@@ -269,28 +271,28 @@ def test_the_harness_sees_a_wrong_law() -> None:
     dtype=st.sampled_from(DTYPES),
 )
 def test_draw_is_the_inverse_cdf_and_never_impossible(weights: list[float], u: float, dtype: torch.dtype) -> None:
-    law = torch.tensor(weights, dtype=dtype)
-    if not law.any():
+    probs = torch.tensor(weights, dtype=dtype)
+    if not probs.any():
         with pytest.raises(ValueError, match="no token has a positive probability"):
-            s.draw(law, u)
+            s.draw(probs, u)
         return
-    token = s.draw(law, u)
-    assert law[token] > 0
-    cumulated = list(accumulate(law.tolist()))
-    above = [index for index, value in enumerate(cumulated) if value > u * cumulated[-1] and law[index] > 0]
+    token = s.draw(probs, u)
+    assert probs[token] > 0
+    cumulated = list(accumulate(probs.tolist()))
+    above = [index for index, value in enumerate(cumulated) if value > u * cumulated[-1] and probs[index] > 0]
     assert above[:1] in ([], [token])
 
 
 def test_draw_is_safe_where_rounding_puts_the_target_at_the_total() -> None:
-    law = torch.tensor([0.0, 5e-324, 0.0], dtype=torch.float64)
-    assert s.draw(law, 1 - 2**-53) == 1
+    probs = torch.tensor([0.0, 5e-324, 0.0], dtype=torch.float64)
+    assert s.draw(probs, 1 - 2**-53) == 1
 
 
 def test_draw_refuses_what_is_no_law() -> None:
     with pytest.raises(ValueError, match="NaN"):
         s.draw(torch.full((4,), torch.nan), 0.5)
     with pytest.raises(ValueError, match="banned"):
-        s.draw(s.law_of(torch.full((4,), -torch.inf), Sampling(1.0)), 0.5)
+        s.draw(s.probs_of(torch.full((4,), -torch.inf), Sampling(1.0)), 0.5)
 
 
 @pytest.mark.parametrize("top", [0, 1, 3, V, V + 9])
@@ -309,6 +311,6 @@ def test_logprob_is_log_softmax_with_the_best_first(top: int) -> None:
 def test_absurd_penalties_still_give_a_law(penalty: float, temperature: float) -> None:
     logits = torch.tensor([2.0, -1.0, 0.5, -float("inf")])
     sampling = Sampling(temperature, repetition_penalty=penalty)
-    law = s.law(logits, [0, 1, 3], 2, sampling)
-    assert torch.isfinite(law).all() and float(law.sum()) == pytest.approx(1)
-    assert law[3] == 0
+    probs = s.probs(logits, [0, 1, 3], 2, sampling)
+    assert torch.isfinite(probs).all() and float(probs.sum()) == pytest.approx(1)
+    assert probs[3] == 0

@@ -1,4 +1,4 @@
-"""What the workers of a recipe's parts are shown and told: prompts and ticks, of their own rows alone."""
+"""What the workers of a recipe's parts are shown and told: prompts and steps, of their own rows alone."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.typical import Typical
-from shoal.decode.worker import Governor, Tick, Worker
+from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Tap
+from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 FULL = DepthPlan.full(6)
 IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]
 
 
 @dataclass
-class Nosy(Governor):
-    """Allows three guesses and keeps what it is shown: tokens and states by row number, and every tick."""
+class Nosy(DraftLengthPolicy):
+    """Allows three guesses and keeps what it is shown: tokens and states by row number, and every step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     states: dict[int, list[Tensor]] = field(default_factory=dict)
-    ticks: list[Tick] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
 
     def begin(self, stack: Any, cache: Any) -> Nosy:
         return self
@@ -50,19 +50,19 @@ class Nosy(Governor):
     def limits(self, rows: Sequence[Row]) -> list[int]:
         return [3] * len(rows)
 
-    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap:
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
         assert len({row.emitted > 0 for row in rows}) == 1
 
         def keep(layer: int, hidden: Tensor) -> None:
             if layer == 6:
-                for row, feed, states in zip(rows, feeds, hidden, strict=True):
-                    self.tokens.setdefault(row.number, []).extend(feed.tokens)
-                    self.states.setdefault(row.number, []).append(states[: len(feed.tokens)].clone())
+                for row, chunk, states in zip(rows, chunks, hidden, strict=True):
+                    self.tokens.setdefault(row.number, []).extend(chunk.tokens)
+                    self.states.setdefault(row.number, []).append(states[: len(chunk.tokens)].clone())
 
         return keep
 
-    def observe(self, tick: Tick) -> None:
-        self.ticks.append(tick)
+    def observe(self, report: StepReport) -> None:
+        self.reports.append(report)
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
@@ -81,8 +81,8 @@ def test_a_worker_sees_the_states_of_prompts_and_ticks(chunk: int) -> None:
 def uncached(stack: Any, tokens: list[int]) -> Tensor:
     """States after the last layer [tokens, D]."""
     found: list[Tensor] = []
-    feed = Feed(0, tokens, [0] * len(tokens), FULL)
-    stack.forward([feed], KVCache(stack.windows, 1), lambda layer, hidden: found.append(hidden[0].clone()))
+    chunk = SequenceChunk(0, tokens, [0] * len(tokens), FULL)
+    stack.forward([chunk], KVCache(stack.windows, 1), lambda layer, hidden: found.append(hidden[0].clone()))
     assert found[-1].shape == (len(tokens), HIDDEN)
     return found[-1]
 
@@ -92,14 +92,14 @@ def test_a_worker_hears_of_prompts_and_ticks() -> None:
     truth = dict(enumerate(decode(tiny("llama"), IDS, FULL, 9).tokens))
     recipes = [Recipe(FULL, Planted(truth, 0.3), controller=nosy), Recipe(FULL), Recipe(FULL, controller=nosy)]
     run = decode(tiny("llama"), IDS, recipes, 9)
-    first, later = nosy.ticks[0], nosy.ticks[1:]
-    assert first.prompt and not any(tick.prompt for tick in later)
+    first, later = nosy.reports[0], nosy.reports[1:]
+    assert first.prompt and not any(report.prompt for report in later)
     assert [row.number for row in first.rows] == [0, 2] and [row.number for row in first.whole.rows] == [0, 1, 2]
     assert [outcome.token for outcome in first.outcomes] == [run.tokens[0][0], run.tokens[2][0]]
     assert [len(tree) for tree in first.trees] == [1, 1] and first.target_seconds > 0 == first.draft_seconds
     said = {0: list[int](), 2: list[int]()}
-    for tick in nosy.ticks:
-        for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
+    for report in nosy.reports:
+        for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
             said[row.number] += [*(tree.tokens[node] for node in outcome.path[1:]), outcome.token]
     assert said == {number: run.tokens[number] for number in said}
 
@@ -110,35 +110,35 @@ def test_an_open_batch_tells_of_every_prompt_once() -> None:
     batch = Batch(stack)
     batch.join(rows[:2])
     batch.step(7)
-    assert not nosy.ticks and nosy.tokens == {0: IDS[0][:7]}
+    assert not nosy.reports and nosy.tokens == {0: IDS[0][:7]}
     batch.step(7)
     batch.join(rows[2:])
     while batch.rows:
         batch.step(20)
-    shared = [tick for tick in nosy.ticks if tick.target_seconds is None]
-    assert {tick.prompt for tick in shared} == {False, True}
-    prompts = [row.number for tick in nosy.ticks if tick.prompt for row in tick.rows]
+    shared = [report for report in nosy.reports if report.target_seconds is None]
+    assert {report.prompt for report in shared} == {False, True}
+    prompts = [row.number for report in nosy.reports if report.prompt for row in report.rows]
     assert sorted(prompts) == [0, 1, 2]
     assert nosy.tokens == {row.number: row.tokens[:-1] for row in rows}
 
 
 def test_a_worker_that_wants_nothing_costs_no_tap() -> None:
-    worker, tick = Worker(), Tick([], [], [], 0.0, 0.0)
+    worker, report = Worker(), StepReport([], [], [], 0.0, 0.0)
     assert worker.watch([], []) is None
-    worker.observe(tick)
-    assert tick.whole is tick
+    worker.observe(report)
+    assert report.whole is report
 
 
 def test_a_part_of_a_tick_is_that_of_some_rows() -> None:
     rows: list[Any] = [object() for _ in range(3)]
     trees = [TokenTree.chain([1, 2]), TokenTree.chain([3]), TokenTree.chain([4, 5, 6])]
     outcomes = [Outcome((0,), 7), Outcome((0,), 8), Outcome((0, 1), 9)]
-    tick = Tick(rows, trees, outcomes, 1.0, 2.0, prompt=True)
-    part = tick.part([rows[1], rows[2]])
+    report = StepReport(rows, trees, outcomes, 1.0, 2.0, prompt=True)
+    part = report.part([rows[1], rows[2]])
     assert [*part.rows] == rows[1:] and [*part.trees] == trees[1:] and [*part.outcomes] == outcomes[1:]
     assert (part.draft_seconds, part.target_seconds, part.prompt) == (1.0, 2.0, True)
-    assert part.whole is part.part(rows[2:]).whole is tick.part(rows).whole is tick
-    assert [item[0] for item in tick.guessed()] == [rows[0], rows[2]]
+    assert part.whole is part.part(rows[2:]).whole is report.part(rows).whole is report
+    assert [item[0] for item in report.guessed()] == [rows[0], rows[2]]
 
 
 @pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(Payoff(), 4)], ids=lambda part: type(part).__name__)
@@ -147,9 +147,9 @@ def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
     before = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
     rows: list[Any] = [SimpleNamespace(number=0)]
     for reading in (True, False):
-        if isinstance(worker, Governor):
+        if isinstance(worker, DraftLengthPolicy):
             worker.limits(rows)
-        worker.observe(Tick(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
+        worker.observe(StepReport(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
         after = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
         assert (after == before) is reading
 

@@ -15,7 +15,7 @@ from shoal.draft.adaptive import Threshold
 from shoal.draft.agreement import agreements
 from shoal.draft.skip_search import SkipSearch, expected_improvement
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 FULL = DepthPlan.full(6)
 
@@ -90,16 +90,16 @@ def test_agreement_is_the_share_of_equal_argmaxes() -> None:
     texts = [prompt(20, 1), prompt(9, 2)]
     cache = KVCache(stack.windows, 2)
     for row, tokens in enumerate(texts):
-        stack.forward([Feed(row, tokens[:-1], [0] * (len(tokens) - 1), FULL)], cache)
+        stack.forward([SequenceChunk(row, tokens[:-1], [0] * (len(tokens) - 1), FULL)], cache)
         cache.commit(row, range(len(tokens) - 1))
-    greedy = stack.forward([Feed(0, texts[0][-1:], [0], FULL)], cache)
+    greedy = stack.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache)
     cache.rollback(0)
     texts[0] = [*texts[0][:-1], texts[0][-1]]
     shares = agreements(stack, cache, [(0, texts[0], 7, plan), (1, texts[1], 3, FULL)])
     for row, count, one in ((0, 7, plan), (1, 3, FULL)):
         tokens = texts[row]
         steps = [0] * (len(tokens) - 1 - count) + [1] * count
-        fresh = stack.forward([Feed(0, tokens[:-1], steps, one, wanted=count)], KVCache(stack.windows, 1))
+        fresh = stack.forward([SequenceChunk(0, tokens[:-1], steps, one, wanted=count)], KVCache(stack.windows, 1))
         expected = sum(a == b for a, b in zip(fresh.argmax(-1).tolist(), tokens[-count:], strict=True)) / count
         assert shares[row] == pytest.approx(expected)
-    assert torch.equal(stack.forward([Feed(0, texts[0][-1:], [0], FULL)], cache), greedy)
+    assert torch.equal(stack.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache), greedy)

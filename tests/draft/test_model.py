@@ -26,7 +26,7 @@ from shoal.errors import Unsupported
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.rsd import RSD, Beam, truncated_gumbel
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 from toy_tokenizers import byte_level, metaspace
 
 NEW = 24
@@ -42,34 +42,34 @@ class Fed:
 
     def __init__(self, stack: Any, fail_at: int | None = None) -> None:
         self._forward, self._fail_at = stack.forward, fail_at
-        self.feeds: list[Sequence[Feed]] = []
+        self.chunks: list[Sequence[SequenceChunk]] = []
         stack.forward = self
 
-    def __call__(self, feeds: Sequence[Feed], cache: Any, tap: Any = None) -> Any:
-        self.feeds.append(feeds)
-        if len(self.feeds) == self._fail_at:
+    def __call__(self, chunks: Sequence[SequenceChunk], cache: Any, hook: Any = None) -> Any:
+        self.chunks.append(chunks)
+        if len(self.chunks) == self._fail_at:
             raise RuntimeError("the draft model broke")
-        return self._forward(feeds, cache, tap)
+        return self._forward(chunks, cache, hook)
 
 
 @pytest.mark.parametrize(("method", "noise"), [(DraftModel, 0.0), (DraftModel, 0.03), (RSD, 0.03)])
 def test_the_draft_reads_nothing_twice(method: type[DraftModel] | type[RSD], noise: float) -> None:
     """Per row: the prompt, every emitted token but the last once, and guesses that were refused."""
     engine, draft = home(), draft_of("llama", noise)
-    fed = Fed(engine.info().companion(draft).stack)  # type: ignore[misc]
+    fed = Fed(engine.info().draft_engine(draft).stack)  # type: ignore[misc]
     result = engine.generate(PROMPTS[0], method=method(draft, length=3), max_new_tokens=NEW)
-    tokens = sum(len(feed.tokens) for feeds in fed.feeds for feed in feeds)
+    tokens = sum(len(chunk.tokens) for chunks in fed.chunks for chunk in chunks)
     refused = result.stats.drafted - result.stats.accepted
     assert result.stats.accepted > 0
     assert tokens <= len(PROMPTS[0]) + NEW - 1 + refused
-    assert len(fed.feeds) == result.stats.draft_forwards
+    assert len(fed.chunks) == result.stats.draft_forwards
 
 
 def test_the_draft_model_is_not_changed_and_loaded_once() -> None:
     engine, draft = home(), noisy(tiny("llama"), 0.1)
     before = fingerprint(draft)
-    companion = engine.info().companion
-    assert companion is not None and companion(draft) is companion(draft)
+    draft_engine = engine.info().draft_engine
+    assert draft_engine is not None and draft_engine(draft) is draft_engine(draft)
     engine.generate(PROMPTS, method=DraftModel(draft), max_new_tokens=NEW)
     assert fingerprint(draft) == before
 
@@ -81,9 +81,9 @@ def test_a_draft_model_is_found_by_its_folder(tmp_path: Any) -> None:
     by_object = engine.generate(PROMPTS, method=DraftModel(draft_of("llama")), max_new_tokens=NEW)
     assert [r.tokens for r in by_name] == [r.tokens for r in by_object]
     assert [r.stats.accepted for r in by_name] == [r.stats.accepted for r in by_object] != [0, 0]
-    companion = engine.info().companion
-    assert companion is not None and companion(str(tmp_path)) is companion(str(tmp_path))
-    assert companion(str(tmp_path)).stack.dtype == engine.stack.dtype
+    draft_engine = engine.info().draft_engine
+    assert draft_engine is not None and draft_engine(str(tmp_path)) is draft_engine(str(tmp_path))
+    assert draft_engine(str(tmp_path)).stack.dtype == engine.stack.dtype
 
 
 @pytest.mark.parametrize(("sizes"), [(97, 104), (97, 90)])
@@ -92,7 +92,7 @@ def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) ->
     words = byte_level()
     target = engine_for(tiny("llama", vocab_size=sizes[0]), words)
     other = engine_for(tiny("llama", vocab_size=sizes[1]), words)
-    draft = target.info().companion
+    draft = target.info().draft_engine
     assert draft is not None
     draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
     for options in ({}, {"temperature": 1.0, "seed": 3}):
@@ -122,9 +122,9 @@ def test_drafts_that_do_not_fit_are_refused() -> None:
 def test_other_tokenizers_are_refused() -> None:
     engine = engine_for(tiny("llama"), byte_level())
     other = engine_for(tiny("llama"), metaspace())
-    companion = engine.info().companion
-    assert companion is not None
-    companion._open = lambda home, model: other  # type: ignore[attr-defined]
+    draft_engine = engine.info().draft_engine
+    assert draft_engine is not None
+    draft_engine._open = lambda home, model: other  # type: ignore[attr-defined]
     refused(engine, DraftModel(tiny("llama", seed=1)), "its tokenizer has another vocabulary. Draft with")
 
 
@@ -154,16 +154,16 @@ def test_a_loaded_model_has_no_json_form() -> None:
 def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
     engine, draft = home(), noisy(tiny("llama"), 0.03)
     before = fingerprint(engine.model)
-    companion = engine.info().companion
-    assert companion is not None
-    stack = companion(draft).stack
+    draft_engine = engine.info().draft_engine
+    assert draft_engine is not None
+    stack = draft_engine(draft).stack
     fed = Fed(stack, fail_at=call)
     stream = engine.stream(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW)
     with pytest.raises(RuntimeError, match="the draft model broke"):
         list(stream)
     assert stream.result.finish_reason == "cancelled"
     assert fingerprint(engine.model) == before
-    assert len(fed.feeds) == call
+    assert len(fed.chunks) == call
     plain = engine.generate(PROMPTS[0], method=Full(), max_new_tokens=NEW)
     assert plain.tokens[: len(stream.result.tokens)] == stream.result.tokens
     assert engine.generate(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW).tokens == plain.tokens
@@ -198,19 +198,19 @@ def test_a_truncated_gumbel_is_a_gumbel_below_its_bound() -> None:
         assert truncated_gumbel(*extreme) <= extreme[1]
 
 
-def draw_beam(law: torch.Tensor, size: int, numbers: random.Random) -> tuple[tuple[int, int], ...]:
-    """Paths of two tokens of a beam over `law` [V] and `law` reversed, in descending value."""
-    laws = [law, law.flip(0)]
+def draw_beam(probs: torch.Tensor, size: int, numbers: random.Random) -> tuple[tuple[int, int], ...]:
+    """Paths of two tokens of a beam over `probs` [V] and `probs` reversed, in descending value."""
+    draft_probs = [probs, probs.flip(0)]
     beam, tokens, leaves = Beam(size, 2), [()], [Leaf(0)]
     for level in range(2):
         drawn = []
         for _ in leaves:
-            rest, own = laws[level].clone(), []
-            for _ in range(min(size, len(law))):
-                own.append(numbers.choices(range(len(law)), rest.tolist())[0])
+            rest, own = draft_probs[level].clone(), []
+            for _ in range(min(size, len(probs))):
+                own.append(numbers.choices(range(len(probs)), rest.tolist())[0])
                 rest[own[-1]] = 0
             drawn.append(own)
-        logs = [[float(laws[level][t].log()) for t in own] for own in drawn]
+        logs = [[float(draft_probs[level][t].log()) for t in own] for own in drawn]
         kept = beam.keep(leaves, logs, lambda leaf, rank: numbers.random())
         grown = [
             (value, log, (*tokens[at], drawn[at][rank]))
@@ -223,10 +223,10 @@ def draw_beam(law: torch.Tensor, size: int, numbers: random.Random) -> tuple[tup
 
 
 def test_a_beam_is_a_sample_of_paths_without_replacement() -> None:
-    law = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    shares = {(a, b): float(law[a] * law[2 - b]) for a, b in itertools.product(range(3), repeat=2)}
+    probs = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    shares = {(a, b): float(probs[a] * probs[2 - b]) for a, b in itertools.product(range(3), repeat=2)}
     numbers, total = random.Random(1), 12_000
-    counts = Counter(draw_beam(law, 2, numbers) for _ in range(total))
+    counts = Counter(draw_beam(probs, 2, numbers) for _ in range(total))
     for first, second in itertools.permutations(shares, 2):
         chance = shares[first] * shares[second] / (1 - shares[first])
         assert counts[(first, second)] / total == pytest.approx(chance, abs=4.5 * math.sqrt(chance / total) + 1e-4)
@@ -268,11 +268,11 @@ def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
     list(Stream(engine, rows, engine.cache_for(rows, NEW)))
     assert any(not tree.is_chain for tree in trees)
     for tree in trees:
-        if tree.laws is None:
+        if tree.draft_probs is None:
             continue
         for node in range(len(tree)):
             children = tree.children(node)
             assert len({tree.tokens[child] for child in children}) == len(children) <= 3
             for child in children:
-                law = tree.laws[child]
-                assert law[tree.tokens[child]] > 0 and int((law > 0).sum()) <= 3
+                probs = tree.draft_probs[child]
+                assert probs[tree.tokens[child]] > 0 and int((probs > 0).sum()) <= 3

@@ -39,7 +39,7 @@ def draft() -> Any:
 
 
 @functools.cache
-def law(temperature: float = TEMPERATURE) -> dict[Words, float]:
+def probs(temperature: float = TEMPERATURE) -> dict[Words, float]:
     """Of the tokens after the first, given all before: from the model's own forward on every text."""
     words = list(itertools.product(range(VOCABULARY), repeat=HORIZON))
     with torch.inference_mode():
@@ -85,7 +85,7 @@ EXACT = {
 @pytest.mark.parametrize("name", EXACT)
 def test_samples_have_the_law_of_the_target(name: str) -> None:
     found, kept = samples(EXACT[name])
-    assert chi_square(found, law()) > 1e-4
+    assert chi_square(found, probs()) > 1e-4
     assert name == "plain" or 0.05 < kept < 0.95
 
 
@@ -95,10 +95,10 @@ def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     real = module.choose
 
     def ascending(*args: Any) -> Any:
-        return [type(g)(tuple(sorted(g.tokens)), g.law, g.logs) for g in real(*args)]
+        return [type(g)(tuple(sorted(g.tokens)), g.probs, g.logs) for g in real(*args)]
 
     monkeypatch.setattr(module, "choose", ascending)
-    assert chi_square(samples(EXACT["tree"])[0], law()) < 1e-6
+    assert chi_square(samples(EXACT["tree"])[0], probs()) < 1e-6
 
 
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +107,10 @@ def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) 
     real = module.choose
 
     def flattened(*args: Any) -> Any:
-        return [type(g)(g.tokens, torch.full_like(g.law, 1 / VOCABULARY), g.logs) for g in real(*args)]
+        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
 
     monkeypatch.setattr(module, "choose", flattened)
-    assert chi_square(samples(EXACT["chain"])[0], law()) < 1e-6
+    assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 
 def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
             place.row.seed, place.row.number, place.row.emitted + place.depth, "accept 0"
         ),
     )
-    assert chi_square(samples(EXACT["chain"])[0], law()) < 1e-6
+    assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 
 def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +134,6 @@ def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         layer.keep(row, len(path))
 
     wide = DraftModel(noisy(target().model, 0.4, seed=3), branching=(4, 2, 1), rule="rejection")
-    assert chi_square(samples(wide, 1.3)[0], law(1.3)) > 1e-4
+    assert chi_square(samples(wide, 1.3)[0], probs(1.3)) > 1e-4
     monkeypatch.setattr(KVLayer, "commit", commit)
-    assert chi_square(samples(wide, 1.3)[0], law(1.3)) < 1e-6
+    assert chi_square(samples(wide, 1.3)[0], probs(1.3)) < 1e-6

@@ -53,9 +53,9 @@ def test_only_kept_tokens_are_drafted_with_a_law_that_knows_it(backend: Backend,
         assert {*proposer.met} >= {"none", "some"}
         for tree in proposer.trees:
             assert {*tree.tokens[1:]} <= set(ids)
-            for law in (tree.laws or ())[1:]:
-                assert law.shape == (97,) and float(law[::2].abs().sum()) == 0
-                assert float(law.sum()) == pytest.approx(1)
+            for probs in (tree.draft_probs or ())[1:]:
+                assert probs.shape == (97,) and float(probs[::2].abs().sum()) == 0
+                assert float(probs.sum()) == pytest.approx(1)
 
 
 def test_the_tokens_of_a_text(tmp_path: Path) -> None:

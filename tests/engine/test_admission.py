@@ -12,7 +12,7 @@ import pytest
 
 from drive import prompt
 from families import tiny
-from shoal.engine.admission import Join, Policy, Waves, policy
+from shoal.engine.admission import ContinuousBatching, GangBatching, Policy, policy
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
@@ -28,7 +28,7 @@ def engine() -> Engine:
 
 
 def test_by_name() -> None:
-    assert isinstance(policy("join"), Join) and isinstance(policy("waves"), Waves)
+    assert isinstance(policy("join"), ContinuousBatching) and isinstance(policy("waves"), GangBatching)
     with pytest.raises(ValueError, match="admission policy 'auto'"):
         policy("auto")
 
@@ -41,25 +41,25 @@ def test_an_impossible_patience_is_refused(name: str, patience: float) -> None:
 
 
 def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[float, list[Any]]:
-    """Layers that the ticks of a closed loop of clients went through, each counted once per tick, and the answers."""
+    """Layers that the steps of a closed loop of clients went through, each counted once per step, and the answers."""
     one, draw, layers = engine(), random.Random(seed), 0.0
-    scheduler, tickets = Scheduler(one, max_rows=CLIENTS, policy=how, start=False), list[Any]()
+    scheduler, handles = Scheduler(one, max_rows=CLIENTS, policy=how, start=False), list[Any]()
     forward = one.stack.forward
 
-    def counted(feeds: Any, cache: Any, *tap: Any) -> Any:
+    def counted(chunks: Any, cache: Any, *hook: Any) -> Any:
         nonlocal layers
-        if feeds[0].steps[0]:
-            layers += len({layer for feed in feeds for layer in feed.plan.layers(feed.steps[0])})
-        return forward(feeds, cache, *tap)
+        if chunks[0].steps[0]:
+            layers += len({layer for chunk in chunks for layer in chunk.plan.layers(chunk.steps[0])})
+        return forward(chunks, cache, *hook)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.stack, "forward", counted)
-        while len(tickets) < ASKED or scheduler.running or scheduler.waiting:
-            while len(tickets) < ASKED and scheduler.running + scheduler.waiting < CLIENTS:
+        while len(handles) < ASKED or scheduler.running or scheduler.waiting:
+            while len(handles) < ASKED and scheduler.running + scheduler.waiting < CLIENTS:
                 options = {"max_new_tokens": draw.choice(tokens), "method": method, "ignore_eos": True}
-                tickets.append(scheduler.submit(prompt(5, len(tickets) % 9), **options))
+                handles.append(scheduler.submit(prompt(5, len(handles) % 9), **options))
             scheduler.turn()
-    return layers, [ticket.results[0].tokens for ticket in tickets]
+    return layers, [handle.results[0].tokens for handle in handles]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[fl
     ids=["similar", "unequal", "full"],
 )
 def test_waves_spare_layers_where_answers_are_alike(tokens: Sequence[int], method: Any, waves_win: bool) -> None:
-    join, expected = play(Join(), 1, tokens, method)
-    waves, answers = play(Waves(), 1, tokens, method)
+    join, expected = play(ContinuousBatching(), 1, tokens, method)
+    waves, answers = play(GangBatching(), 1, tokens, method)
     assert answers == expected and len({len(answer) for answer in answers}) == len(tokens)
     assert (waves < 0.9 * join) if waves_win else (join < 0.9 * waves)

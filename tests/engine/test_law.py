@@ -63,33 +63,33 @@ def by_hand(logits: Tensor, ids: Sequence[int], sampling: Sampling) -> Tensor:
                 break
         keep = kept
     keep = [token for token in keep if weights[token] >= sampling.min_p * weights[ranked[0]]]
-    law = torch.zeros(V, dtype=torch.float64)
-    law[keep] = weights[keep]
-    return law / law.sum()
+    probs = torch.zeros(V, dtype=torch.float64)
+    probs[keep] = weights[keep]
+    return probs / probs.sum()
 
 
 @functools.cache
 def joint(name: str, plan: DepthPlan, length: int) -> dict[tuple[int, ...], float]:
     """Probability of every sequence of `length` tokens."""
-    law = {(): 1.0}
+    probs = {(): 1.0}
     for _ in range(length):
-        law = {
+        probs = {
             (*ids, token): p * float(q)
-            for ids, p in law.items()
+            for ids, p in probs.items()
             if p > 0
             for token, q in enumerate(by_hand(scores(ids, plan), ids, SAMPLINGS[name]))
         }
-    return law
+    return probs
 
 
-def statistic(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> tuple[float, float]:
+def statistic(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> tuple[float, float]:
     """Chi-square of the counts and its critical value; rare cells are joined."""
     total = sum(counts.values())
-    impossible = sum(n for ids, n in counts.items() if law.get(ids, 0) == 0)
+    impossible = sum(n for ids, n in counts.items() if probs.get(ids, 0) == 0)
     assert impossible == 0
-    common = [ids for ids, p in law.items() if p * total >= 5]
-    rest = 1 - sum(law[ids] for ids in common)
-    value = sum((counts[ids] - total * law[ids]) ** 2 / (total * law[ids]) for ids in common)
+    common = [ids for ids, p in probs.items() if p * total >= 5]
+    rest = 1 - sum(probs[ids] for ids in common)
+    value = sum((counts[ids] - total * probs[ids]) ** 2 / (total * probs[ids]) for ids in common)
     cells = len(common)
     if rest * total >= 1:
         seen = total - sum(counts[ids] for ids in common)
@@ -99,8 +99,8 @@ def statistic(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float
 
 @functools.cache
 def drawn(name: str, plan: DepthPlan, length: int) -> Counter[tuple[int, ...]]:
-    law = SAMPLINGS[name]
-    run = decode(model(), [PROMPT] * DRAWS, plan, length, sampling=law, seed=11, watch=False)
+    probs = SAMPLINGS[name]
+    run = decode(model(), [PROMPT] * DRAWS, plan, length, sampling=probs, seed=11, watch=False)
     return Counter(map(tuple, run.tokens))
 
 
@@ -139,9 +139,9 @@ def test_the_harness_tells_laws_apart(drawn_as: str, tested_as: str) -> None:
 def test_tokens_of_one_row_are_drawn_independently() -> None:
     """One uniform number used twice would tie the second token to the first."""
     counts = drawn("T = 1", FULL, 2)
-    law = joint("T = 1", FULL, 2)
+    probs = joint("T = 1", FULL, 2)
     seen = {ids for ids, n in counts.items() if n}
-    likely = {ids for ids, p in law.items() if p * DRAWS > 20}
+    likely = {ids for ids, p in probs.items() if p * DRAWS > 20}
     assert likely <= seen and len(likely) > V
 
 

@@ -56,20 +56,20 @@ def tensors(layer: kv.KVLayer) -> list[Tensor]:
 
 def test_released_layers_have_no_tensors() -> None:
     run = make_run(tiny("llama"), [prompt(5)], D3_PLAN, 12)
-    for tick, _ in enumerate(run.loop.run(), start=1):
+    for report, _ in enumerate(run.loop.run(), start=1):
         if run.loop.rows:
             empty = [layer for layer in range(6) if not tensors(run.cache.layers[layer])]
-            assert empty == list(D3_PLAN.dropped(tick))
+            assert empty == list(D3_PLAN.dropped(report))
             assert all(run.cache.layers[layer].allocated == 0 for layer in empty)
 
 
 def test_a_layer_is_freed_when_its_last_row_goes() -> None:
     """Whether that row releases it, or leaves the batch before those that have released it."""
     run = make_run(tiny("llama"), [prompt(4), prompt(6)], [D3_PLAN, FULL], [12, 5])
-    for tick, _ in enumerate(run.loop.run(), start=1):
+    for report, _ in enumerate(run.loop.run(), start=1):
         if run.loop.rows:
             kept = [bool(tensors(layer)) for layer in run.cache.layers]
-            assert kept == [tick < 5 or layer not in D3_PLAN.dropped(tick) for layer in range(6)]
+            assert kept == [report < 5 or layer not in D3_PLAN.dropped(report) for layer in range(6)]
 
 
 def test_stats_report_them() -> None:
@@ -167,4 +167,4 @@ def test_long_answers_reserve_no_more_than_they_may_need() -> None:
 
 
 def _allocated(stream: Any) -> list[int]:
-    return [layer.allocated for layer in stream._ticks.gi_frame.f_locals["self"].cache.layers]
+    return [layer.allocated for layer in stream._steps.gi_frame.f_locals["self"].cache.layers]

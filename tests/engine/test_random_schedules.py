@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from families import VOCAB, tiny
 from method_matrix import MATRIX
 from schedules import Action, Job, actions, follow
-from shoal.engine.admission import Join, Policy, Waves
+from shoal.engine.admission import ContinuousBatching, GangBatching, Policy
 from shoal.engine.card import Card
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.load import engine_for
@@ -28,7 +28,11 @@ from test_matrix import SCORES
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "3000"))
 MODELS = {"llama": "hf", "hybrid": "hf", "qwen3": "packed"}
 """Families and backends, all in fp64; the hybrid one mixes sliding and full attention."""
-POLICIES: dict[str, Policy] = {"join": Join(), "waves": Waves(), "waves, no patience": Waves(0.0)}
+POLICIES: dict[str, Policy] = {
+    "join": ContinuousBatching(),
+    "waves": GangBatching(),
+    "waves, no patience": GangBatching(0.0),
+}
 PLAIN = (
     Full(), D3(mean=0.7, core=2, horizon=20), D3(alpha=0.8, core=2, order="low_first"), D3(alpha=0.7, core=2, horizon=4)
 )

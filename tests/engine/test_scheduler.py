@@ -15,7 +15,7 @@ from torch import Tensor
 from drive import prompt
 from families import tiny
 from schedules import Action, Job, actions, follow
-from shoal.engine.admission import Join, Waves, policy
+from shoal.engine.admission import ContinuousBatching, GangBatching, policy
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
@@ -106,12 +106,12 @@ def test_free_storage_is_given_up_where_others_need_it() -> None:
     stack = engine("llama").stack
     most = 64 * sum(stack.position_bytes)
     scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
-    cache, tickets = scheduler._batch.cache, list[Any]()
+    cache, handles = scheduler._batch.cache, list[Any]()
 
     def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
         """Rows, slots and columns once prompts of these lengths for that many tokens have joined."""
         for size, new in jobs:
-            tickets.append(scheduler.submit(prompt(size, len(tickets)), max_new_tokens=new))
+            handles.append(scheduler.submit(prompt(size, len(handles)), max_new_tokens=new))
         scheduler.turn()
         assert cache.bytes().allocated <= most
         return cache.rows, cache.slots, max(layer.capacity for layer in cache.layers)
@@ -124,21 +124,21 @@ def test_free_storage_is_given_up_where_others_need_it() -> None:
     assert come(*[(2, 4)] * 3) == (4, 4, 14)
     finish(scheduler)
     jobs += [(20, 12), (2, 12), (20, 1), *[(2, 4)] * 3]
-    for number, ((size, new), ticket) in enumerate(zip(jobs, tickets, strict=True)):
-        assert ticket.results[0].tokens == engine("llama").generate(prompt(size, number), max_new_tokens=new).tokens
+    for number, ((size, new), handle) in enumerate(zip(jobs, handles, strict=True)):
+        assert handle.results[0].tokens == engine("llama").generate(prompt(size, number), max_new_tokens=new).tokens
 
 
 def test_rows_wait_for_memory_and_come_in_turn() -> None:
     probe = Scheduler(engine("llama"), start=False)
     need = probe._room.bytes([probe._need(row) for row in engine("llama").rows([prompt(5, 1)], request(7))])
     scheduler = Scheduler(engine("llama"), kv_bytes=2 * need, start=False)
-    tickets = [submit(scheduler, 0) for _ in range(5)]
+    handles = [submit(scheduler, 0) for _ in range(5)]
     scheduler.turn()
     assert (scheduler.running, scheduler.waiting) == (2, 3)
     assert scheduler.kv_use == 1
     finish(scheduler)
-    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", 0)] * 5
-    joined = [ticket.entries[0].joined for ticket in tickets]
+    assert [handle.results[0].tokens for handle in handles] == [alone("llama", 0)] * 5
+    joined = [handle.entries[0].joined for handle in handles]
     assert joined == sorted(joined)
     with pytest.raises(Unsupported, match="KV can take"):
         scheduler.submit(prompt(40), max_new_tokens=100)
@@ -172,9 +172,9 @@ def test_a_long_prompt_stalls_nobody_beyond_the_chunk(monkeypatch: pytest.Monkey
     fed: list[int] = []
     forward = engine("llama").stack.forward
 
-    def watched(feeds: Any, cache: KVCache, *tap: Any) -> Tensor:
-        fed.append(sum(len(feed.tokens) for feed in feeds))
-        return forward(feeds, cache, *tap)
+    def watched(chunks: Any, cache: KVCache, *hook: Any) -> Tensor:
+        fed.append(sum(len(chunk.tokens) for chunk in chunks))
+        return forward(chunks, cache, *hook)
 
     monkeypatch.setattr(engine("llama").stack, "forward", watched)
     for _ in range(3):
@@ -187,7 +187,7 @@ def test_a_long_prompt_stalls_nobody_beyond_the_chunk(monkeypatch: pytest.Monkey
 
 
 def test_rows_of_a_wave_are_at_the_same_step() -> None:
-    scheduler = Scheduler(engine("llama"), prefill_chunk=6, policy=Waves(), start=False)
+    scheduler = Scheduler(engine("llama"), prefill_chunk=6, policy=GangBatching(), start=False)
     for job in (1, 2, 1):
         submit(scheduler, job)
     late = None
@@ -203,14 +203,14 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
 
 
 def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(engine("llama"), policy=Waves(), start=False)
+    scheduler = Scheduler(engine("llama"), policy=GangBatching(), start=False)
     first = submit(scheduler, 0)
-    tickets, forward = [first], engine("llama").stack.forward
+    handles, forward = [first], engine("llama").stack.forward
 
-    def meanwhile(feeds: Any, cache: KVCache, *tap: Any) -> Tensor:
-        if len(tickets) < 3:
-            tickets.append(submit(scheduler, len(tickets)))
-        return forward(feeds, cache, *tap)
+    def meanwhile(chunks: Any, cache: KVCache, *hook: Any) -> Tensor:
+        if len(handles) < 3:
+            handles.append(submit(scheduler, len(handles)))
+        return forward(chunks, cache, *hook)
 
     monkeypatch.setattr(engine("llama").stack, "forward", meanwhile)
     for _ in range(3):
@@ -219,11 +219,11 @@ def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypa
     assert len({row.emitted for row in scheduler._batch.rows}) == 1
     monkeypatch.undo()
     finish(scheduler)
-    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", job) for job in range(3)]
+    assert [handle.results[0].tokens for handle in handles] == [alone("llama", job) for job in range(3)]
 
 
 def test_patience_ends() -> None:
-    scheduler = Scheduler(engine("llama"), policy=Waves(patience=0.0), start=False)
+    scheduler = Scheduler(engine("llama"), policy=GangBatching(patience=0.0), start=False)
     submit(scheduler, 1)
     for _ in range(3):
         scheduler.turn()
@@ -233,17 +233,17 @@ def test_patience_ends() -> None:
     finish(scheduler)
     with pytest.raises(ValueError, match="admission policy"):
         policy("tides")
-    assert isinstance(policy("join"), Join)
+    assert isinstance(policy("join"), ContinuousBatching)
 
 
 def test_answers_of_one_request_are_rows_of_their_own() -> None:
     scheduler = Scheduler(engine("llama"), start=False)
     options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 7}
-    ticket = scheduler.submit(prompt(5), n=3, **options)
+    handle = scheduler.submit(prompt(5), n=3, **options)
     finish(scheduler)
     together = engine("llama").generate([prompt(5)] * 3, **options)
-    assert [result.tokens for result in ticket.results] == [result.tokens for result in together]
-    assert len({result.tokens for result in ticket.results}) == 3
+    assert [result.tokens for result in handle.results] == [result.tokens for result in together]
+    assert len({result.tokens for result in handle.results}) == 3
 
 
 def test_a_row_that_fails_takes_nobody_with_it() -> None:
@@ -268,11 +268,11 @@ def test_threads_submit_and_leave_while_one_works() -> None:
         results: dict[int, tuple[int, ...]] = {}
 
         def ask(place: int) -> None:
-            ticket = submit(scheduler, place % len(JOBS))
+            handle = submit(scheduler, place % len(JOBS))
             if place % 4 == 3:
-                next(ticket, None)
-                ticket.cancel()
-            results[place] = tuple(step.token for step in ticket) if place % 4 != 3 else ()
+                next(handle, None)
+                handle.cancel()
+            results[place] = tuple(step.token for step in handle) if place % 4 != 3 else ()
 
         threads = [threading.Thread(target=ask, args=(place,)) for place in range(12)]
         for thread in threads:
@@ -288,14 +288,14 @@ def test_threads_submit_and_leave_while_one_works() -> None:
 
 def test_closing_finishes_what_runs() -> None:
     scheduler = Scheduler(engine("llama"), max_rows=2)
-    tickets = [submit(scheduler, 0) for _ in range(4)]
+    handles = [submit(scheduler, 0) for _ in range(4)]
     assert scheduler.close(timeout=120)
-    assert [ticket.results[0].tokens for ticket in tickets] == [alone("llama", 0)] * 4
+    assert [handle.results[0].tokens for handle in handles] == [alone("llama", 0)] * 4
 
 
 def test_closing_in_a_hurry_cancels() -> None:
     scheduler = Scheduler(engine("llama"), max_rows=1)
-    tickets = [scheduler.submit(prompt(5), max_new_tokens=300) for _ in range(3)]
+    handles = [scheduler.submit(prompt(5), max_new_tokens=300) for _ in range(3)]
     scheduler.close(drain=False)
-    assert {ticket.results[0].finish_reason for ticket in tickets} == {"cancelled"}
-    assert all(len(list(ticket)) < 300 for ticket in tickets)
+    assert {handle.results[0].finish_reason for handle in handles} == {"cancelled"}
+    assert all(len(list(handle)) < 300 for handle in handles)

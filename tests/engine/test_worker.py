@@ -56,10 +56,10 @@ def endanger(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, times: int) 
         monkeypatch.setattr(scheduler, name, functools.partial(risky, getattr(scheduler, name)))
 
 
-def outcome(ticket: Any) -> tuple[int, ...] | None:
+def outcome(handle: Any) -> tuple[int, ...] | None:
     """Its tokens, or None where it was interrupted."""
     try:
-        return tuple(step.token for step in ticket)
+        return tuple(step.token for step in handle)
     except Interrupted:
         return None
 
@@ -75,12 +75,12 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
             return step(budget, rows)
 
         monkeypatch.setattr(scheduler._batch, "step", deadly)
-        tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
+        handles = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
         until(lambda: not scheduler.alive)
         scheduler._worker._hurry.set()
         until(lambda: scheduler.alive)
-        assert [outcome(ticket) for ticket in tickets] == [None, None, expected, expected, expected]
-        assert {entry.row.finish_reason for ticket in tickets[:2] for entry in ticket.entries} == {"cancelled"}
+        assert [outcome(handle) for handle in handles] == [None, None, expected, expected, expected]
+        assert {entry.row.finish_reason for handle in handles[:2] for entry in handle.entries} == {"cancelled"}
         until(lambda: not scheduler._open)
         assert (scheduler.running, scheduler.waiting, scheduler.kv_use, scheduler._batch.cache.rows) == (0, 0, 0, 0)
     assert not scheduler.alive
@@ -91,17 +91,17 @@ def test_whatever_moment_it_dies_at_nobody_waits_for_ever(engine: Engine, monkey
     scheduler = Scheduler(engine, max_rows=2, start=False)
     scheduler._worker._pause = 0.0
     endanger(scheduler, monkeypatch, times=8)  # each takes six answers with it at most
-    tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=10) for _ in range(6)]
+    handles = [scheduler.submit(prompt(5, 1), max_new_tokens=10) for _ in range(6)]
     scheduler._worker.start()
     outcomes: list[Any] = []
 
-    def ask(ticket: Any) -> None:
+    def ask(handle: Any) -> None:
         for _ in range(12):
-            outcomes.append(outcome(ticket))
-            ticket = scheduler.submit(prompt(5, 1), max_new_tokens=10)
-        ticket.cancel()
+            outcomes.append(outcome(handle))
+            handle = scheduler.submit(prompt(5, 1), max_new_tokens=10)
+        handle.cancel()
 
-    threads = [threading.Thread(target=ask, args=(ticket,), daemon=True) for ticket in tickets]
+    threads = [threading.Thread(target=ask, args=(handle,), daemon=True) for handle in handles]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,8 +120,8 @@ def test_a_fault_that_stays_fails_those_that_wait_too(engine: Engine, monkeypatc
     scheduler = Scheduler(engine, max_rows=1)
     scheduler._worker._pause = 0.05
     monkeypatch.setattr(scheduler, "_admit", broken)
-    tickets = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]
-    assert [outcome(ticket) for ticket in tickets] == [None] * 3
+    handles = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]
+    assert [outcome(handle) for handle in handles] == [None] * 3
     assert scheduler.close(timeout=30)
 
 

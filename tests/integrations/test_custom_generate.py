@@ -266,11 +266,11 @@ def test_the_law_of_samples_is_that_of_the_scores(llama: PreTrainedModel) -> Non
     out = generate(
         llama, **single(), **options, return_dict_in_generate=True, output_scores=True, custom_generate=Full()
     )
-    law = out.scores[0][0].double().softmax(-1)
-    counts = torch.bincount(out.sequences[:, -1], minlength=law.numel())
-    assert not counts[law == 0].any()
-    kept = law > 0
-    assert kept.sum() == 5 and chisquare(counts[kept], 4000 * law[kept]).pvalue > 1e-4
+    probs = out.scores[0][0].double().softmax(-1)
+    counts = torch.bincount(out.sequences[:, -1], minlength=probs.numel())
+    assert not counts[probs == 0].any()
+    kept = probs > 0
+    assert kept.sum() == 5 and chisquare(counts[kept], 4000 * probs[kept]).pvalue > 1e-4
 
 
 def test_temperature_is_applied_once(llama: PreTrainedModel) -> None:

@@ -57,10 +57,10 @@ def test_likelihoods_are_those_of_the_plan(parts: tuple[Any, Any], method: Any) 
         prompt, target = (parts[1](text)["input_ids"] for text in (context, continuation))
         ids = [*prompt, *target[:-1]]
         logits = prefix_oracle(parts[0], torch.tensor([ids]), prefix_counts(plan.attention, len(prompt), len(ids)))
-        laws = log_softmax(logits[len(prompt) - 1 :], -1)
-        expected = float(laws.gather(1, torch.tensor(target)[:, None]).sum())
+        draft_probs = log_softmax(logits[len(prompt) - 1 :], -1)
+        expected = float(draft_probs.gather(1, torch.tensor(target)[:, None]).sum())
         assert value == pytest.approx(expected, abs=1e-3)
-        assert greedy == (laws.argmax(-1).tolist() == target)
+        assert greedy == (draft_probs.argmax(-1).tolist() == target)
     assert (model.mean_layers == 6) == (method == "full")
 
 

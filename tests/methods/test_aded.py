@@ -36,8 +36,8 @@ def random_law(seed: int):  # type: ignore[no-untyped-def]
     table = {}
     for pair in itertools.product(range(VOCABULARY), repeat=2):
         weights = [numbers.random() ** 3 for _ in range(VOCABULARY)]
-        law = sorted(((t, w / sum(weights)) for t, w in enumerate(weights)), key=lambda item: -item[1])
-        table[pair] = law[: numbers.randint(1, VOCABULARY)] if numbers.random() < 0.9 else []
+        probs = sorted(((t, w / sum(weights)) for t, w in enumerate(weights)), key=lambda item: -item[1])
+        table[pair] = probs[: numbers.randint(1, VOCABULARY)] if numbers.random() < 0.9 else []
     return table.__getitem__
 
 
@@ -45,14 +45,14 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     return [tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(1, len(tree))]
 
 
-def all_paths(law, pair: tuple[int, int], depth: int) -> dict[tuple[int, ...], float]:  # type: ignore[no-untyped-def]
+def all_paths(probs, pair: tuple[int, int], depth: int) -> dict[tuple[int, ...], float]:  # type: ignore[no-untyped-def]
     found: dict[tuple[int, ...], float] = {}
     level = {(): 1.0}
     for _ in range(depth):
         level = {
             (*words, token): chance * share
             for words, chance in level.items()
-            for token, share in law((*pair, *words)[-2:])
+            for token, share in probs((*pair, *words)[-2:])
         }
         found.update(level)
     return found
@@ -61,9 +61,9 @@ def all_paths(law, pair: tuple[int, int], depth: int) -> dict[tuple[int, ...], f
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 4))
 def test_best_first_takes_the_likeliest_paths(seed: int, nodes: int, depth: int) -> None:
-    law = random_law(seed)
-    every = all_paths(law, (0, 1), depth)
-    found = paths(best_first(law, (0, 1), nodes, depth))
+    probs = random_law(seed)
+    every = all_paths(probs, (0, 1), depth)
+    found = paths(best_first(probs, (0, 1), nodes, depth))
     assert len(set(found)) == len(found) == min(nodes, len(every))
     best = sorted(every.values(), reverse=True)[:nodes]
     assert sorted((every[words] for words in found), reverse=True) == pytest.approx(best)
@@ -86,13 +86,13 @@ def test_a_search_counts_each_iteration_once(seed: int, iterations: int, depth: 
 
 
 def test_a_search_finds_what_is_likely() -> None:
-    law = random_law(3)
-    every = all_paths(law, (0, 1), 3)
-    found = paths(monte_carlo(law, (0, 1), 12, 3, 400, "key"))
+    probs = random_law(3)
+    every = all_paths(probs, (0, 1), 3)
+    found = paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
     assert len(found) == 12
     best = sum(sorted(every.values(), reverse=True)[:12])
     assert sum(every[words] for words in found) > 0.9 * best
-    assert found == paths(monte_carlo(law, (0, 1), 12, 3, 400, "key"))
+    assert found == paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
@@ -103,35 +103,35 @@ def test_a_table_read_once_is_the_share_of_each_follower(text: list[int]) -> Non
     table.read(text)
     counts = Counter(zip(text, text[1:], text[2:], strict=False))
     for pair in itertools.product(range(4), repeat=2):
-        law = table.law(pair)
+        probs = table.probs(pair)
         total = sum(counts[(*pair, token)] for token in range(4))
-        assert {token: share for token, share in law} == pytest.approx(
+        assert {token: share for token, share in probs} == pytest.approx(
             {token: counts[(*pair, token)] / total for token in range(4) if counts[(*pair, token)]}
         )
-        assert [share for _, share in law] == sorted((share for _, share in law), reverse=True)
+        assert [share for _, share in probs] == sorted((share for _, share in probs), reverse=True)
         corpus = count(text).get(pair, {})
-        assert dict(law) == pytest.approx(dict(corpus))
+        assert dict(probs) == pytest.approx(dict(corpus))
 
 
 def test_what_the_row_says_moves_the_law() -> None:
     base = {(1, 2): {3: 0.9, 4: 0.1}}
     table = Trigrams(base, 0.2)
-    before = dict(table.law((1, 2)))[4]
+    before = dict(table.probs((1, 2)))[4]
     text, shares = [], []
     for _ in range(30):
         text += [1, 2, 4, 0]
         table.read(text)
-        shares.append(dict(table.law((1, 2)))[4])
+        shares.append(dict(table.probs((1, 2)))[4])
     assert before < shares[0] and shares == sorted(shares)
-    assert table.law((1, 2))[0] == (4, pytest.approx(CAP / (CAP + 0.9)))
+    assert table.probs((1, 2))[0] == (4, pytest.approx(CAP / (CAP + 0.9)))
     assert base == {(1, 2): {3: 0.9, 4: 0.1}}
 
 
 def test_a_table_does_not_grow_without_bound() -> None:
     table = Trigrams({}, 0.5)
     table.read([token for follower in range(50) for token in (1, 2, follower + 3)])
-    law = table.law((1, 2))
-    assert len(law) == FOLLOWERS and law[0][0] == 52
+    probs = table.probs((1, 2))
+    assert len(probs) == FOLLOWERS and probs[0][0] == 52
 
 
 def test_a_corpus_is_read_in_pieces(tmp_path: Path) -> None:

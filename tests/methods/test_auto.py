@@ -122,15 +122,15 @@ def test_rows_that_join_and_leave_give_what_plain_decoding_gives(options: dict[s
     prompts = [[4, 8, 15, 8] * size + [size] for size in (2, 5, 3, 7, 4)]
     plain = [engine.generate(prompt, max_new_tokens=20 + number, **options) for number, prompt in enumerate(prompts)]
     with Scheduler(engine, max_rows=3, start=False) as scheduler:
-        tickets = []
+        handles = []
         for number, prompt in enumerate(prompts):
             method = "full" if number == 3 else "auto"  # the switch of one request
-            tickets.append(scheduler.submit(prompt, method=method, max_new_tokens=20 + number, **options))
+            handles.append(scheduler.submit(prompt, method=method, max_new_tokens=20 + number, **options))
             scheduler.turn()
         for _ in range(200):
             scheduler.turn()
-        assert [ticket.results[0].tokens for ticket in tickets] == [result.tokens for result in plain]
-        assert tickets[3].results[0].stats.drafted == 0
+        assert [handle.results[0].tokens for handle in handles] == [result.tokens for result in plain]
+        assert handles[3].results[0].stats.drafted == 0
 
 
 def test_turns_of_a_chat_are_those_of_plain_decoding() -> None:

@@ -16,7 +16,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.draft.draft import first_layers
 from shoal.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,5 +83,5 @@ def test_shadow_tokens_are_what_the_exits_would_say() -> None:
 
 def shadow(stack: object, tokens: list[int], exit_layer: int) -> list[int]:
     """Most likely token after each position by the first layers, the KV being those of the full model there."""
-    feed = Feed(0, tokens, [1] * len(tokens), first_layers(exit_layer, 6), wanted=len(tokens))
-    return stack.forward([feed], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]
+    chunk = SequenceChunk(0, tokens, [1] * len(tokens), first_layers(exit_layer, 6), wanted=len(tokens))
+    return stack.forward([chunk], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]

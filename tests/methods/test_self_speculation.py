@@ -208,12 +208,12 @@ def test_a_forward_that_fails_while_drafting(method: str, monkeypatch: pytest.Mo
     forward, calls, seen = engine.stack.forward, [0], []
     want = engine.generate(IDS[:2], max_new_tokens=12)
 
-    def broken(feeds: Any, cache: KVCache, *others: Any) -> Any:
+    def broken(chunks: Any, cache: KVCache, *others: Any) -> Any:
         calls[0] += 1
         if calls[0] == 4:
             seen.append(cache)
             raise RuntimeError("no more")
-        return forward(feeds, cache, *others)
+        return forward(chunks, cache, *others)
 
     monkeypatch.setattr(engine.stack, "forward", broken)
     with pytest.raises(RuntimeError, match="no more"):
@@ -271,11 +271,11 @@ def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
 def test_rows_are_independent(method: str) -> None:
     """Neither tokens nor what drafting brought depend on batch-mates."""
     stack = mild_stack(HF, "hybrid")
-    for law in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
+    for probs in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
         recipe, _ = recipe_of(METHODS[method])
-        batch = decode(None, IDS, recipe, [24, 9, 31, 17], stack=stack, sampling=law, watch=False)
+        batch = decode(None, IDS, recipe, [24, 9, 31, 17], stack=stack, sampling=probs, watch=False)
         for row, new in enumerate((24, 9, 31, 17)):
-            one = decode(None, [IDS[row]], recipe, new, stack=stack, sampling=law, watch=False, numbers=[row])
+            one = decode(None, [IDS[row]], recipe, new, stack=stack, sampling=probs, watch=False, numbers=[row])
             assert one.tokens[0] == batch.tokens[row]
             ledgers = [one.rows[0].ledger, batch.rows[row].ledger]
             if method.startswith("del"):  # it judges its exits whenever it is asked to draft for anybody
@@ -308,15 +308,15 @@ def test_every_rule_takes_the_drafts(method: str, kind: Any) -> None:
     run = decode(None, IDS, recipe, 20, stack=mild_stack(HF, "llama"), sampling=SAMPLINGS["sampled"], watch=False)
     assert recipe.exact_to == ("full" if kind in ("match", "rejection") else "none")
     assert [len(tokens) for tokens in run.tokens] == [20] * 4
-    assert all(tree.laws is not None for tree in watch.trees if len(tree) > 1)
+    assert all(tree.draft_probs is not None for tree in watch.trees if len(tree) > 1)
 
 
 def test_all_layers_accept_everything() -> None:
     """The same law twice: an exact match through the common number, rejection because the ratio is 1."""
     for kind in ("match", "rejection"):
-        for name, law in SAMPLINGS.items():
+        for name, probs in SAMPLINGS.items():
             recipe, watch = recipe_of(LayerSkip(6, 4, rule=kind))
-            run = decode(None, IDS, recipe, 21, stack=stack_of(tiny("hybrid")), sampling=law, watch=False)
+            run = decode(None, IDS, recipe, 21, stack=stack_of(tiny("hybrid")), sampling=probs, watch=False)
             assert {*watch.met} == {"all"}, (kind, name)
             assert [row.ledger.target_forwards for row in run.rows] == [1 + 4] * 4
 

@@ -18,7 +18,7 @@ from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.model.kv import KVCache
 from shoal.model.parity import check_parity
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -82,7 +82,7 @@ def build(model_type: str, others: dict[str, Any]) -> Any:
 def stored_bytes(stack: Stack) -> tuple[int, ...]:
     """Of a position of each layer, once something is stored."""
     cache = KVCache(stack.windows, 1)
-    stack.forward([Feed(0, [1, 2], [0, 0], DepthPlan.full(stack.num_layers))], cache)
+    stack.forward([SequenceChunk(0, [1, 2], [0, 0], DepthPlan.full(stack.num_layers))], cache)
     return tuple(layer.bytes_per_position for layer in cache.layers)
 
 

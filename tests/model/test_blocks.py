@@ -18,7 +18,7 @@ from families import VOCAB
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 PROMPT, NEW = 7, 14
 PLANS = {
@@ -38,8 +38,8 @@ def blocks(backend: Backend, name: str, plan: DepthPlan, sizes: Sequence[int]) -
         if not chosen:
             break
         steps = [max(0, place - PROMPT + 1) for place in chosen]
-        feed = Feed(0, [TOKENS[place] for place in chosen], steps, plan, wanted=len(chosen))
-        pieces.append(stack.forward([feed], cache))
+        chunk = SequenceChunk(0, [TOKENS[place] for place in chosen], steps, plan, wanted=len(chosen))
+        pieces.append(stack.forward([chunk], cache))
         cache.commit(0, range(len(chosen)))
         done += len(chosen)
     return torch.cat(pieces)[PROMPT:]
@@ -79,11 +79,13 @@ def test_every_node_of_a_tree_sees_its_own_path_alone(backend: Backend, name: st
         assert not tree.is_chain
         before = TOKENS[: PROMPT + given_steps - 1]
         cache = KVCache(stack.windows, 1)
-        stack.forward([Feed(0, before, [max(0, i - PROMPT + 1) for i in range(len(before))], PLANS[plan])], cache)
+        stack.forward(
+            [SequenceChunk(0, before, [max(0, i - PROMPT + 1) for i in range(len(before))], PLANS[plan])], cache
+        )
         cache.commit(0, range(len(before)))
         steps = [given_steps + depth for depth in tree.depths]
         logits = stack.forward(
-            [Feed(0, tree.tokens, steps, PLANS[plan], tree.parents, tree.depths, wanted=nodes)], cache
+            [SequenceChunk(0, tree.tokens, steps, PLANS[plan], tree.parents, tree.depths, wanted=nodes)], cache
         )
         for node in range(nodes):
             path = [tree.tokens[i] for i in tree.path(node)]
@@ -97,24 +99,24 @@ def test_blocks_and_trees_of_different_rows_in_one_forward(backend: Backend, nam
     stack, tree = backend.stack(name), random_tree(random.Random(5), 10)
     plans = list(PLANS.values())
     befores = [prompt(3, 1), prompt(12, 2), prompt(8, 3), []]
-    feeds = [
-        Feed(0, prompt(4, 6), [2, 3, 4, 5], plans[1], wanted=4),
-        Feed(1, tree.tokens, [1 + d for d in tree.depths], plans[2], tree.parents, tree.depths, wanted=10),
-        Feed(2, [9], [8], plans[1]),
-        Feed(3, prompt(6, 7), [0] * 6, plans[0], wanted=6),
+    chunks = [
+        SequenceChunk(0, prompt(4, 6), [2, 3, 4, 5], plans[1], wanted=4),
+        SequenceChunk(1, tree.tokens, [1 + d for d in tree.depths], plans[2], tree.parents, tree.depths, wanted=10),
+        SequenceChunk(2, [9], [8], plans[1]),
+        SequenceChunk(3, prompt(6, 7), [0] * 6, plans[0], wanted=6),
     ]
 
     def filled(rows: Sequence[int]) -> KVCache:
         cache = KVCache(stack.windows, len(rows))
         for slot, row in enumerate(rows):
             if befores[row]:
-                stack.forward([Feed(slot, befores[row], [0] * len(befores[row]), plans[0])], cache)
+                stack.forward([SequenceChunk(slot, befores[row], [0] * len(befores[row]), plans[0])], cache)
                 cache.commit(slot, range(len(befores[row])))
         return cache
 
-    together = stack.forward(feeds, filled(range(4))).split([feed.wanted for feed in feeds])
-    for row, feed in enumerate(feeds):
-        single = Feed(0, feed.tokens, feed.steps, feed.plan, feed.parents, feed.depths, feed.wanted)
+    together = stack.forward(chunks, filled(range(4))).split([chunk.wanted for chunk in chunks])
+    for row, chunk in enumerate(chunks):
+        single = SequenceChunk(0, chunk.tokens, chunk.steps, chunk.plan, chunk.parents, chunk.depths, chunk.wanted)
         assert gap(stack.forward([single], filled([row])), together[row]) <= backend.exact
-    some = stack.forward([feeds[1], feeds[3]], filled(range(4)))
+    some = stack.forward([chunks[1], chunks[3]], filled(range(4)))
     assert gap(some, torch.cat([together[1], together[3]])) <= backend.exact

@@ -19,7 +19,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 D3 = DepthPlan.whole_layers([NEVER, 9, 2, 4, 6, NEVER])
 FULL = DepthPlan.full(6)
@@ -99,8 +99,8 @@ def test_positions_off_by_one_are_seen(name: str, monkeypatch: pytest.MonkeyPatc
     """Only those after the prompt: rotary embeddings do not notice when all are shifted together."""
     right = hf.positions
 
-    def wrong(feed: Feed, cache: KVCache, *rest: int) -> list[int]:
-        return [place + (cache.positions[feed.row] > 0) for place in right(feed, cache, *rest)]
+    def wrong(chunk: SequenceChunk, cache: KVCache, *rest: int) -> list[int]:
+        return [place + (cache.positions[chunk.row] > 0) for place in right(chunk, cache, *rest)]
 
     monkeypatch.setattr(hf, "positions", wrong)
     assert error(name) > FAR
@@ -109,8 +109,8 @@ def test_positions_off_by_one_are_seen(name: str, monkeypatch: pytest.MonkeyPatc
 def test_tree_positions_by_node_number_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, right = truth("llama"), hf.positions
 
-    def wrong(feed: Feed, *rest: Any) -> list[int]:
-        return right(Feed(feed.row, feed.tokens, feed.steps, feed.plan), *rest)
+    def wrong(chunk: SequenceChunk, *rest: Any) -> list[int]:
+        return right(SequenceChunk(chunk.row, chunk.tokens, chunk.steps, chunk.plan), *rest)
 
     monkeypatch.setattr(hf, "positions", wrong)
     assert error("llama", draft=draft) > FAR
@@ -121,12 +121,12 @@ def test_a_stale_entry_is_seen(layer: int) -> None:
     """In any layer that still runs, at the first, a middle or the last prompt position."""
     for position in (0, 4, len(IDS) - 1):
         run = make_run(tiny("llama"), [IDS], D3, NEW)
-        ticks = run.loop.run()
-        next(ticks)
+        steps = run.loop.run()
+        next(steps)
         store = run.cache.layers[layer]
         assert store.keys is not None
         store.keys[0, :, position] = store.keys[0, :, (position + 1) % len(IDS)]
-        for _ in ticks:
+        for _ in steps:
             pass
         expected = oracle_logits(tiny("llama"), IDS, D3, run.tokens[0])
         assert gap(run.logits(0), expected) > FAR
@@ -154,47 +154,47 @@ def test_growth_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error("llama") > FAR
 
 
-def grown_feed() -> tuple[Feed, KVCache]:
+def grown_feed() -> tuple[SequenceChunk, KVCache]:
     """A cache whose layer 2 skipped a token, and a feed that wants layer 2 back."""
     stack = stack_of(tiny("llama"))
     cache = KVCache(stack.windows, 1)
     shallow = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
     for tokens, steps, plan in ((IDS, [0] * 9, FULL), ([4], [1], shallow)):
-        stack.forward([Feed(0, tokens, steps, plan)], cache)
+        stack.forward([SequenceChunk(0, tokens, steps, plan)], cache)
         cache.commit(0, range(len(tokens)))
-    return Feed(0, [5], [2], FULL), cache
+    return SequenceChunk(0, [5], [2], FULL), cache
 
 
 def test_a_plan_that_grows_is_refused_and_nothing_is_harmed() -> None:
     stack, before = stack_of(tiny("llama")), fingerprint(tiny("llama"))
-    feed, cache = grown_feed()
+    chunk, cache = grown_feed()
     with pytest.raises(RuntimeError, match="layer 2 holds the KV of 9 positions of row 0, but 10 precede.*not nested"):
-        stack.forward([feed], cache)
+        stack.forward([chunk], cache)
     cache.rollback(0)
     shallow = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
-    logits = stack.forward([Feed(0, [5], [2], shallow)], cache)
+    logits = stack.forward([SequenceChunk(0, [5], [2], shallow)], cache)
     assert gap(logits, oracle_logits(tiny("llama"), IDS, shallow, [4, 5, 0])[-1:]) <= 1e-10
     assert fingerprint(tiny("llama")) == before
 
 
 def test_a_grown_attention_is_refused_but_a_lone_mlp_may_return() -> None:
     stack = stack_of(tiny("llama"))
-    feed, cache = grown_feed()
+    chunk, cache = grown_feed()
     mlp_only = DepthPlan((NEVER, NEVER, 1, NEVER, NEVER, NEVER), (NEVER,) * 6)
-    stack.forward([Feed(0, [5], [2], mlp_only)], cache)
+    stack.forward([SequenceChunk(0, [5], [2], mlp_only)], cache)
     cache.rollback(0)
     attention_only = DepthPlan((NEVER,) * 6, (NEVER, NEVER, 1, NEVER, NEVER, NEVER))
     with pytest.raises(RuntimeError, match="not nested"):
-        stack.forward([Feed(0, [5], [2], attention_only)], cache)
+        stack.forward([SequenceChunk(0, [5], [2], attention_only)], cache)
 
 
 def test_without_the_check_a_grown_plan_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal is needed: what the layer would compute is silently different."""
     stack = stack_of(tiny("llama"))
-    feed, cache = grown_feed()
+    chunk, cache = grown_feed()
     monkeypatch.setattr(hf, "check_lengths", lambda *_: None)
     monkeypatch.setattr(hf.HFStack, "attention_mask", lambda *_: None)
-    logits = stack.forward([feed], cache)
+    logits = stack.forward([chunk], cache)
     right = oracle_logits(tiny("llama"), IDS, FULL, [4, 5, 0])[-1:]
     assert gap(logits, right) > FAR
 
@@ -202,8 +202,8 @@ def test_without_the_check_a_grown_plan_would_be_wrong(monkeypatch: pytest.Monke
 def test_a_released_layer_refuses_to_run() -> None:
     stack = stack_of(tiny("llama"))
     cache = KVCache(stack.windows, 1)
-    stack.forward([Feed(0, IDS, [0] * 9, FULL)], cache)
+    stack.forward([SequenceChunk(0, IDS, [0] * 9, FULL)], cache)
     cache.commit(0, range(9))
     cache.release(0, [3])
     with pytest.raises(RuntimeError, match="released"):
-        stack.forward([Feed(0, [5], [1], FULL)], cache)
+        stack.forward([SequenceChunk(0, [5], [1], FULL)], cache)

@@ -14,7 +14,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.head import Head
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 IDS = [96, 3, 50, 4, 0]
 
@@ -24,12 +24,12 @@ def test_a_cut_head_gives_the_same_logits(backend: Backend, name: str) -> None:
     stack: Any = backend.stack(name)
     states: list[Tensor] = []
 
-    def tap(layer: int, hidden: Tensor) -> None:
+    def hook(layer: int, hidden: Tensor) -> None:
         if layer == stack.num_layers:
             states.append(hidden)
 
-    feed = Feed(0, prompt(70, 1), [0] * 70, DepthPlan.full(stack.num_layers), wanted=70)
-    whole = stack.forward([feed], KVCache(stack.windows, 1), tap)
+    chunk = SequenceChunk(0, prompt(70, 1), [0] * 70, DepthPlan.full(stack.num_layers), wanted=70)
+    whole = stack.forward([chunk], KVCache(stack.windows, 1), hook)
     part = stack.cut_head(IDS)(states[0][0])
     assert part.shape == (70, len(IDS))
     assert torch.allclose(part.double(), whole[:, IDS].double(), atol=max(backend.exact, 1e-9), rtol=1e-4)

@@ -20,7 +20,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.packed import native_stack
 from shoal.model.packed.static import key_of
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 FULL = DepthPlan.full(6)
 PLANS = {
@@ -42,37 +42,37 @@ def random_tree(rng: random.Random, chain: bool, size: int) -> TokenTree:
     return TokenTree(tuple(rng.randrange(VOCAB) for _ in parents), tuple(parents))
 
 
-def whole(row: int, tree: TokenTree, plan: DepthPlan) -> Feed:
+def whole(row: int, tree: TokenTree, plan: DepthPlan) -> SequenceChunk:
     """All nodes at once, every logit wanted."""
     steps = [1 + depth for depth in tree.depths]
     shape = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    return Feed(row, tree.tokens, steps, plan, *shape, wanted=len(tree))
+    return SequenceChunk(row, tree.tokens, steps, plan, *shape, wanted=len(tree))
 
 
-def piece(feed: Feed, first: int, last: int) -> Feed:
+def piece(chunk: SequenceChunk, first: int, last: int) -> SequenceChunk:
     """Nodes first..last-1 of a whole feed, the others before them being fed."""
-    parents, depths = (part and part[:last] for part in (feed.parents, feed.depths))
-    tokens, steps = feed.tokens[first:last], feed.steps[first:last]
-    return replace(feed, tokens=tokens, steps=steps, parents=parents, depths=depths, wanted=last - first, fed=first)
+    parents, depths = (part and part[:last] for part in (chunk.parents, chunk.depths))
+    tokens, steps = chunk.tokens[first:last], chunk.steps[first:last]
+    return replace(chunk, tokens=tokens, steps=steps, parents=parents, depths=depths, wanted=last - first, fed=first)
 
 
 def filled(stack: Stack, lengths: tuple[int, ...] = LENGTHS) -> KVCache:
     cache = KVCache(stack.windows, len(lengths))
     for row, length in enumerate(lengths):
         for token in [prompt(length, row)[i : i + 3] for i in range(0, length, 3)]:
-            stack.forward([Feed(row, token, [0] * len(token), FULL)], cache)
+            stack.forward([SequenceChunk(row, token, [0] * len(token), FULL)], cache)
             cache.commit(row, range(len(token)))
     return cache
 
 
-def in_pieces(stack: Stack, cache: KVCache, feeds: list[Feed], rng: random.Random) -> list[Tensor]:
+def in_pieces(stack: Stack, cache: KVCache, chunks: list[SequenceChunk], rng: random.Random) -> list[Tensor]:
     """The feeds' logits from forwards of a few nodes each; rows advance at different speeds and end apart."""
-    done, logits = [0] * len(feeds), [[] for _ in feeds]
-    while any(at < len(feed.tokens) for at, feed in zip(done, feeds, strict=True)):
+    done, logits = [0] * len(chunks), [[] for _ in chunks]
+    while any(at < len(chunk.tokens) for at, chunk in zip(done, chunks, strict=True)):
         pieces = [
-            piece(feed, at, min(len(feed.tokens), at + rng.randint(1, 3)))
-            for at, feed in zip(done, feeds, strict=True)
-            if at < len(feed.tokens) and rng.random() < 0.8
+            piece(chunk, at, min(len(chunk.tokens), at + rng.randint(1, 3)))
+            for at, chunk in zip(done, chunks, strict=True)
+            if at < len(chunk.tokens) and rng.random() < 0.8
         ]
         if not pieces:
             continue
@@ -87,9 +87,9 @@ def check(backend: Backend, name: str, plan: DepthPlan, chain: bool, seed: int, 
     caches = filled(stack), filled(stack)
     for _ in range(2):
         trees = [random_tree(rng, chain, rng.randint(1, most)) for _ in LENGTHS]
-        feeds = [whole(row, tree, plan) for row, tree in enumerate(trees)]
-        expected = stack.forward(feeds, caches[0]).split([len(tree) for tree in trees])
-        for found, wanted in zip(in_pieces(stack, caches[1], feeds, rng), expected, strict=True):
+        chunks = [whole(row, tree, plan) for row, tree in enumerate(trees)]
+        expected = stack.forward(chunks, caches[0]).split([len(tree) for tree in trees])
+        for found, wanted in zip(in_pieces(stack, caches[1], chunks, rng), expected, strict=True):
             assert gap(found, wanted) <= backend.exact
         assert [layer.scratch for layer in caches[0].layers] == [layer.scratch for layer in caches[1].layers]
         for row, tree in enumerate(trees):
@@ -120,12 +120,12 @@ def test_pieces_are_the_whole(backend: Backend, name: str, plan: str, chain: boo
 def test_a_window_that_ends_within_a_tree(backend: Backend, name: str) -> None:
     """Siblings shift the columns: a node may have left the window though its column has not."""
     stack, tree = backend.stack(name), TokenTree(tuple(range(18)), LATE)
-    feed = replace(whole(2, tree, FULL), wanted=3)
+    chunk = replace(whole(2, tree, FULL), wanted=3)
     spread = [tree.path(node) for node in range(15, 18)]
-    paths = [Feed(2, [tree.tokens[n] for n in path], range(1, len(path) + 1), FULL) for path in spread]
+    paths = [SequenceChunk(2, [tree.tokens[n] for n in path], range(1, len(path) + 1), FULL) for path in spread]
     expected = torch.cat([stack.forward([path], filled(stack)) for path in paths])
-    assert gap(stack.forward([feed], filled(stack)), expected) <= backend.exact
-    pieces, cache = [piece(feed, at, at + 3) for at in range(0, 18, 3)], filled(stack)
+    assert gap(stack.forward([chunk], filled(stack)), expected) <= backend.exact
+    pieces, cache = [piece(chunk, at, at + 3) for at in range(0, 18, 3)], filled(stack)
     assert gap([stack.forward([one], cache) for one in pieces][-1], expected) <= backend.exact
 
 
@@ -140,9 +140,9 @@ def test_bitwise_on_the_kernels(backend: Backend, name: str) -> None:
     stack = backend.stack(name)
     for seed in range(4):
         rng = random.Random(seed)
-        feeds = [whole(row, random_tree(rng, seed % 2 == 0, 10), FULL) for row in range(3)]
-        expected = stack.forward(feeds, filled(stack))
-        assert torch.equal(torch.cat(in_pieces(stack, filled(stack), feeds, rng)), expected)
+        chunks = [whole(row, random_tree(rng, seed % 2 == 0, 10), FULL) for row in range(3)]
+        expected = stack.forward(chunks, filled(stack))
+        assert torch.equal(torch.cat(in_pieces(stack, filled(stack), chunks, rng)), expected)
 
 
 @on_backends("mistral", backends=(NATIVE,))
@@ -150,9 +150,9 @@ def test_a_tree_of_more_nodes_than_a_word_has_bits(backend: Backend, name: str) 
     """Node numbers beyond 63 are run in plain torch."""
     stack, cache, other = backend.stack(name), *(filled(backend.stack(name)) for _ in range(2))
     tree = random_tree(random.Random(3), False, 90)
-    feed = whole(2, tree, FULL)
-    expected = stack.forward([feed], cache)
-    found = [stack.forward([piece(feed, at, min(at + 25, 90))], other) for at in range(0, 90, 25)]
+    chunk = whole(2, tree, FULL)
+    expected = stack.forward([chunk], cache)
+    found = [stack.forward([piece(chunk, at, min(at + 25, 90))], other) for at in range(0, 90, 25)]
     assert gap(torch.cat(found), expected) <= backend.exact
     assert native_stack.LIMIT < 90
 
@@ -166,14 +166,14 @@ def test_fixed_steps_follow_scratch(name: str) -> None:
     for one in (stack, flat):
         cache = KVCache(one.windows, 3, room)
         for row, length in enumerate(lengths):
-            one.forward([Feed(row, prompt(length, row), [0] * length, FULL)], cache)
+            one.forward([SequenceChunk(row, prompt(length, row), [0] * length, FULL)], cache)
             cache.commit(row, range(length))
         caches.append(cache)
     for fed in range(4):
-        feeds = [Feed(row, [7 + row + fed], [1 + fed], PLANS["early exit"], fed=fed) for row in range(3)]
-        assert key_of(feeds, caches[0]) is not None
-        assert gap(stack.forward(feeds, caches[0]), flat.forward(feeds, caches[1])) <= TORCH.exact
-    wrong = [Feed(row, [7], [5], PLANS["early exit"], fed=2) for row in range(3)]
+        chunks = [SequenceChunk(row, [7 + row + fed], [1 + fed], PLANS["early exit"], fed=fed) for row in range(3)]
+        assert key_of(chunks, caches[0]) is not None
+        assert gap(stack.forward(chunks, caches[0]), flat.forward(chunks, caches[1])) <= TORCH.exact
+    wrong = [SequenceChunk(row, [7], [5], PLANS["early exit"], fed=2) for row in range(3)]
     assert key_of(wrong, caches[0]) is None
     with pytest.raises(RuntimeError, match="4 uncommitted nodes of row 0, but 2 precede"):
         stack.forward(wrong, caches[0])
@@ -184,10 +184,10 @@ def test_a_hole_before_the_tokens_is_refused(backend: Backend, name: str) -> Non
     stack = backend.stack(name)
     for fed, steps in ((0, [1]), (2, [2]), (3, [3])):
         cache = filled(stack)
-        stack.forward([Feed(1, [5], [1], PLANS["early exit"])], cache)
+        stack.forward([SequenceChunk(1, [5], [1], PLANS["early exit"])], cache)
         before = [list(layer.scratch) for layer in cache.layers]
         with pytest.raises(RuntimeError, match=rf"layer 0 .* 1 uncommitted nodes of row 1, but {fed} precede"):
-            stack.forward([Feed(1, [6], steps, PLANS["early exit"], fed=fed)], cache)
+            stack.forward([SequenceChunk(1, [6], steps, PLANS["early exit"], fed=fed)], cache)
         assert [list(layer.scratch) for layer in cache.layers] == before
         with pytest.raises(RuntimeError, match="layer 2 .* 0 uncommitted nodes of row 1, but 1 precede"):
-            stack.forward([Feed(1, [6], [2], FULL, fed=1)], cache)
+            stack.forward([SequenceChunk(1, [6], [2], FULL, fed=1)], cache)

@@ -12,7 +12,7 @@ from drive import prompt, stack_of
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 WINDOW = 6
 
@@ -215,10 +215,10 @@ def test_the_first_shallow_position_of_a_tree_is_no_node_number() -> None:
     """Node 3 is the first at depth 2: the position is two after the root's."""
     stack = stack_of(tiny("llama"))
     cache, full = KVCache(stack.windows, 1), DepthPlan.full(6)
-    stack.forward([Feed(0, prompt(5), [0] * 5, full)], cache)
+    stack.forward([SequenceChunk(0, prompt(5), [0] * 5, full)], cache)
     cache.commit(0, range(5))
     plan = DepthPlan.whole_layers([NEVER, 3, NEVER, NEVER, NEVER, NEVER])
-    tree = Feed(0, [1, 2, 3, 4, 6], [1, 2, 2, 3, 4], plan, (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3), wanted=5)
+    tree = SequenceChunk(0, [1, 2, 3, 4, 6], [1, 2, 2, 3, 4], plan, (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3), wanted=5)
     stack.forward([tree], cache)
     cache.commit(0, [0, 2, 3, 4])
     assert cache.positions == [9]

@@ -14,7 +14,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
 from shoal.model.parity import settle_prepacking
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 SIZES = (5, 1, 12)
 TREE = ((-1, 0, 0, 2), (0, 1, 1, 2))
@@ -36,20 +36,20 @@ def forwards(stack: HFStack) -> tuple[list[Tensor], list[list[Tensor]]]:
     logits: list[Tensor] = []
     states: list[list[Tensor]] = []
 
-    def run(feeds: list[Feed]) -> None:
-        def tap(layer: int, hidden: Tensor) -> None:
-            states.append([part[: len(feed.tokens)].clone() for part, feed in zip(hidden, feeds, strict=True)])
+    def run(chunks: list[SequenceChunk]) -> None:
+        def hook(layer: int, hidden: Tensor) -> None:
+            states.append([part[: len(chunk.tokens)].clone() for part, chunk in zip(hidden, chunks, strict=True)])
 
-        logits.append(stack.forward(feeds, cache, tap))
-        for feed in feeds:
-            cache.commit(feed.row, range(len(feed.tokens)) if feed.parents is None else [0, 2, 3])
+        logits.append(stack.forward(chunks, cache, hook))
+        for chunk in chunks:
+            cache.commit(chunk.row, range(len(chunk.tokens)) if chunk.parents is None else [0, 2, 3])
 
-    run([Feed(row, prompt(size, row), [0] * size, plan_of(stack, row), wanted=min(size, 2))
+    run([SequenceChunk(row, prompt(size, row), [0] * size, plan_of(stack, row), wanted=min(size, 2))
          for row, size in enumerate(SIZES)])
     run([
-        Feed(0, prompt(4, 7), [1, 2, 2, 3], plan_of(stack, 0), *TREE, wanted=4),
-        Feed(1, prompt(2, 8), [1, 2], plan_of(stack, 1), wanted=2),
-        Feed(2, prompt(3, 9), [0, 0, 0], plan_of(stack, 2), wanted=0),
+        SequenceChunk(0, prompt(4, 7), [1, 2, 2, 3], plan_of(stack, 0), *TREE, wanted=4),
+        SequenceChunk(1, prompt(2, 8), [1, 2], plan_of(stack, 1), wanted=2),
+        SequenceChunk(2, prompt(3, 9), [0, 0, 0], plan_of(stack, 2), wanted=0),
     ])
     return logits, states
 
@@ -83,14 +83,14 @@ def test_the_model_is_as_it_was() -> None:
     stack, name = HFStack(model), model.config._attn_implementation
     forwards(stack)
     assert model.config._attn_implementation == name
-    feeds = [Feed(0, [1, 2], [0, 0], plan_of(stack, 0)), Feed(1, [1], [0], plan_of(stack, 0))]
+    chunks = [SequenceChunk(0, [1, 2], [0, 0], plan_of(stack, 0)), SequenceChunk(1, [1], [0], plan_of(stack, 0))]
     expected, found = model(torch.tensor([[1, 2, 3]])).logits, list[Tensor]()
 
-    def tap(layer: int, hidden: Tensor) -> None:
+    def hook(layer: int, hidden: Tensor) -> None:
         assert model.config._attn_implementation == name
         found.append(model(torch.tensor([[1, 2, 3]])).logits)  # somebody else's forward in the middle of ours
 
-    stack.forward(feeds, KVCache(stack.windows, rows=2), tap)
+    stack.forward(chunks, KVCache(stack.windows, rows=2), hook)
     assert found and all(torch.equal(one, expected) for one in found)
 
 

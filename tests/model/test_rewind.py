@@ -9,7 +9,7 @@ from drive import gap, prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.rewind import earliest, rewound
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, 1, NEVER])
@@ -21,13 +21,13 @@ def filled(stack: Stack, lengths: tuple[int, int]) -> KVCache:
     for row, length in enumerate(lengths):
         for first in range(0, length, 4):
             tokens = IDS[row][first : min(length, first + 4)]
-            stack.forward([Feed(row, tokens, [0] * len(tokens), FULL)], cache)
+            stack.forward([SequenceChunk(row, tokens, [0] * len(tokens), FULL)], cache)
             cache.commit(row, range(len(tokens)))
     return cache
 
 
-def block(count: int, plan: DepthPlan = FULL, row: int = 0) -> Feed:
-    return Feed(row, [7 + i for i in range(count)], [1] * count, plan, wanted=count)
+def block(count: int, plan: DepthPlan = FULL, row: int = 0) -> SequenceChunk:
+    return SequenceChunk(row, [7 + i for i in range(count)], [1] * count, plan, wanted=count)
 
 
 @on_backends("llama", "hybrid", "mistral")
@@ -81,10 +81,10 @@ def test_an_exception_and_a_shallow_position_survive(backend: Backend, name: str
 def test_taps_show_the_states_and_exit_logits_read_them(backend: Backend, name: str) -> None:
     """States after a prefix of the layers give the logits of a plan that runs just these."""
     stack = backend.stack(name)
-    feeds = [block(4), block(2, row=1)]
+    chunks = [block(4), block(2, row=1)]
     seen = {}
-    logits = stack.forward(feeds, filled(stack, (9, 5)), lambda layer, hidden: seen.update({layer: hidden.clone()}))
-    assert gap(logits, stack.forward(feeds, filled(stack, (9, 5)))) == 0
+    logits = stack.forward(chunks, filled(stack, (9, 5)), lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    assert gap(logits, stack.forward(chunks, filled(stack, (9, 5)))) == 0
     assert sorted(seen) == list(range(7)) and all(hidden.shape[:2] == (2, 4) for hidden in seen.values())
     assert gap(stack.exit_logits(seen[6][0]), logits[:4]) <= backend.exact
     for depth in (1, 4):

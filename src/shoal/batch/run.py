@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.batch.lines import Line, fields_of, id_of, task_of
 from shoal.batch.records import Record, answered, failed
+from shoal.engine.request_handle import Item, RequestHandle
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.ticket import Item, Ticket
 from shoal.errors import Closed, QueueFull
 from shoal.types import Step
 
@@ -29,7 +29,7 @@ class BatchRunner:
         self._scheduler, self._defaults = scheduler, defaults
         self._tokenizer = scheduler.engine.tokenizer
         self._ended: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._open: dict[int, tuple[Name, Ticket]] = {}
+        self._open: dict[int, tuple[Name, RequestHandle]] = {}
         self._most = scheduler.max_rows + min(scheduler.max_rows, scheduler.max_waiting)
 
     def answers(self, lines: Iterable[Line]) -> Iterator[Record]:
@@ -66,9 +66,9 @@ class BatchRunner:
     def _next(self) -> Record:
         """The record of the next line that ends."""
         number, error = self._ended.get()
-        name, ticket = self._open.pop(number)
+        name, handle = self._open.pop(number)
         if error is None:
-            return answered(number, name, ticket.results[0], with_tokens=self._tokenizer is None)
-        if ticket.entries[0].error is None:  # the scheduler failed, not this line
+            return answered(number, name, handle.results[0], with_tokens=self._tokenizer is None)
+        if handle.entries[0].error is None:  # the scheduler failed, not this line
             raise error
         return failed(number, name, error)

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
 
 SCHEMA = 1
@@ -20,7 +20,12 @@ _NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")
 
 
 def framed(
-    found: Mapping[str, Any], subject: Subject, setting: Setting, *, machine: Mapping[str, Any], command: Sequence[str]
+    found: Mapping[str, Any],
+    subject: MeasuredModel,
+    setting: Setting,
+    *,
+    machine: Mapping[str, Any],
+    command: Sequence[str],
 ) -> dict[str, Any]:
     """Findings with the facts before them."""
     return {

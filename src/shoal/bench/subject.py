@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     """A shape, or a model from files, of which exactly one is given.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.model.cost import Traffic
 
 
@@ -96,7 +96,7 @@ class About:
 class System(Protocol):
     """One way of running the subject's weights. Methods are called in a process of the system's own."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None: ...
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None: ...
 
     def prepare(self) -> About:
         """Load the weights.
@@ -123,14 +123,14 @@ class System(Protocol):
         ...
 
 
-def traffic_of(subject: Subject, bits: float, kv_bytes: int) -> Traffic:
+def traffic_of(subject: MeasuredModel, bits: float, kv_bytes: int) -> Traffic:
     """Bytes by arithmetic: every matrix at `bits` per weight, KV entries of `kv_bytes` each."""
     layer, head = subject.layer_weights(), subject.head_weights()
     kv = subject.kv_entries() * kv_bytes
     return Traffic(layer * bits / 8, head * bits / 8, kv, subject.windows(), layer_weights=layer)
 
 
-def file_traffic(subject: Subject, kv_bytes: int) -> Traffic:
+def file_traffic(subject: MeasuredModel, kv_bytes: int) -> Traffic:
     """Bytes of a GGUF file's tensors as they lie in it, KV entries of `kv_bytes` each."""
     plain, facts = traffic_of(subject, 0.0, kv_bytes), subject.file
     layer = facts.layer_bytes / subject.text.num_hidden_layers

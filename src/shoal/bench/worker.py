@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shoal.bench.process import peak_memory, reset_peak_memory
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting, System
 
-Factory = Callable[[Subject, Setting], System]
+Factory = Callable[[MeasuredModel, Setting], System]
 
 
 class SystemProcess:
@@ -28,7 +28,7 @@ class SystemProcess:
         setting: how.
     """
 
-    def __init__(self, factory: Factory, subject: Subject, setting: Setting) -> None:
+    def __init__(self, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, factory, subject, setting), daemon=True)
@@ -98,7 +98,7 @@ class Host:
         return getattr(self._system, name)(*args)
 
 
-def _serve(pipe: Connection, factory: Factory, subject: Subject, setting: Setting) -> None:
+def _serve(pipe: Connection, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted parent ends its workers itself

@@ -1,6 +1,6 @@
-"""Measure an engine's cost card: whole ticks of its loop at a few constant depths and two context lengths.
+"""Measure an engine's cost card: whole steps of its loop at a few constant depths and two context lengths.
 
-The cases take turns, tick by tick: a machine whose memory is slower for a while is then slower for all of them.
+The cases take turns, step by step: a machine whose memory is slower for a while is then slower for all of them.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def measure(
 
 
 def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
-    """A tick of each in turn, for so long, after one round that does not count."""
+    """A step of each in turn, for so long, after one round that does not count."""
     for course in courses:
-        course.tick()
-        course.ticks.clear()
+        course.step()
+        course.steps.clear()
     start = time.perf_counter()
     for done in range(_MOST - 3):
         if done >= _FEWEST and time.perf_counter() - start >= seconds:
             break
         for course in courses:
-            course.tick()
+            course.step()
 
 
 class _Course(AbstractContextManager["_Course"]):
@@ -73,29 +73,29 @@ class _Course(AbstractContextManager["_Course"]):
 
     Attributes:
         first: seconds until the first tokens.
-        ticks: seconds of each tick after that.
+        steps: seconds of each step after that.
     """
 
     def __init__(self, engine: Engine, rows: int, length: int, depth: int) -> None:
-        self.length, self.rows, self.ticks = length, rows, list[float]()
+        self.length, self.rows, self.steps = length, rows, list[float]()
         self._engine, self._method = engine, EarlyExit(exit_layer=depth)
         prompts = [[(7 * place + row) % engine.stack.vocab_size for place in range(length)] for row in range(rows)]
         self._stream = engine.stream(prompts, method=self._method, max_new_tokens=_MOST, ignore_eos=True)
-        self.tick()
-        self.first = self.ticks.pop()
+        self.step()
+        self.first = self.steps.pop()
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
 
-    def tick(self) -> None:
+    def step(self) -> None:
         """Time a step of all rows."""
         start = time.perf_counter()
         for _ in range(self.rows):
             next(self._stream)
-        self.ticks.append(time.perf_counter() - start)
+        self.steps.append(time.perf_counter() - start)
 
     def observation(self) -> Observation:
-        """The median tick."""
+        """The median step."""
         plan: DepthPlan = self._engine.recipe(self._method, _MOST).plan
-        read = attended(plan, 1, self.length + len(self.ticks) // 2, self._engine.stack.windows)
-        return Observation(plan.depth(1), read, statistics.median(self.ticks))
+        read = attended(plan, 1, self.length + len(self.steps) // 2, self._engine.stack.windows)
+        return Observation(plan.depth(1), read, statistics.median(self.steps))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack, Start
+from shoal.model.stack import SequenceChunk, Stack, Start
 
 Text = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt, and of what follows it: at least two."""
@@ -71,10 +71,10 @@ class Judged:
         self._cache = KVCache(self.stack.windows, rows=1)
         for first in range(0, len(prompt), self.stack.prefill_chunk):
             part = list(prompt[first : first + self.stack.prefill_chunk])
-            self.stack.forward([Feed(0, part, [0] * len(part), self._full)], self._cache)
+            self.stack.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)
             self._cache.commit(0, range(len(part)))
         self._forward(self._full, None, lambda _, hidden: self._states.append(hidden.clone()))
-        self._truth = self._laws(self._states[-1])
+        self._truth = self._probs(self._states[-1])
 
     @property
     def tokens(self) -> int:
@@ -95,8 +95,8 @@ class Judged:
         return torch.stack([(1 - torch.cosine_similarity(a[0].float(), b[0].float(), dim=-1)).sum().double()
                             for a, b in pairs])
 
-    def _forward(self, plan: DepthPlan, start: Start | None, tap: Callable[[int, Tensor], None]) -> None:
-        self.stack.forward([Feed(0, self._answer, self._steps, plan)], self._cache, tap, start=start)
+    def _forward(self, plan: DepthPlan, start: Start | None, hook: Callable[[int, Tensor], None]) -> None:
+        self.stack.forward([SequenceChunk(0, self._answer, self._steps, plan)], self._cache, hook, start=start)
         self._cache.rollback(0)
 
     def _judge(self, plan: DepthPlan, start: Start | None) -> DivergenceSums:
@@ -106,11 +106,11 @@ class Judged:
             last.append(start.hidden)
         else:
             self._forward(plan, start, lambda layer, hidden: last.append(hidden) if layer == layers else None)
-        found = self._laws(last[-1])
+        found = self._probs(last[-1])
         kl = (self._truth.exp() * (self._truth - found)).sum(-1).double().sum()
         agreed = (self._truth.argmax(-1) == found.argmax(-1)).sum()
         return DivergenceSums(float(kl), int(agreed), len(found))
 
-    def _laws(self, hidden: Tensor) -> Tensor:
+    def _probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities [tokens, V] float32 of the judged tokens."""
         return self.stack.exit_logits(hidden[0, :: self.every]).float().log_softmax(-1)

@@ -21,7 +21,7 @@ from shoal.engine.card import FILE, Card
 from shoal.engine.engine import Engine
 from shoal.eval import scoring
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 Sample = str | tuple[str, str]
 """A text, of which the first quarter counts as prompt, or a prompt with its answer."""
@@ -117,8 +117,8 @@ def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tens
     """For every layer, 1 - cosine of its input and output, summed over the answer's tokens."""
     states: list[Tensor] = []
     tokens = [*prompt, *answer[:-1]]
-    feed = Feed(0, tokens, [0] * len(tokens), DepthPlan.full(engine.stack.num_layers))
+    chunk = SequenceChunk(0, tokens, [0] * len(tokens), DepthPlan.full(engine.stack.num_layers))
     cache = KVCache(engine.stack.windows, rows=1)
-    engine.stack.forward([feed], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
+    engine.stack.forward([chunk], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
     turns = [1 - torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states, states[1:], strict=False)]
     return torch.stack(turns).sum(-1).double()

@@ -24,7 +24,7 @@ from shoal.errors import Unsupported
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.model.kv import KVCache
 from shoal.model.rewind import earliest, rewound
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 _START = 0.35
 _REPEATS = 7
@@ -138,11 +138,11 @@ def measure_sublayers(engine: Engine) -> SublayerCosts:
 
 def _seconds(engine: Engine, plan: DepthPlan) -> float:
     stack, cache, times = engine.stack, KVCache(engine.stack.windows, rows=1), list[float]()
-    stack.forward([Feed(0, [0], [0], DepthPlan.full(stack.num_layers))], cache)
+    stack.forward([SequenceChunk(0, [0], [0], DepthPlan.full(stack.num_layers))], cache)
     cache.commit(0, [0])
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        stack.forward([Feed(0, [0], [1], plan)], cache)
+        stack.forward([SequenceChunk(0, [0], [1], plan)], cache)
         times.append(time.perf_counter() - start)
         cache.rollback(0)
     return statistics.median(times[1:])
@@ -186,7 +186,7 @@ class _SkipJudge:
         plan = DepthPlan.full(self._stack.num_layers)
         for first in range(0, len(tokens), self._stack.prefill_chunk):
             part = tokens[first : first + self._stack.prefill_chunk]
-            self._stack.forward([Feed(row, part, [0] * len(part), plan)], self._cache)
+            self._stack.forward([SequenceChunk(row, part, [0] * len(part), plan)], self._cache)
             self._cache.commit(row, range(len(part)))
 
     def rate(self, skips: Skips) -> float:

@@ -18,7 +18,7 @@ from shoal.cli.parser import Parser
 if TYPE_CHECKING:
     from shoal.bench.speed.cells import Grid
     from shoal.bench.speed.run import Plan
-    from shoal.bench.subject import Subject
+    from shoal.bench.subject import MeasuredModel
 
 _TEXT = 1 << 17
 """Characters of a text that prompts are cut from."""
@@ -101,13 +101,13 @@ def _startup(args: argparse.Namespace) -> int:
     return 0
 
 
-def _subject(args: argparse.Namespace) -> Subject:
+def _subject(args: argparse.Namespace) -> MeasuredModel:
     args.shape = args.shape or (None if args.model is not None else "135m")
     return measuring.subject_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code,
                                 dequantised=args.dequantised)
 
 
-def _grid(args: argparse.Namespace, subject: Subject) -> Grid:
+def _grid(args: argparse.Namespace, subject: MeasuredModel) -> Grid:
     from shoal.bench.speed.cells import Grid
 
     chosen = methods_from(args.methods)

@@ -22,7 +22,7 @@ from shoal.cli.method_list import label_of, methods_from
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.bench.load.lineup import Lineup, Servers
+    from shoal.bench.load.lineup import LoadTargets, Servers
     from shoal.bench.load.run import LoadConfig
 
 FAILED = 1
@@ -99,7 +99,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(args: argparse.Namespace, wish: LoadConfig, lineup: Lineup) -> None:
+def _check(args: argparse.Namespace, wish: LoadConfig, lineup: LoadTargets) -> None:
     """Before anything is loaded."""
     if args.url is not None and (args.model or args.shape or lineup.peers):
         raise ValueError("--url names a server that runs already; it goes with no --model, --shape or --peer")
@@ -142,13 +142,13 @@ def _measure(wish: LoadConfig, servers: Servers) -> dict[str, Any]:
     return {"rounds": rounds.to_dict(), "results": results(cells, wish.objective)}
 
 
-def _lineup(args: argparse.Namespace) -> Lineup:
-    from shoal.bench.load.lineup import Lineup
+def _lineup(args: argparse.Namespace) -> LoadTargets:
+    from shoal.bench.load.lineup import LoadTargets
 
     chosen = methods_from(args.methods)
     if args.method.name != "full" or not chosen:
         chosen[label_of(args.method)] = args.method
-    return Lineup(
+    return LoadTargets(
         {label: method.to_dict() for label, method in chosen.items()},
         [word for word in args.admission.split(",") if word],
         measuring.peers_from(args.peer),

@@ -11,7 +11,7 @@ from shoal.cli import common
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.bench.subject import Subject
+    from shoal.bench.subject import MeasuredModel
     from shoal.bench.system import Setting
 
 Number = TypeVar("Number", int, float)
@@ -58,14 +58,14 @@ def check_outputs(*paths: str | Path | None) -> None:
             raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name} to")
 
 
-def subject_of(args: argparse.Namespace, **more: Any) -> Subject:
+def subject_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
     """What is measured; the default model if nothing is named."""
     from shoal import catalog
-    from shoal.bench.subject import Subject
+    from shoal.bench.subject import MeasuredModel
 
     if args.shape is not None and args.model is not None:
         raise ValueError("--shape and --model exclude each other")
-    return Subject(args.shape, None if args.shape is not None else catalog.find(args.model), **more)
+    return MeasuredModel(args.shape, None if args.shape is not None else catalog.find(args.model), **more)
 
 
 def setting_of(args: argparse.Namespace, quant: str | None = None, backend: str = "auto") -> Setting:

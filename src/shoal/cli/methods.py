@@ -1,7 +1,7 @@
 """List the methods: paper, exactness, needs, and whether a model can run each.
 
-`exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in law. It is derived from
-the parts that a method's default knobs put together, not declared by the method.
+`exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
+derived from the parts that a method's default knobs put together, not declared by the method.
 """
 
 from __future__ import annotations

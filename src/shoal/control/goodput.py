@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.control.latency import LinearLatency
-from shoal.decode.worker import Governor, Tick
+from shoal.decode.worker import DraftLengthPolicy, StepReport
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -40,9 +40,9 @@ class Goodput:
         if not 0 < self.fade <= 1:
             raise ValueError(f"fade is {self.fade}; it must be in (0, 1]")
 
-    def begin(self, stack: Any, cache: Any) -> GoodputGovernor:
+    def begin(self, stack: Any, cache: Any) -> GoodputPolicy:
         """The state for one batch of rows."""
-        return GoodputGovernor(self.most, self.fade)
+        return GoodputPolicy(self.most, self.fade)
 
 
 class _RowState:
@@ -65,23 +65,23 @@ class _RowState:
         self.idle, self.pause = 0, _FIRST_PROBE
 
 
-class GoodputGovernor(Governor):
+class GoodputPolicy(DraftLengthPolicy):
     """See `Goodput`."""
 
     def __init__(self, most: int, fade: float) -> None:
         self._most, self._fade = most, fade
         self._target, self._draft = LinearLatency(), LinearLatency()
         self._states: dict[int, _RowState] = {}
-        self._ticks = self._planned = 0
+        self._steps = self._planned = 0
         self._lengths: list[int] = []
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
         self._states = {id(row): self._states.get(id(row)) or _RowState(self._fade) for row in rows}
-        self._ticks += 1
-        if self._ticks <= 3:
-            return [0 if self._ticks < 3 else self._most] * len(rows)
+        self._steps += 1
+        if self._steps <= 3:
+            return [0 if self._steps < 3 else self._most] * len(rows)
         states = [self._states[id(row)] for row in rows]
         if self._planned <= 0 or before != list(self._states):
             self._plan(states)
@@ -99,18 +99,18 @@ class GoodputGovernor(Governor):
             return length
         return int(state.probing())
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """Times of guessing and verifying, and what was kept."""
-        if tick.prompt:
+        if report.prompt:
             return
-        if self._ticks > 1 and tick.target_seconds is not None:  # the first step pays for warming up
-            self._target.observe(sum(len(tree) for tree in tick.trees), tick.target_seconds)
-        longest = max(tree.depths[-1] for tree in tick.trees)
+        if self._steps > 1 and report.target_seconds is not None:  # the first step pays for warming up
+            self._target.observe(sum(len(tree) for tree in report.trees), report.target_seconds)
+        longest = max(tree.depths[-1] for tree in report.trees)
         if longest:
-            self._draft.observe(longest, tick.draft_seconds)
+            self._draft.observe(longest, report.draft_seconds)
             if not any(self._lengths):
                 self._planned = 0
-        for row, tree, outcome in zip(tick.rows, tick.trees, tick.outcomes, strict=True):
+        for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
             state = self._states.get(id(row))
             if state is not None and len(tree) > 1:
                 self._planned = min(self._planned, _PLANNED if any(self._lengths) else 0)

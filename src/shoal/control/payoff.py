@@ -1,6 +1,6 @@
 """Whether guesses pay: what a forward over more positions costs here, and how many of them bring most tokens a second.
 
-Times are learned from every tick, per number of rows: a forward without guesses tells what a step costs, one with
+Times are learned from every step, per number of rows: a forward without guesses tells what a step costs, one with
 guesses what more positions add. What is known outlives the batch, so that later ones begin with it.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shoal.control.acceptance import Acceptance, expected_tokens
-from shoal.decode.worker import Tick
+from shoal.decode.worker import StepReport
 
 MARGIN = 1.08
 """Guesses are made where they promise that many times the tokens per second of a plain step."""
@@ -161,13 +161,13 @@ class Payoff:
         """Guesses that a helper is to make for each row; 0 for none."""
         return self._helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
 
-    def observe(self, tick: Tick, helped: int) -> None:
-        """Learn from a tick in which a helper made `helped` guesses for the row with most of them."""
-        rows, guesses = len(tick.rows), sum(map(len, tick.trees)) - len(tick.rows)
-        if tick.target_seconds is not None:
-            self.times.observe(rows, guesses, tick.target_seconds)
+    def observe(self, report: StepReport, helped: int) -> None:
+        """Learn from a step in which a helper made `helped` guesses for the row with most of them."""
+        rows, guesses = len(report.rows), sum(map(len, report.trees)) - len(report.rows)
+        if report.target_seconds is not None:
+            self.times.observe(rows, guesses, report.target_seconds)
         if helped and (step := self.times.step(rows)):
-            self._helper.took(tick.draft_seconds / step / helped)
+            self._helper.took(report.draft_seconds / step / helped)
 
     def judged(self, kept: int, offered: int) -> None:
         """`kept` of a helper's `offered` guesses in a row were right."""

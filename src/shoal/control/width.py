@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.worker import Governor, Tick
+from shoal.decode.worker import DraftLengthPolicy, StepReport
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -74,12 +74,12 @@ class Width:
         if len(set(self.widths)) < 3 or min(self.widths) < 2:
             raise ValueError(f"widths is {self.widths}; at least 3 different ones from 2 on are needed to fit the law")
 
-    def begin(self, stack: Any, cache: Any) -> WidthGovernor:
+    def begin(self, stack: Any, cache: Any) -> WidthPolicy:
         """The state for one batch of rows."""
-        return WidthGovernor(self.widths)
+        return WidthPolicy(self.widths)
 
 
-class WidthGovernor(Governor):
+class WidthPolicy(DraftLengthPolicy):
     """See `Width`."""
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -101,14 +101,13 @@ class WidthGovernor(Governor):
             self._seconds.clear()
         return [self._width - 1] * len(rows)
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """What the width brought, and what it took."""
-        if tick.prompt or tick.target_seconds is None:
+        if report.prompt or report.target_seconds is None:
             return
-            return
-        kept = [len(outcome.path) for outcome in tick.outcomes]
+        kept = [len(outcome.path) for outcome in report.outcomes]
         self._tokens[self._width].append(sum(kept) / len(kept))
-        self._seconds[self._width].append(tick.draft_seconds + tick.target_seconds)
+        self._seconds[self._width].append(report.draft_seconds + report.target_seconds)
 
     def _best(self) -> int:
         law = LogLaw.fit([(width, statistics.mean(found)) for width, found in self._tokens.items()])

@@ -27,7 +27,7 @@ class Target(Protocol):
         """Logits [V] after bias, penalties and processors, taken along the node's own path."""
         ...
 
-    def law(self, node: int) -> Tensor:
+    def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`: what temperature and truncation make of the scores."""
         ...
 
@@ -39,8 +39,8 @@ class Target(Protocol):
         """A uniform number in [0, 1) that depends on seed, row, emitted index and `purpose` alone."""
         ...
 
-    def draw(self, law: Tensor, node: int, purpose: str) -> int:
-        """A token after `node` from `law` [V], which need not sum to 1, by the uniform number for `purpose`."""
+    def draw(self, probs: Tensor, node: int, purpose: str) -> int:
+        """A token after `node` from `probs` [V], which need not sum to 1, by the uniform number for `purpose`."""
         ...
 
 
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class OwnNumbers:
-    """A rule that weighs laws against each other: a draft needs uniform numbers that the target does not use."""
+    """A rule that weighs distributions: a draft needs uniform numbers that the target does not use."""
 
     __slots__ = ()
 
@@ -73,9 +73,10 @@ class OwnNumbers:
 
 
 class TargetsNumbers(OwnNumbers):
-    """A rule that compares draws: a draft takes the target's own number first. Where both laws agree, so do both draws.
+    """A rule that compares draws: a draft takes the target's own number first.
 
-    Right only for such rules, and for trees of which no part hangs on another part's draw.
+    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no part hangs on
+    another part's draw.
     """
 
     __slots__ = ()
@@ -98,7 +99,7 @@ class Match(TargetsNumbers):
     """Descend while a child carries the token that the target chooses itself.
 
     Greedy decoding: equal to the plain loop token for token. Sampling: the emitted token is always a draw from the
-    target's law with the same uniform number as in the plain loop, so the samples are equal for any proposal.
+    target's distribution with the same uniform number as in the plain loop, so the samples are equal for any proposal.
     """
 
     exact: bool = True

@@ -18,9 +18,9 @@ from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Tick
+from shoal.decode.worker import StepReport
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 from shoal.types import Step
 
 _LEAST_SHARE = 4
@@ -144,14 +144,14 @@ class Batch:
     def _forward(self, shares: Sequence[_Share], draft_seconds: float = 0.0) -> list[Step]:
         """Run the shares of some rows, walk where a token follows, and settle."""
         start = time.perf_counter()
-        feeds = [share.feed for share in shares]
-        watched = self._drafting.watch([share.row for share in shares], feeds)
-        logits = self.stack.forward(feeds, self.cache, *watched).split([feed.wanted for feed in feeds])
+        chunks = [share.chunk for share in shares]
+        watched = self._drafting.watch([share.row for share in shares], chunks)
+        logits = self.stack.forward(chunks, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
             if share.tree is None:
-                self.cache.commit(share.row.slot, range(len(share.feed.tokens)))
+                self.cache.commit(share.row.slot, range(len(share.chunk.tokens)))
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values)))
         outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
@@ -170,7 +170,7 @@ class Batch:
             some = [item[1:] for item in told if item[0] == guesses]
             if some:
                 rows, trees, kept = zip(*some, strict=True)
-                self._drafting.observe(Tick(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
+                self._drafting.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
 
     def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted."""
@@ -222,7 +222,7 @@ class _Share:
     """
 
     row: Row
-    feed: Feed
+    chunk: SequenceChunk
     tree: TokenTree | None
     before: int = 0
 
@@ -233,7 +233,7 @@ class _Share:
 
     def count(self) -> None:
         """Note the work in the row's ledger."""
-        ledger, plan, size = self.row.ledger, self.feed.plan, len(self.feed.tokens)
+        ledger, plan, size = self.row.ledger, self.chunk.plan, len(self.chunk.tokens)
         ledger.target_forwards += 1
         if not self.guesses or self.tree is None:
             ledger.prefill_forwards += 1
@@ -242,22 +242,24 @@ class _Share:
             return
         ledger.drafted += size - 1
         ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
-        ledger.decode_layer_tokens += sum(plan.depth(step) for step in self.feed.steps)
-        ledger.read(plan.depth(min(self.feed.steps)))
+        ledger.decode_layer_tokens += sum(plan.depth(step) for step in self.chunk.steps)
+        ledger.read(plan.depth(min(self.chunk.steps)))
 
 
 def _guesses(row: Row, tree: TokenTree) -> _Share:
     """A row's root with what is guessed after it."""
     steps = [row.emitted + depth for depth in tree.depths]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    return _Share(row, Feed(row.slot, tree.tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree)), tree)
+    return _Share(
+        row, SequenceChunk(row.slot, tree.tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree)), tree
+    )
 
 
 def _piece(row: Row, first: int, size: int) -> _Share:
     """`size` tokens of a row's prompt from position `first` on."""
     tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
-    return _Share(row, Feed(row.slot, tokens, [0] * size, row.recipe.plan, wanted=int(ends)), tree, size - 1)
+    return _Share(row, SequenceChunk(row.slot, tokens, [0] * size, row.recipe.plan, wanted=int(ends)), tree, size - 1)
 
 
 def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:

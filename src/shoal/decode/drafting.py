@@ -1,4 +1,4 @@
-"""Guessing for a batch of rows: the drafters and governors at work, and what they are told afterwards."""
+"""Guessing for a batch of rows: the drafters and draft-length policies at work, and what they are told afterwards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Controller, Part, Proposer, Tick, Worker
+from shoal.decode.worker import Controller, Part, Proposer, StepReport, Worker
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack, Tap
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 W = TypeVar("W", bound=Worker)
 
@@ -44,31 +44,31 @@ class Drafting:
                 trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
-    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> tuple[Tap, ...]:
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """What shows the hidden states of the coming forward to the workers that want them; empty if nobody does."""
-        taps: list[tuple[Tap, list[int] | None]] = []
+        hooks: list[tuple[HiddenStateHook, list[int] | None]] = []
         reading, decoding = [row for row in rows if not row.emitted], [row for row in rows if row.emitted]
         for worker, group in [pair for some in (reading, decoding) if some for pair in self._all_at_work(some)]:
             places = None if len(group) == len(rows) else _places(rows, group)
-            tap = worker.watch(group, feeds if places is None else [feeds[place] for place in places])
-            if tap is not None:
-                taps.append((tap, places))
-        if not taps:
+            hook = worker.watch(group, chunks if places is None else [chunks[place] for place in places])
+            if hook is not None:
+                hooks.append((hook, places))
+        if not hooks:
             return ()
 
         def show(layer: int, hidden: Tensor) -> None:
-            for tap, places in taps:
-                tap(layer, hidden if places is None else hidden[places])
+            for hook, places in hooks:
+                hook(layer, hidden if places is None else hidden[places])
 
         return (show,)
 
-    def observe(self, tick: Tick) -> None:
-        """Tell all workers, and who meters their guesses, what became of a tick."""
-        for worker, group in self._all_at_work(tick.rows):
-            worker.observe(tick.part(group))
-        meter = None if tick.prompt else tick.rows[0].recipe.meter
-        if meter is not None and all(row.recipe.meter is meter for row in tick.rows):
-            meter.observe(tick)
+    def observe(self, report: StepReport) -> None:
+        """Tell all workers, and who meters their guesses, what became of a step."""
+        for worker, group in self._all_at_work(report.rows):
+            worker.observe(report.part(group))
+        meter = None if report.prompt else report.rows[0].recipe.meter
+        if meter is not None and all(row.recipe.meter is meter for row in report.rows):
+            meter.observe(report)
 
     def keep(self, rows: Sequence[Row]) -> None:
         """Forget the workers whose last row has left: another part may come to live where theirs was."""
@@ -77,8 +77,8 @@ class Drafting:
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
         limits = {row.slot: row.stop.room - 1 if row.recipe.proposer is not None else 0 for row in rows}
-        for governor, group in self._at_work(rows, _controller):
-            for row, most in zip(group, governor.limits(group), strict=True):
+        for policy, group in self._at_work(rows, _controller):
+            for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
 

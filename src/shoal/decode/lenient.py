@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Lenient(TargetsNumbers):
     """Keeps a guess whose log-probability under the target is within `margin` of the best token's.
 
-    Among the children of a node the one that carries the target's own choice comes first, else the most likely one
-    that is near enough. Log-probabilities are those of the scores in greedy rows, and of the law after temperature
+    Among the children of a node the one that carries the target's own choice comes first, else the most likely one that
+    is near enough. Log-probabilities are those of the scores in greedy rows, and of the distribution after temperature
     and truncation in sampled ones. A token that the request rules out (a banned one, or one cut off by top-k and the
     like) is never kept. The token after the last kept guess is the target's own choice.
 
@@ -64,4 +64,4 @@ class Lenient(TargetsNumbers):
 
 def _logs(target: Target, node: int) -> Tensor:
     """Log-probabilities [V] up to a constant; -inf for what the request rules out."""
-    return target.scores(node) if target.greedy else target.law(node).log()
+    return target.scores(node) if target.greedy else target.probs(node).log()

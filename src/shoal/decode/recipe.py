@@ -23,7 +23,7 @@ class Rule(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether the output equals the target's, token for token if greedy and in law if sampled."""
+        """Whether the output equals the target's, token for token if greedy and in distribution if sampled."""
         ...
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:

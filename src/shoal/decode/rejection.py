@@ -1,4 +1,4 @@
-"""Rejection sampling on a token tree: keeps more of a sampled draft than an exact match, under the same law."""
+"""Rejection sampling on a token tree: keeps more of a sampled draft than an exact match, equally distributed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MATCH = Match()
 class Rejection(OwnNumbers):
     """Recursive rejection sampling among siblings that were drawn without replacement.
 
-    At a node with target law t, its children come in the order in which they were drawn. A child that was drawn from
-    d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive part of
-    t - d, and d for the next sibling is the draft law without the tokens drawn before. If no child is kept, the
-    token comes from the last t and the walk ends; after the last node of a path it comes from the target's law. A
-    chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are arXiv 2402.14160, section 3.2.
+    At a node with target distribution t, its children come in the order in which they were drawn. A child that was
+    drawn from d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive part
+    of t - d, and d for the next sibling is the draft distribution without the tokens drawn before. If no child is kept,
+    the token comes from the last t and the walk ends; after the last node of a path it comes from the target's
+    distribution. A chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are section 3.2 of 2402.14160.
 
-    The output has the target's law, whatever the draft; the samples are not those of plain decoding. A guess without
-    a law was certain: it is kept with its own probability under t. Two things are the proposer's duty: siblings
-    stand in the order of drawing, and whether a node is proposed at all does not depend on its own token. Greedy rows
-    are matched exactly.
+    The output has the target's distribution, whatever the draft; the samples are not those of plain decoding. A guess
+    without a distribution was certain: it is kept with its own probability under t. Two things are the proposer's duty:
+    siblings stand in the order of drawing, and whether a node is proposed at all does not depend on its own token.
+    Greedy rows are matched exactly.
     """
 
     exact: bool = True
@@ -37,7 +37,7 @@ class Rejection(OwnNumbers):
         """See the class.
 
         Raises:
-            ValueError: a draft law gives its own token no probability, or siblings repeat a token.
+            ValueError: a draft distribution gives its own token no probability, or siblings repeat a token.
         """
         if target.greedy:
             return _MATCH.walk(tree, target)
@@ -51,26 +51,26 @@ class Rejection(OwnNumbers):
 
 def _descend(tree: TokenTree, target: Target, node: int) -> tuple[int | None, int]:
     """The child of `node` that is kept and its token; or None and the token that follows `node` instead."""
-    law, children = target.law(node), tree.children(node)
+    probs, children = target.probs(node), tree.children(node)
     if not children:
-        return None, target.draw(law, node, "sample")
-    law = law.double()
+        return None, target.draw(probs, node, "sample")
+    probs = probs.double()
     for rank, child in enumerate(children):
         token = tree.tokens[child]
         draft = _draft_law(tree, child, [tree.tokens[earlier] for earlier in children[:rank]])
-        mine, theirs = _probabilities(law, draft, token)
+        mine, theirs = _probabilities(probs, draft, token)
         if target.uniform(node, f"accept {rank}") * theirs < mine:
             return child, token
-        law = _residual(law, draft, token)
-    return None, target.draw(law, node, "residual")
+        probs = _residual(probs, draft, token)
+    return None, target.draw(probs, node, "residual")
 
 
 def _draft_law(tree: TokenTree, child: int, drawn: Sequence[int]) -> Tensor | None:
-    """The law [V] that `child` was drawn from once its earlier siblings were gone; None if the guess was certain."""
-    law: Any = None if tree.laws is None else tree.laws[child]
-    if law is None:
+    """What `child` was drawn from [V] once its earlier siblings were gone; None if the guess was certain."""
+    probs: Any = None if tree.draft_probs is None else tree.draft_probs[child]
+    if probs is None:
         return None
-    rest: Tensor = law.double()
+    rest: Tensor = probs.double()
     if drawn:
         rest = rest.clone()
         rest[list(drawn)] = 0
@@ -78,25 +78,25 @@ def _draft_law(tree: TokenTree, child: int, drawn: Sequence[int]) -> Tensor | No
     return rest / total.where(total > 0, total.new_ones(()))
 
 
-def _probabilities(law: Tensor, draft: Tensor | None, token: int) -> tuple[float, float]:
-    """Of `token` under the target's law and under the draft's."""
+def _probabilities(probs: Tensor, draft: Tensor | None, token: int) -> tuple[float, float]:
+    """Of `token` under the target's distribution and under the draft's."""
     if draft is None:
-        return float(law[token]), 1.0
-    mine, theirs = law[token].item(), draft[token].item()
+        return float(probs[token]), 1.0
+    mine, theirs = probs[token].item(), draft[token].item()
     if theirs <= 0:
         raise ValueError(
-            f"token {token} was drafted, but the law that came with it gives it no probability: a proposer must hand "
-            "over the law that it drew from, and draw siblings without replacement"
+            f"token {token} was drafted, but the distribution that came with it gives it no probability: a proposer "
+            "must hand over the distribution that it drew from, and draw siblings without replacement"
         )
     return mine, theirs
 
 
-def _residual(law: Tensor, draft: Tensor | None, token: int) -> Tensor:
-    """The law after a rejection; `law` itself where rounding leaves nothing over."""
+def _residual(probs: Tensor, draft: Tensor | None, token: int) -> Tensor:
+    """The distribution after a rejection; `probs` itself where rounding leaves nothing over."""
     if draft is None:
-        rest = law.clone()
+        rest = probs.clone()
         rest[token] = 0
     else:
-        rest = (law - draft).clamp(min=0)
+        rest = (probs - draft).clamp(min=0)
     total = float(rest.sum())
-    return rest / total if total > 0 else law
+    return rest / total if total > 0 else probs

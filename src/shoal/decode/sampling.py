@@ -1,7 +1,7 @@
-"""From one node's logits to one token: scores, law, draw.
+"""From one node's logits to one token: scores, probabilities, draw.
 
 Everything here is a pure function. *Scores* are logits after bias, penalties and logits processors: greedy decoding
-and log-probabilities read them. The *law* is what temperature and truncation make of the scores: probabilities [V]
+and log-probabilities read them. The *probs* are what temperature and truncation make of the scores: probabilities [V]
 that sampling and the acceptance rules read. Uniform numbers are keyed by what they are for, so neither batch-mates
 nor block splits change a sample. Knows nothing about rows, trees or stopping.
 """
@@ -21,7 +21,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_COLDEST = 1e-30  # a lower temperature gives the same law, but overflows float32
+_COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
 def uniform(seed: int, row: int, index: int, purpose: str) -> float:
@@ -59,7 +59,7 @@ def _words(purpose: str) -> tuple[int, ...]:
 def needs_history(sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> bool:
     """Whether the scores of a node depend on the tokens before it.
 
-    If not, `biased` and `law_of` treat the nodes [N, V] of a whole batch in one call.
+    If not, `biased` and `probs_of` treat the nodes [N, V] of a whole batch in one call.
     """
     penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
     return penalised or len(processors) > 0
@@ -151,7 +151,7 @@ def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor
     return row[0]
 
 
-def law_of(scores: Tensor, sampling: Sampling) -> Tensor:
+def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [..., V] after temperature, top-k, top-p and min-p, in this order and with transformers' rules.
 
     Top-k keeps every token that ties with the k-th; top-p keeps the fewest likely tokens that reach `top_p`; min-p
@@ -166,8 +166,8 @@ def law_of(scores: Tensor, sampling: Sampling) -> Tensor:
         result = _top_k(result, sampling.top_k)
     if sampling.top_p < 1:
         result = _top_p(result, sampling.top_p)
-    law = result.softmax(-1)
-    return _min_p(result, law, sampling.min_p) if sampling.min_p else law
+    probs = result.softmax(-1)
+    return _min_p(result, probs, sampling.min_p) if sampling.min_p else probs
 
 
 def _top_k(result: Tensor, k: int) -> Tensor:
@@ -182,19 +182,19 @@ def _top_p(result: Tensor, p: float) -> Tensor:
     return result.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
 
 
-def _min_p(result: Tensor, law: Tensor, p: float) -> Tensor:
-    return result.masked_fill(law < p * law.amax(-1, keepdim=True), -torch.inf).softmax(-1)
+def _min_p(result: Tensor, probs: Tensor, p: float) -> Tensor:
+    return result.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf).softmax(-1)
 
 
-def law(
+def probs(
     logits: Tensor,
     history: Sequence[int] | Tensor,
     prompt_len: int,
     sampling: Sampling,
     processors: Sequence[LogitsProcessor] = (),
 ) -> Tensor:
-    """Raw logits [V] of one node to the probabilities [V] of its next token: `law_of(scores(...))`."""
-    return law_of(scores(logits, history, prompt_len, sampling, processors), sampling)
+    """Raw logits [V] of one node to the probabilities [V] of its next token: `probs_of(scores(...))`."""
+    return probs_of(scores(logits, history, prompt_len, sampling, processors), sampling)
 
 
 def greedy(scores: Tensor) -> Tensor:
@@ -202,25 +202,25 @@ def greedy(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def draw(law: Tensor, u: float) -> int:
-    """The token at `u` in [0, 1) of the cumulated law [V] (inverse CDF in float64): never one of probability 0.
+def draw(probs: Tensor, u: float) -> int:
+    """The token at `u` in [0, 1) of the cumulated `probs` [V] (inverse CDF in float64): never one of probability 0.
 
     Raises:
         ValueError: if no token has a positive probability.
     """
-    return draws(law[None], [u])[0]
+    return draws(probs[None], [u])[0]
 
 
-def draws(laws: Tensor, us: Sequence[float]) -> list[int]:
-    """One `draw` per law [N, V] and number, read back from the device at once.
+def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
+    """One `draw` per distribution [N, V] and number, read back from the device at once.
 
     Raises:
-        ValueError: if a law has no token of positive probability.
+        ValueError: if a distribution has no token of positive probability.
     """
-    cdf = laws.double().cumsum(-1)
+    cdf = probs.double().cumsum(-1)
     target = torch.tensor(us, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
     # Where rounding leaves no token above the target, the first possible one is taken.
-    rank = (laws > 0).to(torch.int8) * (1 + (cdf > target).to(torch.int8))
+    rank = (probs > 0).to(torch.int8) * (1 + (cdf > target).to(torch.int8))
     tokens = rank.argmax(-1, keepdim=True)
     result: list[list[int]] = torch.cat([tokens, rank.gather(-1, tokens)], -1).tolist()
     if any(possible == 0 for _, possible in result):

@@ -25,7 +25,7 @@ class RowTarget:
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
         self.tree, self._row, self._logits = tree, row, logits
         self._scores: dict[int, Tensor] = {}
-        self._laws: dict[int, Tensor] = {}
+        self._probs: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
         if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
             self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
@@ -41,7 +41,7 @@ class RowTarget:
             return self._greedy[node]
         if self.greedy:
             return int(sampling.greedy(self.scores(node)))
-        return self.draw(self.law(node), node, "sample")
+        return self.draw(self.probs(node), node, "sample")
 
     def logits(self, node: int) -> Tensor:
         """Raw logits [V] after `node`."""
@@ -57,11 +57,11 @@ class RowTarget:
             )
         return self._scores[node]
 
-    def law(self, node: int) -> Tensor:
+    def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`."""
-        if node not in self._laws:
-            self._laws[node] = sampling.law_of(self.scores(node), self._row.sampling)
-        return self._laws[node]
+        if node not in self._probs:
+            self._probs[node] = sampling.probs_of(self.scores(node), self._row.sampling)
+        return self._probs[node]
 
     def index(self, node: int) -> int:
         """The emitted index of the token after `node`."""
@@ -71,9 +71,9 @@ class RowTarget:
         """See the protocol."""
         return self._row.uniform(self.tree.depths[node], purpose)
 
-    def draw(self, law: Tensor, node: int, purpose: str) -> int:
-        """A token from `law` [V] by inverse CDF."""
-        return sampling.draw(law, self.uniform(node, purpose))
+    def draw(self, probs: Tensor, node: int, purpose: str) -> int:
+        """A token from `probs` [V] by inverse CDF."""
+        return sampling.draw(probs, self.uniform(node, purpose))
 
     def logprob(self, node: int, token: int) -> TokenLogprob | None:
         """Log-probability of `token` after `node`, if the request wants it."""

@@ -19,12 +19,13 @@ class TokenTree:
     Attributes:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
-        laws: for each node the draft law [V] that it was drawn from, or None where the guess was deterministic.
+        draft_probs: for each node the draft distribution [V] that it was drawn from, or None where the guess was
+            deterministic.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    laws: tuple[Any, ...] | None = None
+    draft_probs: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
@@ -32,8 +33,8 @@ class TokenTree:
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node or parent < self.parents[node - 1]:
                 raise ValueError(f"node {node} has parent {parent}: nodes must stand in breadth-first order")
-        if self.laws is not None and len(self.laws) != len(self.tokens):
-            raise ValueError(f"{len(self.laws)} draft laws for {len(self.tokens)} nodes")
+        if self.draft_probs is not None and len(self.draft_probs) != len(self.tokens):
+            raise ValueError(f"{len(self.draft_probs)} draft distributions for {len(self.tokens)} nodes")
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
@@ -64,7 +65,7 @@ class TokenTree:
         if size == len(self):
             return self
         size = max(size, 1)
-        return TokenTree(self.tokens[:size], self.parents[:size], self.laws and self.laws[:size])
+        return TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
 
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""

@@ -13,12 +13,12 @@ _MATCH = Match()
 
 @dataclass(frozen=True, slots=True)
 class Typical(OwnNumbers):
-    """A guess x is kept if p(x) > min(epsilon, sqrt(epsilon) * exp(-H(p))), H being the entropy of the target's law p.
+    """A guess x is kept if p(x) > min(epsilon, sqrt(epsilon) * exp(-H(p))), p the target's, H its entropy.
 
     The longest path of such guesses is taken, the first in drawing order among equals, then the target's own token.
     The formula is arXiv 2401.10774, section 3.3.1, with its delta at the suggested sqrt(epsilon); the threshold is
     that of truncation sampling (arXiv 2210.15191). The output follows the draft where the target is unsure, so it
-    has no law of its own. Greedy rows are matched exactly.
+    has no distribution of its own. Greedy rows are matched exactly.
 
     Attributes:
         epsilon: in (0, 1]; the larger, the fewer guesses are kept.
@@ -47,7 +47,7 @@ class Typical(OwnNumbers):
         return OwnNumbers.purpose(self, rank, place) if place is None else _MATCH.purpose(rank, place)
 
     def _plausible(self, tree: TokenTree, target: Target, node: int) -> bool:
-        law = target.law(tree.parents[node])
-        entropy = -float(law.xlogy(law).sum())
+        probs = target.probs(tree.parents[node])
+        entropy = -float(probs.xlogy(probs).sum())
         threshold = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(-entropy))
-        return float(law[tree.tokens[node]]) > threshold
+        return float(probs[tree.tokens[node]]) > threshold

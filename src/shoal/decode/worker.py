@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.model.stack import Feed, Tap
+    from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """What one tick brought and cost.
+class StepReport:
+    """What one step brought and cost.
 
     Attributes:
         rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
@@ -25,7 +25,7 @@ class Tick:
             in which some rows decoded and others read their prompts.
         prompt: whether the rows have read their prompts, and emit their first token: nothing was guessed then, and the
             seconds are those of the prompts.
-        source: the tick of all rows, where this tells of some of them; else None.
+        source: the step of all rows, where this tells of some of them; else None.
     """
 
     rows: Sequence[Row]
@@ -34,15 +34,15 @@ class Tick:
     draft_seconds: float
     target_seconds: float | None
     prompt: bool = False
-    source: Tick | None = None
+    source: StepReport | None = None
 
     @property
-    def whole(self) -> Tick:
-        """The tick of all rows that shared the forward."""
+    def whole(self) -> StepReport:
+        """The step of all rows that shared the forward."""
         return self if self.source is None else self.source
 
-    def part(self, rows: Sequence[Row]) -> Tick:
-        """The tick as seen by `rows`, at least one of its own, in their order."""
+    def part(self, rows: Sequence[Row]) -> StepReport:
+        """The step as seen by `rows`, at least one of its own, in their order."""
         if len(rows) == len(self.rows):
             return self
         wanted = {id(row) for row in rows}
@@ -61,7 +61,7 @@ class Tick:
 class Worker:
     """A part at work on one batch of rows: holds whatever changes while decoding."""
 
-    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Called before a forward of the target: what is to see the hidden states of these rows, or None.
 
         Args:
@@ -71,8 +71,8 @@ class Worker:
         """
         return None
 
-    def observe(self, tick: Tick) -> None:
-        """Learn from a tick of the rows whose recipe has the part: plain steps and the ends of prompts included."""
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step of the rows whose recipe has the part: plain steps and the ends of prompts included."""
 
 
 class Drafter(Worker, ABC):
@@ -86,7 +86,7 @@ class Drafter(Worker, ABC):
         """
 
 
-class Governor(Worker, ABC):
+class DraftLengthPolicy(Worker, ABC):
     """A controller at work."""
 
     @abstractmethod
@@ -107,5 +107,5 @@ class Part(Protocol[W_co]):
 
 Proposer = Part[Drafter]
 """Guesses tokens ahead."""
-Controller = Part[Governor]
+Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""

@@ -12,7 +12,7 @@ from shoal.draft.shallow import OwnLayersDrafter
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.decode.worker import Tick
+    from shoal.decode.worker import StepReport
     from shoal.model.kv import KVCache
     from shoal.model.stack import Stack
 
@@ -88,7 +88,7 @@ class AdaptiveDrafter(OwnLayersDrafter):
         one = self._proposer
         return Draft(row, one.plan, min(one.length, limit), self.thresholds[row].value)
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """Move the thresholds."""
-        for row, tree, outcome in tick.guessed():
+        for row, tree, outcome in report.guessed():
             self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))

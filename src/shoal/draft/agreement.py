@@ -10,12 +10,12 @@ import torch
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.rewind import earliest, rewound
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.model.kv import KVCache
-    from shoal.model.stack import Stack, Tap
+    from shoal.model.stack import HiddenStateHook, Stack
 
 Text = tuple[int, Sequence[int], int, DepthPlan]
 """A row of the cache, its tokens (the committed ones and the one after them), how many of the last, and a plan."""
@@ -33,8 +33,8 @@ def agreements(stack: Stack, cache: KVCache, texts: Sequence[Text]) -> list[floa
     shares: list[float] = []
     for some in _batches(texts, stack.prefill_chunk):
         with ExitStack() as back:
-            feeds = [_feed(cache, back, *text) for text in some]
-            logits = stack.forward(feeds, cache).split([feed.wanted for feed in feeds])
+            chunks = [_feed(cache, back, *text) for text in some]
+            logits = stack.forward(chunks, cache).split([chunk.wanted for chunk in chunks])
         for values, (_, tokens, count, _) in zip(logits, some, strict=True):
             shares.append((values.argmax(-1).cpu() == torch.tensor(tokens[-count:])).double().mean().item())
     return shares
@@ -46,7 +46,7 @@ def repeatable(cache: KVCache, row: int) -> int:
 
 
 @torch.no_grad()
-def said_again(stack: Stack, cache: KVCache, row: Row, count: int, tap: Tap) -> list[int]:
+def said_again(stack: Stack, cache: KVCache, row: Row, count: int, hook: HiddenStateHook) -> list[int]:
     """The most likely token after each of a row's last committed tokens, these run once more by its plan's step 0.
 
     Args:
@@ -57,16 +57,18 @@ def said_again(stack: Stack, cache: KVCache, row: Row, count: int, tap: Tap) -> 
         tap: is shown their states [1, count, D].
     """
     end = cache.positions[row.slot]
-    feed = Feed(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)
+    chunk = SequenceChunk(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)
     with rewound(cache, row.slot, end - count):
-        found: list[int] = stack.forward([feed], cache, tap).argmax(-1).tolist()
+        found: list[int] = stack.forward([chunk], cache, hook).argmax(-1).tolist()
     return found
 
 
-def _feed(cache: KVCache, back: ExitStack, row: int, tokens: Sequence[int], count: int, plan: DepthPlan) -> Feed:
+def _feed(
+    cache: KVCache, back: ExitStack, row: int, tokens: Sequence[int], count: int, plan: DepthPlan
+) -> SequenceChunk:
     end = cache.positions[row]
     back.enter_context(rewound(cache, row, end - count))
-    return Feed(row, tokens[end - count : end], [1] * count, plan, wanted=count)
+    return SequenceChunk(row, tokens[end - count : end], [1] * count, plan, wanted=count)
 
 
 def _batches(texts: Sequence[Text], most: int) -> list[list[Text]]:

@@ -1,8 +1,8 @@
 """From a drafter's logits to guesses: the row's own sampling options applied to somebody else's opinion.
 
-Greedy rows get the drafter's best tokens. Sampled rows get draws without replacement from the drafter's law, each with
-that law for the rules that ask. Logits processors are not applied: they judge the target alone, may be slow, and a
-draft needs no more than a good guess.
+Greedy rows get the drafter's best tokens. Sampled rows get draws without replacement from the drafter's distribution,
+each with that distribution for the rules that ask. Logits processors are not applied: they judge the target alone, may
+be slow, and a draft needs no more than a good guess.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Guesses:
 
     Attributes:
         tokens: ids, each once.
-        law: probabilities [V] that they were drawn from; None where nothing was drawn.
+        probs: probabilities [V] that they were drawn from; None where nothing was drawn.
         logs: log-probability of each under the drafter, in nats.
     """
 
     tokens: tuple[int, ...]
-    law: Tensor | None
+    probs: Tensor | None
     logs: tuple[float, ...]
 
 
@@ -107,20 +107,20 @@ def _without_impossible(tokens: list[int], logs: list[float]) -> Guesses:
 
 
 def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:
-    laws = sampling.law_of(scores, places[0].row.sampling)
-    tokens, rest = [], laws
-    possible: list[int] = [count] * len(places) if count == 1 else (laws > 0).sum(-1).clamp(max=count).tolist()
+    probs = sampling.probs_of(scores, places[0].row.sampling)
+    tokens, rest = [], probs
+    possible: list[int] = [count] * len(places) if count == 1 else (probs > 0).sum(-1).clamp(max=count).tolist()
     for rank in range(max(possible)):
         drawn = sampling.draws(rest, [place.uniform(rank) for place in places])
         tokens.append(drawn)
         if rank + 1 < max(possible):
-            index = torch.tensor(drawn, device=laws.device)[:, None]
+            index = torch.tensor(drawn, device=probs.device)[:, None]
             left = rest.scatter(-1, index, 0.0)
             # A place with no token left draws on from what it has; those draws are cut off below.
             rest = torch.where((left > 0).any(-1, keepdim=True), left, rest)
-    columns = torch.tensor(tokens, device=laws.device).T
-    logs = laws.gather(-1, columns).log().tolist()
+    columns = torch.tensor(tokens, device=probs.device).T
+    logs = probs.gather(-1, columns).log().tolist()
     return [
-        Guesses(tuple(row[i] for row in tokens[:size]), laws[i], tuple(logs[i][:size]))
+        Guesses(tuple(row[i] for row in tokens[:size]), probs[i], tuple(logs[i][:size]))
         for i, size in enumerate(possible)
     ]

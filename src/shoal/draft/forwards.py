@@ -17,7 +17,7 @@ from shoal.decode import sampling
 from shoal.decode.tree import TokenTree
 from shoal.draft.draft import Draft, Widths, within
 from shoal.draft.growth import Growth, grow
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 if TYPE_CHECKING:
     from shoal.model.kv import KVCache
@@ -56,9 +56,9 @@ class _Chain(Growth):
         """Whether anything depends on how sure the model is."""
         return self.wanted.stop > 0 or bool(self.wanted.widths)
 
-    def feed(self) -> Feed:
+    def chunk(self) -> SequenceChunk:
         """The chain's last node, after the others."""
-        return Feed(self.row.slot, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
+        return SequenceChunk(self.row.slot, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores [V] after the chain's last node."""
@@ -66,15 +66,15 @@ class _Chain(Growth):
         history = [*row.tokens, *self.words[self._last]]
         return sampling.scores(logits, history, row.prompt_length, row.sampling, row.processors)
 
-    def extend(self, token: int, scores: Tensor, law: Tensor | None, confidence: float) -> None:
-        """The next guess, drawn from `law` (None: the most likely one), with siblings where they are wanted."""
+    def extend(self, token: int, scores: Tensor, probs: Tensor | None, confidence: float) -> None:
+        """The next guess, drawn from `probs` (None: the most likely one), with siblings where they are wanted."""
         depth = self.plan.depth(self.guesses + 1)
         self.row.ledger.draft_forwards += 1
         self.row.ledger.draft_layer_tokens += depth
         self.row.ledger.read(depth)
         self.confidence = confidence
         others = self._siblings(token, scores)
-        parent, self._last = self._last, self.add(token, self._last, law)
+        parent, self._last = self._last, self.add(token, self._last, probs)
         for other in others:
             self.add(other, parent)
 
@@ -91,7 +91,7 @@ class _Chain(Growth):
 def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree]:
     """Draft for all rows (ascending slots) at once, until the last one has enough."""
     chains = [_Chain(draft) for draft in drafts]
-    grow(chains, lambda some: stack.forward([chain.feed() for chain in some], cache), _extend)
+    grow(chains, lambda some: stack.forward([chain.chunk() for chain in some], cache), _extend)
     return [chain.tree() for chain in chains]
 
 
@@ -99,16 +99,20 @@ def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree
 def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
     """A guess for each chain from the logits [chains, V] after its last node."""
     scores = torch.stack([chain.scores(line) for chain, line in zip(chains, logits, strict=True)])
-    laws = [None if c.row.sampling.greedy else sampling.law_of(s, c.row.sampling) for c, s in _pairs(chains, scores)]
+    draft_probs = [
+        None if c.row.sampling.greedy else sampling.probs_of(s, c.row.sampling) for c, s in _pairs(chains, scores)
+    ]
     tokens: list[int] = sampling.greedy(scores).tolist()
-    drawn = [(i, law) for i, law in enumerate(laws) if law is not None]
+    drawn = [(i, probs) for i, probs in enumerate(draft_probs) if probs is not None]
     if drawn:
         numbers = [chains[i].row.draft_uniform(chains[i].guesses) for i, _ in drawn]
-        for (i, _), token in zip(drawn, sampling.draws(torch.stack([law for _, law in drawn]), numbers), strict=True):
+        for (i, _), token in zip(
+            drawn, sampling.draws(torch.stack([probs for _, probs in drawn]), numbers), strict=True
+        ):
             tokens[i] = token
     sure = confidences(scores) if any(chain.wants_confidence for chain in chains) else [1.0] * len(chains)
-    for chain, token, line, law, confidence in zip(chains, tokens, scores, laws, sure, strict=True):
-        chain.extend(token, line, law, confidence)
+    for chain, token, line, probs, confidence in zip(chains, tokens, scores, draft_probs, sure, strict=True):
+        chain.extend(token, line, probs, confidence)
 
 
 def _pairs(chains: Sequence[_Chain], scores: Tensor) -> zip[tuple[_Chain, Tensor]]:

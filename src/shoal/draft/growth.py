@@ -15,27 +15,27 @@ class Growth:
         root: node 0, the row's last token.
 
     Attributes:
-        tokens, parents, laws: as in `TokenTree`.
+        tokens, parents, draft_probs: as in `TokenTree`.
         words: for each node the guesses on the path to it, itself included.
     """
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents = [root], [-1]
-        self.laws: list[Any] = [None]
+        self.draft_probs: list[Any] = [None]
         self.words: list[tuple[int, ...]] = [()]
 
-    def add(self, token: int, parent: int, law: Any = None) -> int:
-        """A guess after node `parent`, drawn from `law` [V] (None where it was not drawn); its node."""
+    def add(self, token: int, parent: int, probs: Any = None) -> int:
+        """A guess after node `parent`, drawn from `probs` [V] (None where it was not drawn); its node."""
         self.tokens.append(token)
         self.parents.append(parent)
-        self.laws.append(law)
+        self.draft_probs.append(probs)
         self.words.append((*self.words[parent], token))
         return len(self.tokens) - 1
 
     def tree(self) -> TokenTree:
         """What has grown."""
-        drawn = any(law is not None for law in self.laws)
-        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.laws) if drawn else None)
+        drawn = any(probs is not None for probs in self.draft_probs)
+        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs) if drawn else None)
 
 
 class _Growing(Protocol):

@@ -17,7 +17,7 @@ from shoal.draft.growth import Growth, grow
 from shoal.draft.shape import Leaf, TreeShape
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -163,26 +163,26 @@ class ModelDrafter(Drafter):
         """Run what the model has not seen of each row, the row's last token included; logits [rows, V] after it."""
         last: dict[int, Tensor] = {}
         while waiting := [one for one in grown if one.slot not in last]:
-            chunk = max(1, self._stack.prefill_chunk // len(waiting))
-            feeds = []
+            most = max(1, self._stack.prefill_chunk // len(waiting))
+            chunks = []
             for one in waiting:
                 first = self._cache.positions[one.slot]
-                tokens = one.row.tokens[first : first + chunk]
-                feeds.append(Feed(one.slot, tokens, [0] * len(tokens), self._plan))
-            logits = self._forward(feeds, waiting)
-            for one, feed, values in zip(waiting, feeds, logits, strict=True):
-                self._cache.commit(one.slot, range(len(feed.tokens)))
+                tokens = one.row.tokens[first : first + most]
+                chunks.append(SequenceChunk(one.slot, tokens, [0] * len(tokens), self._plan))
+            logits = self._forward(chunks, waiting)
+            for one, chunk, values in zip(waiting, chunks, logits, strict=True):
+                self._cache.commit(one.slot, range(len(chunk.tokens)))
                 if self._cache.positions[one.slot] == len(one.row.tokens):
                     last[one.slot] = values
         return torch.stack([last[one.slot] for one in grown])
 
-    def _feed(self, one: _Growth) -> Feed:
+    def _feed(self, one: _Growth) -> SequenceChunk:
         """The level's nodes; they and those before them are a forest below the committed tokens."""
         first = one.leaves[0].node
         tokens = one.tokens[first:]
         parents = [parent - 1 for parent in one.parents[1:]]
         depths = [len(words) - 1 for words in one.words[1:]]
-        return Feed(
+        return SequenceChunk(
             one.slot,
             tokens,
             [0] * len(tokens),
@@ -193,24 +193,26 @@ class ModelDrafter(Drafter):
             fed=first - 1,
         )
 
-    def _forward(self, feeds: Sequence[Feed], grown: Sequence[_Growth]) -> Tensor:
+    def _forward(self, chunks: Sequence[SequenceChunk], grown: Sequence[_Growth]) -> Tensor:
         """Logits [sum of wanted, V] in the target's vocabulary."""
-        logits = self._stack.forward(feeds, self._cache) if self._head is None else self._by_own_head(feeds, self._head)
+        logits = (
+            self._stack.forward(chunks, self._cache) if self._head is None else self._by_own_head(chunks, self._head)
+        )
         for one in grown:
             one.row.ledger.draft_forwards += 1
         missing = self._vocabulary - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _by_own_head(self, feeds: Sequence[Feed], head: Callable[[Tensor], Tensor]) -> Tensor:
+    def _by_own_head(self, chunks: Sequence[SequenceChunk], head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits in the model's vocabulary, of which only some tokens are possible."""
         last: list[Tensor] = []
 
-        def tap(layer: int, hidden: Tensor) -> None:
+        def hook(layer: int, hidden: Tensor) -> None:
             if layer == self._stack.num_layers:
-                ends = ((states, len(feed.tokens), feed.wanted) for states, feed in zip(hidden, feeds, strict=True))
+                ends = ((states, len(chunk.tokens), chunk.wanted) for states, chunk in zip(hidden, chunks, strict=True))
                 last.extend(states[end - wanted : end] for states, end, wanted in ends)
 
-        self._stack.forward([replace(feed, wanted=0) for feed in feeds], self._cache, tap)
+        self._stack.forward([replace(chunk, wanted=0) for chunk in chunks], self._cache, hook)
         part = head(torch.cat(last))
         whole = part.new_full((len(part), self._stack.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._ids, part)
@@ -238,5 +240,5 @@ class ModelDrafter(Drafter):
         leaves = []
         for leaf, guess, children in zip(one.leaves, guesses, kept, strict=True):
             for token, (log, value) in zip(guess.tokens, children, strict=False):
-                leaves.append(Leaf(one.add(token, leaf.node, guess.law), log, value))
+                leaves.append(Leaf(one.add(token, leaf.node, guess.probs), log, value))
         one.leaves, one.level = leaves, one.level + 1

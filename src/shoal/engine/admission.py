@@ -22,7 +22,7 @@ class Policy(Protocol):
         ...
 
 
-class Join:
+class ContinuousBatching:
     """Rows join as soon as there is room: least waiting.
 
     A layer's weights are read for all rows if one row runs it, so rows of different ages undo each other's savings
@@ -38,7 +38,7 @@ class Join:
         return False
 
 
-class Waves:
+class GangBatching:
     """Rows wait until those under way have ended, and start together: all are then at the same step, hence depth.
 
     Args:
@@ -66,8 +66,8 @@ def policy(name: str, patience: float = math.inf) -> Policy:
     """The policy of that name; ValueError for an unknown one, or a patience that is negative."""
     if name not in POLICIES:
         raise unknown("admission policy", name, POLICIES)
-    waves = Waves(patience)  # made in any case, so that an impossible patience is refused under both names
-    return waves if name == "waves" else Join()
+    waves = GangBatching(patience)  # made in any case, so that an impossible patience is refused under both names
+    return waves if name == "waves" else ContinuousBatching()
 
 
 def _under_way(running: Sequence[Row]) -> bool:

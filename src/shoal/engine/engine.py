@@ -1,7 +1,7 @@
 """The engine: one loaded model that generates, streams and chats.
 
 An engine may be used from several threads: forwards take turns, and every call has its own cache, so calls interleave
-tick by tick without touching each other.
+step by step without touching each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
-from shoal.engine.companion import Companions, OpenModel
+from shoal.engine.draft_models import DraftModels, OpenModel
 from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.session import Session
@@ -78,7 +78,7 @@ class Engine:
         self.misses_card = True
         self.ranks = ALONE
         self._turn = threading.RLock()
-        self._companions = None if open_model is None else Companions(self, open_model)
+        self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._memory: dict[Any, Any] = {}
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
@@ -96,7 +96,7 @@ class Engine:
             skips=self.card.skips,
             can_split=self.stack.can_split,
             tokenizer=self.tokenizer,
-            companion=self._companions,
+            draft_engine=self._draft_models,
             fingerprint=lambda: self.fingerprint,
             memory=self._memory,
             free=self.ranks.size == 1,

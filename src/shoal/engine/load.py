@@ -115,7 +115,7 @@ def engine_for(
 
 
 def open_beside(home: Engine, model: Any) -> Engine:
-    """The engine of a model that is to work beside that of `home`; see `shoal.engine.companion`."""
+    """The engine of a model that is to work beside that of `home`; see `shoal.engine.draft_models`."""
     if not isinstance(model, str):
         engine = engine_for(model)
         if engine.stack.device != home.stack.device:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.batch import Batch
 from shoal.decode.prefixes import Prefixes
-from shoal.engine.admission import Join, Policy
+from shoal.engine.admission import ContinuousBatching, Policy
 from shoal.engine.engine import Engine
 from shoal.engine.memory import free
 from shoal.engine.recipes import Recipes
 from shoal.engine.request import Request, prompt_ids
-from shoal.engine.ticket import Deliver, Entry, Item, Ticket
+from shoal.engine.request_handle import Deliver, Item, RequestHandle, ScheduledRow
 from shoal.engine.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.model.kv_room import KVRoom, Need
@@ -77,27 +77,27 @@ class Scheduler:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
-        self._policy = policy or Join()
+        self._policy = policy or ContinuousBatching()
         self._recipes = Recipes(engine)
         self._batch = Batch(engine.stack, prefixes=self.prefixes)
-        self._running: list[Entry] = []
+        self._running: list[ScheduledRow] = []
         self._wake = threading.Condition()
-        self._waiting: deque[Entry] = deque()
-        self._unwanted: set[Ticket] = set()
+        self._waiting: deque[ScheduledRow] = deque()
+        self._unwanted: set[RequestHandle] = set()
         self._closing = False
-        self._open: set[Entry] = set()
+        self._open: set[ScheduledRow] = set()
         self._moved = False
         self._worker = WorkerThread("shoal-scheduler", self._work, self._died)
         if start:
             self._worker.start()
 
-    def submit(self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, **options: Any) -> Ticket:
+    def submit(self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, **options: Any) -> RequestHandle:
         """Queue a request.
 
         Args:
             prompt: text or token ids.
             n: how many answers, each a row of its own; row i draws its own random numbers.
-            deliver: see `Ticket`.
+            deliver: see `RequestHandle`.
             **options: see `Request`.
 
         Raises:
@@ -111,10 +111,12 @@ class Scheduler:
         _check_bias(request, stack.vocab_size)
         ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
-        ticket = Ticket(self.engine.info(), self._cancel, deliver)
-        ticket.entries = [Entry(row, ticket, self._need(row)) for row in self.engine.rows([ids] * n, request, recipe)]
-        self._enqueue(ticket.entries)
-        return ticket
+        handle = RequestHandle(self.engine.info(), self._cancel, deliver)
+        handle.entries = [
+            ScheduledRow(row, handle, self._need(row)) for row in self.engine.rows([ids] * n, request, recipe)
+        ]
+        self._enqueue(handle.entries)
+        return handle
 
     @property
     def running(self) -> int:
@@ -153,7 +155,7 @@ class Scheduler:
             self._worker.join(timeout)
         finished = self._worker.ended
         with self._wake:
-            self._unwanted.update(entry.ticket for entry in [*self._waiting, *self._running])
+            self._unwanted.update(entry.handle for entry in [*self._waiting, *self._running])
             self._wake.notify_all()
         self._worker.join()
         return finished
@@ -175,7 +177,7 @@ class Scheduler:
             )
         return need
 
-    def _enqueue(self, entries: list[Entry]) -> None:
+    def _enqueue(self, entries: list[ScheduledRow]) -> None:
         with self._wake:
             if self._closing:
                 raise Closed("the scheduler takes no more requests: it is shutting down")
@@ -186,9 +188,9 @@ class Scheduler:
             self._waiting.extend(entries)
             self._wake.notify_all()
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, handle: RequestHandle) -> None:
         with self._wake:
-            self._unwanted.add(ticket)
+            self._unwanted.add(handle)
             self._wake.notify_all()
 
     def turn(self) -> None:
@@ -229,16 +231,16 @@ class Scheduler:
             unwanted, self._unwanted = self._unwanted, set()
             if not unwanted:
                 return
-            gone = [entry for entry in self._waiting if entry.ticket in unwanted]
-            self._waiting = deque(entry for entry in self._waiting if entry.ticket not in unwanted)
+            gone = [entry for entry in self._waiting if entry.handle in unwanted]
+            self._waiting = deque(entry for entry in self._waiting if entry.handle not in unwanted)
         for entry in gone:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry)
-        self._batch.leave([entry.row for entry in self._running if entry.ticket in unwanted])
+        self._batch.leave([entry.row for entry in self._running if entry.handle in unwanted])
         self._sweep()
 
     def _admit(self) -> None:
-        admitted: list[Entry] = []
+        admitted: list[ScheduledRow] = []
         with self._wake:
             while self._waiting and self._fits([*self._running, *admitted], self._waiting[0]):
                 admitted.append(self._waiting.popleft())
@@ -249,7 +251,7 @@ class Scheduler:
             self._room.prepare(self._batch.cache, [entry.need for entry in self._running])
             self._batch.join([entry.row for entry in admitted])
 
-    def _fits(self, entries: list[Entry], new: Entry) -> bool:
+    def _fits(self, entries: list[ScheduledRow], new: ScheduledRow) -> bool:
         return (
             len(entries) < self.max_rows
             and self._policy.admits(self._batch.rows, time.monotonic() - new.arrived)
@@ -288,7 +290,7 @@ class Scheduler:
     def _tell(self) -> None:
         """Hand out what the turn brought."""
         for entry in self._running:
-            self._give(entry.ticket, entry.hand_out(time.monotonic()))
+            self._give(entry.handle, entry.hand_out(time.monotonic()))
         self._sweep()
 
     def _sweep(self) -> None:
@@ -299,21 +301,21 @@ class Scheduler:
             for entry in ended:
                 self._end(entry, entry.error)
 
-    def _end(self, entry: Entry, error: BaseException | None = None) -> None:
+    def _end(self, entry: ScheduledRow, error: BaseException | None = None) -> None:
         entry.ended = time.monotonic()
         if error is not None:
-            self._give(entry.ticket, [error])
-            self._cancel(entry.ticket)
-        elif entry.ticket.done:
-            self._give(entry.ticket, [None])
+            self._give(entry.handle, [error])
+            self._cancel(entry.handle)
+        elif entry.handle.done:
+            self._give(entry.handle, [None])
         self._open.discard(entry)
 
-    def _give(self, ticket: Ticket, items: Iterable[Item]) -> None:
+    def _give(self, handle: RequestHandle, items: Iterable[Item]) -> None:
         try:
             for item in items:
-                ticket.deliver(item)
+                handle.deliver(item)
         except Exception:  # nobody listens any more
-            self._cancel(ticket)
+            self._cancel(handle)
 
 
 def _check_positive(**numbers: int | None) -> None:

@@ -21,7 +21,7 @@ class Stream(Iterator[Step]):
     """The steps of a generation as they come; `result` and `results` afterwards.
 
     Args:
-        engine: whose turn it is to ask for before each tick.
+        engine: whose turn it is to ask for before each step.
         rows: the rows to decode.
         cache: their cache.
         release: whether dropped layers give up their KV at once.
@@ -40,7 +40,7 @@ class Stream(Iterator[Step]):
         self._engine, self._rows = engine, rows
         chunk = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
         loop = Loop(engine.stack, cache, rows, release=release, **chunk)
-        self._ticks, self._clock = loop.run(), loop.clock
+        self._steps, self._clock = loop.run(), loop.clock
         self._ready: list[Step] = []
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -48,7 +48,7 @@ class Stream(Iterator[Step]):
     def __next__(self) -> Step:
         while not self._ready:
             with self._engine.turn(), naming(self._size):
-                self._ready = list(reversed(next(self._ticks)))
+                self._ready = list(reversed(next(self._steps)))
             self._seconds = time.perf_counter() - self._started
         return self._ready.pop()
 
@@ -62,7 +62,7 @@ class Stream(Iterator[Step]):
     def close(self) -> None:
         """End the generation now: no further step comes, and its memory is free."""
         with self._engine.turn():
-            self._ticks.close()
+            self._steps.close()
         self._ready.clear()
 
     def __enter__(self) -> Stream:

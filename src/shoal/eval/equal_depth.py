@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.depth.budget import Budget, Linear, PowerLaw, counts
+from shoal.depth.budget import Budget, LinearFall, PowerLaw, counts
 from shoal.depth.plan import DepthPlan
 from shoal.eval.rising import RisingPlan
 
@@ -90,12 +90,12 @@ def power_law(
     return alpha, found
 
 
-def linear(lengths: Lengths, num_layers: int, core: int, mean: float) -> tuple[Linear, int, Counts]:
+def linear(lengths: Lengths, num_layers: int, core: int, mean: float) -> tuple[LinearFall, int, Counts]:
     """SkipDecode's budget from L down to an integer, the horizon chosen so that the mean fits; with its table."""
     steps = max(lengths.tokens)
-    best: tuple[float, Linear, int, Counts] | None = None
+    best: tuple[float, LinearFall, int, Counts] | None = None
     for least in range(core, num_layers + 1):
-        budget = Linear(num_layers, least)
+        budget = LinearFall(num_layers, least)
         horizon = _nearest_horizon(budget, lengths, num_layers, core, mean)
         found = counts(budget, num_layers, core, horizon, steps)
         far = abs(lengths.mean(found) - mean) + 1e-6 * abs(horizon - lengths.horizon)

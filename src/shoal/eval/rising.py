@@ -21,7 +21,7 @@ from shoal.model.packed.linear import Dense, Linear
 from shoal.model.packed.native_stack import NativeMatrix
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer
-from shoal.model.stack import Feed, Start, Tap
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Start
 
 
 @dataclass(frozen=True)
@@ -77,25 +77,30 @@ class RisingStack(PackedStack):
         self._out, self._down = self._zeros(first.out), self._zeros(first.down)
 
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        cache: KVCache,
+        hook: HiddenStateHook | None = None,
+        *,
+        start: Start | None = None,
     ) -> Tensor:
         """See the protocol; chains without tap and start. Tokens of one depth that follow one another run together."""
-        assert tap is None and start is None
-        done, logits = [0] * len(feeds), [list[Tensor]() for _ in feeds]
-        while left := [at for at, feed in enumerate(feeds) if done[at] < len(feed.tokens)]:
-            depth = self._plan.depth(feeds[left[0]].steps[done[left[0]]])
-            parts = {at: part for at in left if (part := self._part(feeds[at], done[at], depth)).tokens}
+        assert hook is None and start is None
+        done, logits = [0] * len(chunks), [list[Tensor]() for _ in chunks]
+        while left := [at for at, chunk in enumerate(chunks) if done[at] < len(chunk.tokens)]:
+            depth = self._plan.depth(chunks[left[0]].steps[done[left[0]]])
+            parts = {at: part for at in left if (part := self._part(chunks[at], done[at], depth)).tokens}
             found = self._stack(depth).forward([*parts.values()], cache).split([p.wanted for p in parts.values()])
             for (at, part), values in zip(parts.items(), found, strict=True):
                 logits[at].append(values)
                 done[at] += len(part.tokens)
-        return torch.cat([torch.cat(rows)[-feed.wanted :] for feed, rows in zip(feeds, logits, strict=True)])
+        return torch.cat([torch.cat(rows)[-chunk.wanted :] for chunk, rows in zip(chunks, logits, strict=True)])
 
-    def _part(self, feed: Feed, first: int, depth: int) -> Feed:
+    def _part(self, chunk: SequenceChunk, first: int, depth: int) -> SequenceChunk:
         """The tokens from number `first` on that run at this depth; none where the next one runs at another."""
-        steps = list(takewhile(lambda step: self._plan.depth(step) == depth, feed.steps[first:]))
-        tokens = feed.tokens[first : first + len(steps)]
-        return Feed(feed.row, tokens, steps, self._every, wanted=min(len(tokens), feed.wanted), fed=first)
+        steps = list(takewhile(lambda step: self._plan.depth(step) == depth, chunk.steps[first:]))
+        tokens = chunk.tokens[first : first + len(steps)]
+        return SequenceChunk(chunk.row, tokens, steps, self._every, wanted=min(len(tokens), chunk.wanted), fed=first)
 
     def _stack(self, depth: int) -> PackedStack:
         """A stack in which only so many layers add anything."""

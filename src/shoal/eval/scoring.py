@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 
 @torch.no_grad()
@@ -53,11 +53,11 @@ class _Text:
         """The place of the token that decides the first one of the reference."""
         return len(self.prompt) - 1
 
-    def feed(self, first: int, count: int, plan: DepthPlan) -> Feed:
+    def chunk(self, first: int, count: int, plan: DepthPlan) -> SequenceChunk:
         """The tokens from place `first` on, `count` of them at most."""
         tokens = self.tokens[first : first + count]
         steps = [max(0, place - self.start) for place in range(first, first + len(tokens))]
-        return Feed(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
+        return SequenceChunk(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
 
     def losses(self, first: int, count: int, logits: Tensor) -> Tensor:
         """Of the reference tokens that `count` tokens from place `first` on decide, given the logits of the last."""
@@ -76,9 +76,9 @@ def _read(texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan)
         cache.truncate(text.row, text.start)
     while waiting := [text for text in texts if cache.positions[text.row] < len(text.tokens)][: stack.prefill_chunk]:
         count = stack.prefill_chunk // len(waiting)
-        feeds = [text.feed(cache.positions[text.row], count, plan) for text in waiting]
-        logits = stack.forward(feeds, cache).split([feed.wanted for feed in feeds])
-        for text, feed, values in zip(waiting, feeds, logits, strict=True):
-            found[text.row].append(text.losses(cache.positions[text.row], len(feed.tokens), values))
-            cache.commit(text.row, range(len(feed.tokens)))
+        chunks = [text.chunk(cache.positions[text.row], count, plan) for text in waiting]
+        logits = stack.forward(chunks, cache).split([chunk.wanted for chunk in chunks])
+        for text, chunk, values in zip(waiting, chunks, logits, strict=True):
+            found[text.row].append(text.losses(cache.positions[text.row], len(chunk.tokens), values))
+            cache.commit(text.row, range(len(chunk.tokens)))
     return [torch.cat(parts) for parts in found]

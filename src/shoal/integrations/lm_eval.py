@@ -26,7 +26,7 @@ from shoal.engine.load import engine_for
 from shoal.errors import Unsupported, unknown
 from shoal.methods import make
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _BBH_END = r"(?<=answer is )(.*?)(?=\.?\s*$)"
@@ -98,22 +98,22 @@ class ShoalLM(HFLM):  # type: ignore[misc]
 
     def _scored(self, pairs: Sequence[Any]) -> list[tuple[float, bool]]:
         """Score (context, continuation) pairs in one forward."""
-        stack, feeds, targets = self.engine.stack, [], []
+        stack, chunks, targets = self.engine.stack, [], []
         for row, (context, continuation) in enumerate(pairs):
             room = max(1, self.max_length + 1 - len(continuation))
             prompt, target = list(context)[-room:], list(continuation)
             plan = self.engine.recipe(self.method, max(len(target), self.max_gen_toks)).plan
             steps = [0] * len(prompt) + list(range(1, len(target)))
-            feeds.append(Feed(row, prompt + target[:-1], steps, plan, wanted=len(target)))
+            chunks.append(SequenceChunk(row, prompt + target[:-1], steps, plan, wanted=len(target)))
             targets.append(torch.tensor(target, device=stack.device))
             self.layer_tokens += plan.layer_tokens(len(target))
             self.tokens += len(target)
         with self.engine.turn(), torch.no_grad():
-            logits = stack.forward(feeds, KVCache(stack.windows, rows=len(feeds)))
+            logits = stack.forward(chunks, KVCache(stack.windows, rows=len(chunks)))
         scored = []
         for values, target_ids in zip(logits.split([len(t) for t in targets]), targets, strict=True):
-            laws = log_softmax(values.float(), -1)
-            chosen = laws.gather(1, target_ids[:, None]).sum()
+            log_probs = log_softmax(values.float(), -1)
+            chosen = log_probs.gather(1, target_ids[:, None]).sum()
             scored.append((float(chosen), bool((values.argmax(-1) == target_ids).all())))
         return scored
 

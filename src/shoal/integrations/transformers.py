@@ -5,7 +5,7 @@ decodes with an engine of its own around the model, which is not changed. Every 
 is honoured or refused (see `shoal.integrations.generation_config`).
 
 Sampled decoding draws one number from torch's global generator for the whole call, so `torch.manual_seed` makes it
-repeatable; the tokens differ from those that transformers draws from the same seed, their law is the same.
+repeatable; the tokens differ from those that transformers draws from the same seed, their distribution is the same.
 
 What cannot be seen from here, because `generate` drops it for every callable: `streamer` and `tokenizer` (bind them
 to the method), `assistant_model` and `synced_gpus`. A streamer given to `generate` gets the prompt and no more.

@@ -35,8 +35,8 @@ class DraftingMethod(Method):
 
     Attributes:
         inner: the method whose depth plan the target runs; None for full depth.
-        rule: what is kept of a guess: "match" what the target chooses itself, "rejection" as much as the target's law
-            allows; both are exact. "typical" and "lenient" keep more and are lossy.
+        rule: what is kept of a guess: "match" what the target chooses itself, "rejection" as much as the target's
+            distribution allows; both are exact. "typical" and "lenient" keep more and are lossy.
         margin: of the rule "lenient": how many nats a kept token may be less likely than the best one; 0 is exact.
         epsilon: of the rule "typical": the threshold, in (0, 1]; None for 0.09.
         control: "none" guesses as much as the method's own knobs say, "goodput" as much as pays at the times measured

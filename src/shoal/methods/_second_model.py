@@ -54,22 +54,22 @@ class SecondModelMethod(DraftingMethod):
             ValueError: no draft model was named, or it cannot be loaded.
             Unsupported: it cannot draft for this model.
         """
-        if info.companion is None:
+        if info.draft_engine is None:
             return Absent()
         from shoal.draft.model import ModelProposer
 
-        engine = self.companion(info)
+        engine = self.draft_engine(info)
         name = engine.model_name or "the draft model"
         if ids is None:
             return ModelProposer(engine.stack, shape, name)
         return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
 
-    def companion(self, info: ModelInfo) -> Any:
+    def draft_engine(self, info: ModelInfo) -> Any:
         """The draft model's engine."""
-        assert info.companion is not None
+        assert info.draft_engine is not None
         if self.draft is None:
             raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
-        return info.companion(self.draft)
+        return info.draft_engine(self.draft)
 
 
 @dataclass(frozen=True)

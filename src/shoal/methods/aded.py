@@ -113,9 +113,9 @@ class TableDrafter(Drafter):
             return TokenTree.chain(row.tokens[-1:])
         pair = (row.tokens[-2], row.tokens[-1])
         if knobs.search == "best_first":
-            return best_first(table.law, pair, knobs.nodes, depth)
+            return best_first(table.probs, pair, knobs.nodes, depth)
         key = f"{row.seed} {row.number} {row.emitted}"
-        return monte_carlo(table.law, pair, knobs.nodes, depth, knobs.iterations, key)
+        return monte_carlo(table.probs, pair, knobs.nodes, depth, knobs.iterations, key)
 
 
 class Trigrams:
@@ -145,7 +145,7 @@ class Trigrams:
         if len(weights) > FOLLOWERS:
             del weights[min(weights, key=weights.__getitem__)]
 
-    def law(self, pair: Pair) -> list[tuple[int, float]]:
+    def probs(self, pair: Pair) -> list[tuple[int, float]]:
         """Tokens and probabilities, the likeliest first, among equals the one seen last; [] for an unknown pair."""
         weights = self._own.get(pair) or self._base.get(pair) or {}
         total = sum(weights.values())
@@ -187,7 +187,7 @@ class Node:
         depth: guesses so far.
         share: probability of its last token given the ones before; of the whole path in `best_first`.
         visits, reward: of the Monte-Carlo search.
-        children: in the order of the law, or of choice.
+        children: in the order of the distribution, or of choice.
     """
 
     pair: Pair
@@ -199,7 +199,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
-def best_first(law: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
+def best_first(probs: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
     """The `nodes` likeliest continuations of up to `depth` tokens; their beginnings are always among them."""
     root = Node(pair)
     waiting: list[tuple[float, int, Node, Node]] = []
@@ -208,7 +208,7 @@ def best_first(law: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
     def push(node: Node) -> None:
         nonlocal made
         if node.depth < depth:
-            for token, share in law(node.pair):
+            for token, share in probs(node.pair):
                 child = Node((node.pair[1], token), node.depth + 1, node.share * share)
                 heapq.heappush(waiting, (-child.share, made, node, child))
                 made += 1
@@ -223,20 +223,20 @@ def best_first(law: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
     return as_tree(root)
 
 
-def monte_carlo(law: Law, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
+def monte_carlo(probs: Law, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
     """The `nodes` most visited continuations of a Monte-Carlo tree search.
 
-    Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the law
-    and rewards the path with 1 plus the probabilities along it.
+    Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the
+    distribution and rewards the path with 1 plus the probabilities along it.
 
     Args:
         key: of the random numbers.
     """
-    root = search(law, pair, depth, iterations, random.Random(key))
+    root = search(probs, pair, depth, iterations, random.Random(key))
     return as_tree(_pruned(root, nodes))
 
 
-def search(law: Law, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
+def search(probs: Law, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
     """The searched tree; every iteration visits the root once."""
     root = Node(pair)
     for _ in range(iterations):
@@ -246,8 +246,8 @@ def search(law: Law, pair: Pair, depth: int, iterations: int, numbers: random.Ra
         leaf = path[-1]
         if leaf.depth < depth and not leaf.expanded:
             leaf.expanded = True
-            leaf.children = [Node((leaf.pair[1], token), leaf.depth + 1, share) for token, share in law(leaf.pair)]
-        reward = 1 + sum(node.share for node in path[1:]) + _rollout(law, leaf, depth, numbers)
+            leaf.children = [Node((leaf.pair[1], token), leaf.depth + 1, share) for token, share in probs(leaf.pair)]
+        reward = 1 + sum(node.share for node in path[1:]) + _rollout(probs, leaf, depth, numbers)
         for node in path:
             node.visits += 1
             node.reward += reward
@@ -265,10 +265,10 @@ def _chosen(node: Node) -> Node:
     return max(node.children, key=score)
 
 
-def _rollout(law: Law, leaf: Node, depth: int, numbers: random.Random) -> float:
+def _rollout(probs: Law, leaf: Node, depth: int, numbers: random.Random) -> float:
     pair, total = leaf.pair, 0.0
     for _ in range(leaf.depth, depth):
-        followers = law(pair)
+        followers = probs(pair)
         if not followers:
             break
         token, share = numbers.choices(followers, [share for _, share in followers])[0]

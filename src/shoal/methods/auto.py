@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.control.payoff import HelperRecord, Payoff
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Tick
+from shoal.decode.worker import Drafter, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
 from shoal.draft.adaptive import Adaptive
@@ -86,11 +86,11 @@ class Auto(Method):
 
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """Who drafts where the text gives no guess, and what to think of it at first."""
-        if self.draft is not None and info.companion is not None:
+        if self.draft is not None and info.draft_engine is not None:
             from shoal.draft.model import ModelProposer
             from shoal.draft.shape import Branching
 
-            engine = info.companion(self.draft)
+            engine = info.draft_engine(self.draft)
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.stack, shape, name), HelperRecord(*_SMALLER, shape.length)
@@ -182,20 +182,20 @@ class CautiousDrafter(Drafter):
         self._helped = max(tree.depths[-1] for tree, lacks in zip(guessed, idle, strict=True) if lacks)
         return [new if lacks else tree for new, tree, lacks in zip(guessed, trees, idle, strict=True)]
 
-    def observe(self, tick: Tick) -> None:
+    def observe(self, report: StepReport) -> None:
         """What forwards take; a helper hears of its own guesses, while the text's are learned from the text."""
-        if tick.prompt:
+        if report.prompt:
             return
         if self._helper is not None and self._from_helper:
-            for row, tree, outcome in tick.guessed():
+            for row, tree, outcome in report.guessed():
                 if id(row) in self._from_helper:
                     kept = len(outcome.path) - 1
                     self._proposer.judge.judged(kept, kept + bool(tree.children(outcome.path[-1])))
-            helped = [row for row in tick.rows if id(row) in self._from_helper]
-            self._helper.observe(tick.part(helped))
-        self._proposer.judge.observe(tick.whole, self._helped)
+            helped = [row for row in report.rows if id(row) in self._from_helper]
+            self._helper.observe(report.part(helped))
+        self._proposer.judge.observe(report.whole, self._helped)
         self._from_helper.clear()
-        self._beside = len(tick.whole.rows) - len(tick.rows)
+        self._beside = len(report.whole.rows) - len(report.rows)
 
 
 def _chain(row: Row, follower: Follower, length: int) -> TokenTree:

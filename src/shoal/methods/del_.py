@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shoal.decode.row import Row
     from shoal.model.kv import KVCache
-    from shoal.model.stack import Feed, Stack, Tap
+    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 _EIGHTHS = (1, 2, 3, 4)
 
@@ -182,13 +182,13 @@ class _Capture:
 
     row: Row
     place: int
-    feed: Feed
+    chunk: SequenceChunk
     tokens: int
 
     def path(self) -> tuple[list[int], list[int]]:
         """The nodes that were kept, and the target's token after each of them."""
-        after, parents = self.row.tokens[self.tokens :], self.feed.parents
-        chain = TokenTree.chain(self.feed.tokens)
+        after, parents = self.row.tokens[self.tokens :], self.chunk.parents
+        chain = TokenTree.chain(self.chunk.tokens)
         tree = chain if parents is None else TokenTree(chain.tokens, tuple(parents))
         nodes = [0]
         for token in after[:-1]:
@@ -234,14 +234,14 @@ class DynamicDrafter(OwnLayersDrafter):
         plan = first_layers(exit_layer, self.stack.num_layers)
         return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
 
-    def watch(self, rows: Sequence[Row], feeds: Sequence[Feed]) -> Tap | None:
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Keep the states at every exit of the rows that draft, and now and then of those that do not."""
         if not rows[0].emitted:  # a prompt's end is looked back at before the first draft
             return None
         self._hidden = {}
         self._captures = [
-            _Capture(row, place, feed, len(row.tokens))
-            for place, (row, feed) in enumerate(zip(rows, feeds, strict=True))
+            _Capture(row, place, chunk, len(row.tokens))
+            for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             if self._states[row].idle % self._knobs.probe == 0
         ]
         return self._keep if self._captures else None

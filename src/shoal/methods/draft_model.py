@@ -15,8 +15,8 @@ from shoal.types import ModelInfo
 class DraftModel(SecondModelMethod):
     """A smaller model guesses a few tokens ahead and the target confirms them in one forward.
 
-    The draft model keeps a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled
-    guesses are drawn with the uniform numbers that the target will use, so that equal laws give equal draws; under
+    The draft model keeps a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled guesses
+    are drawn with the uniform numbers that the target will use, so that equal distributions give equal draws; under
     "rejection" with numbers of their own.
 
     Attributes:

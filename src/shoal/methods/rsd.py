@@ -52,10 +52,10 @@ class RSD(SecondModelMethod):
 class Beam:
     """Stochastic beam search: the `size` paths of highest perturbed log-probability; the paper's RSD-S.
 
-    A row's paths at each level are a sample without replacement from the drafter's law of whole paths (arXiv
+    A row's paths at each level are a sample without replacement from the drafter's distribution of whole paths (arXiv
     1903.06059). Children come in descending perturbed value: the first inherits its parent's, the next ones are
     Gumbel maxima of the probability that is left, truncated at the value before. So no noise of vocabulary size is
-    needed, and what is drawn equals the top of a full perturbation in law. A beam of a greedy row is a plain one.
+    needed, and what is drawn is distributed as the top of a full perturbation. A beam of a greedy row is a plain one.
 
     Attributes:
         size: paths.

@@ -19,8 +19,8 @@ class VocabTrim(SecondModelMethod):
     """A smaller model guesses among frequent tokens only, which spares most of its LM head; the target confirms.
 
     The tokens come from a list or from a text, best one that the target itself has written. End-of-sequence and special
-    tokens are always kept. The output is the target's: the law that guesses are judged by is that of the cut head, with
-    zeros elsewhere.
+    tokens are always kept. The output is the target's: the distribution that guesses are judged by is that of the cut
+    head, with zeros elsewhere.
 
     Attributes:
         text: a UTF-8 text file; its tokens are kept, the most frequent first.
@@ -52,14 +52,14 @@ class VocabTrim(SecondModelMethod):
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The draft model's guesses among the kept tokens, confirmed by the target."""
-        ids = None if info.companion is None else self._ids(info)
+        ids = None if info.draft_engine is None else self._ids(info)
         return self.verified(self.proposing(info, self._shape(), ids), info)
 
     def _ids(self, info: ModelInfo) -> tuple[int, ...]:
         if self.text is None and self.tokens is None:
             raise ValueError("vocabtrim has no tokens to keep; give text, a file, or tokens, a list of ids")
         found = frequent_in(self.text, info.tokenizer) if self.text is not None else self.tokens or ()
-        draft = self.companion(info)
+        draft = self.draft_engine(info)
         special = {*draft.eos_token_ids, *getattr(info.tokenizer, "all_special_ids", ())}
         kept = tuple(sorted({*found[: self.keep], *special}))
         size = draft.stack.vocab_size

@@ -20,7 +20,16 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.prepacked import PrepackedCall, asks_by_rows
 from shoal.model.probe import find_layers, take_apart
-from shoal.model.stack import Feed, Part, Span, Start, Tap, check_lengths, mark_shallow, spans
+from shoal.model.stack import (
+    HiddenStateHook,
+    LayerWork,
+    Part,
+    SequenceChunk,
+    Start,
+    check_lengths,
+    layer_work,
+    mark_shallow,
+)
 from shoal.model.windows import context_of, windows_of
 
 T = TypeVar("T")
@@ -66,39 +75,44 @@ class HFStack:
         rest = None if layer is None else _without(layer, _MLP)
         if rest is None:
             return False
-        feed = Feed(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
+        chunk = SequenceChunk(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
         cache = KVCache(self.windows, rows=1)
         with torch.no_grad():
-            call = _PaddedCall(self, [feed], cache)
+            call = _PaddedCall(self, [chunk], cache)
             try:
-                return torch.equal(call.through(rest, 0, Span("layer", (0,), (2,))), call.hidden)
+                return torch.equal(call.through(rest, 0, LayerWork("layer", (0,), (2,))), call.hidden)
             except (RuntimeError, TypeError, ValueError):  # a sublayer that returns something else than zeros stand for
                 return False
 
     @torch.no_grad()
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        cache: KVCache,
+        hook: HiddenStateHook | None = None,
+        *,
+        start: Start | None = None,
     ) -> Tensor:
-        """Run `feeds` through the layers that their plans name; see the protocol."""
-        prepacked = self.prepacks and len({len(feed.tokens) for feed in feeds}) > 1
+        """Run `chunks` through the layers that their plans name; see the protocol."""
+        prepacked = self.prepacks and len({len(chunk.tokens) for chunk in chunks}) > 1
         make = PrepackedCall if prepacked else _PaddedCall
-        call = make(self, feeds, cache, None if start is None else start.hidden)
+        call = make(self, chunks, cache, None if start is None else start.hidden)
         for layer in range(0 if start is None else start.layer, self.num_layers):
-            if tap is not None:
-                tap(layer, call.padded())
-            for piece in spans(feeds, layer):
-                check_lengths(feeds, piece, layer, cache)
+            if hook is not None:
+                hook(layer, call.padded())
+            for piece in layer_work(chunks, layer):
+                check_lengths(chunks, piece, layer, cache)
                 call.run(layer, piece)
-        if tap is not None:
-            tap(self.num_layers, call.padded())
-        mark_shallow(feeds, cache)
+        if hook is not None:
+            hook(self.num_layers, call.padded())
+        mark_shallow(chunks, cache)
         return self.parts.head(call.wanted())
 
-    def embedded(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor:
+    def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
         """Embeddings [R, m, D], short rows padded by their last token."""
-        width = max(len(feed.tokens) for feed in feeds)
-        ids = [[*feed.tokens, *[feed.tokens[-1]] * (width - len(feed.tokens))] for feed in feeds]
-        places = [positions(feed, cache, 0, len(feed.tokens), width) for feed in feeds]
+        width = max(len(chunk.tokens) for chunk in chunks)
+        ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
+        places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
         return self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
 
     @torch.no_grad()
@@ -165,11 +179,11 @@ class HFStack:
         return bias.masked_fill_(~seen, torch.finfo(self.dtype).min)
 
 
-def positions(feed: Feed, cache: KVCache, first: int, last: int, width: int) -> list[int]:
+def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width: int) -> list[int]:
     """Positions of tokens first..last-1, padded to `width` by the last one."""
-    base = cache.positions[feed.row]
-    nodes = feed.nodes[first:last]
-    places = [base + (node if feed.depths is None else feed.depths[node]) for node in nodes]
+    base = cache.positions[chunk.row]
+    nodes = chunk.nodes[first:last]
+    places = [base + (node if chunk.depths is None else chunk.depths[node]) for node in nodes]
     return places + places[-1:] * (width - len(places))
 
 
@@ -189,13 +203,15 @@ class _PaddedCall:
     See `shoal.model.prepacked.PrepackedCall`; here rows are padded to the longest.
     """
 
-    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor | None = None) -> None:
-        self.stack, self.feeds, self.cache = stack, feeds, cache
-        self.hidden = stack.embedded(feeds, cache) if hidden is None else hidden.clone()
-        self.sizes = tuple(len(feed.tokens) for feed in feeds)
+    def __init__(
+        self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
+    ) -> None:
+        self.stack, self.chunks, self.cache = stack, chunks, cache
+        self.hidden = stack.embedded(chunks, cache) if hidden is None else hidden.clone()
+        self.sizes = tuple(len(chunk.tokens) for chunk in chunks)
         self._memo: dict[Any, Any] = {}
 
-    def run(self, layer: int, piece: Span) -> None:
+    def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and put its outcome into the hidden states."""
         output = self.through(self.stack.module(layer, piece.part), layer, piece)
         if self._whole(piece):
@@ -204,16 +220,16 @@ class _PaddedCall:
         chosen, nodes, real = self._picked(piece)
         self.hidden[chosen[:, None].expand_as(nodes)[real], nodes[real]] = output[real]
 
-    def through(self, module: nn.Module, layer: int, piece: Span) -> Tensor:
+    def through(self, module: nn.Module, layer: int, piece: LayerWork) -> Tensor:
         """The output of `module` for the nodes of `piece`: [rows of the piece, widest, D]."""
         rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
         counts = [piece.last[i] - piece.first[i] for i in rows]
         store = self.cache.layers[layer]
-        numbers = [self.feeds[i].row for i in rows]
+        numbers = [self.chunks[i].row for i in rows]
         store.make_room(numbers, counts)
         hidden, slot = self._inputs(piece), _Slot(store, numbers, counts)
         places = self._shared("positions", piece, lambda: self._positions(piece, rows))
-        window, starts = store.window, tuple(store.starts[self.feeds[i].row] for i in rows)
+        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
         seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
         key = (piece.first, piece.last)
         output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
@@ -225,51 +241,51 @@ class _PaddedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        ends = zip(self.hidden, self.feeds, self.sizes, strict=True)
-        return torch.cat([states[end - feed.wanted : end] for states, feed, end in ends])
+        ends = zip(self.hidden, self.chunks, self.sizes, strict=True)
+        return torch.cat([states[end - chunk.wanted : end] for states, chunk, end in ends])
 
-    def _shared(self, name: Any, piece: Span, make: Callable[[], T]) -> T:
+    def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
         """A table that all layers with the same nodes share."""
         key = (name, piece.first, piece.last)
         if key not in self._memo:
             self._memo[key] = make()
         return cast("T", self._memo[key])
 
-    def _whole(self, piece: Span) -> bool:
+    def _whole(self, piece: LayerWork) -> bool:
         """Whether the piece takes every row from its first node to the width of the batch, padding included."""
         return not any(piece.first) and piece.last == self.sizes
 
-    def _inputs(self, piece: Span) -> Tensor:
+    def _inputs(self, piece: LayerWork) -> Tensor:
         if self._whole(piece):
             return self.hidden
         chosen, nodes, _ = self._picked(piece)
         return self.hidden[chosen[:, None], nodes]
 
-    def _picked(self, piece: Span) -> tuple[Tensor, Tensor, Tensor]:
+    def _picked(self, piece: LayerWork) -> tuple[Tensor, Tensor, Tensor]:
         """Feeds [rows], their nodes [rows, widest] padded by the last, and which of those are real."""
         return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
 
-    def _positions(self, piece: Span, rows: list[int]) -> Tensor:
+    def _positions(self, piece: LayerWork, rows: list[int]) -> Tensor:
         width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in rows)
-        table = [positions(self.feeds[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
+        table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
         return torch.tensor(table, device=self.stack.device)
 
-    def _mask(self, piece: Span, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
+    def _mask(self, piece: LayerWork, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
         views = [
             RowView(
-                base=self.cache.positions[self.feeds[i].row],
+                base=self.cache.positions[self.chunks[i].row],
                 start=start,
-                first=self.feeds[i].fed + piece.first[i],
-                last=self.feeds[i].fed + piece.last[i],
-                parents=self.feeds[i].parents,
-                depths=self.feeds[i].depths,
+                first=self.chunks[i].fed + piece.first[i],
+                last=self.chunks[i].fed + piece.last[i],
+                parents=self.chunks[i].parents,
+                depths=self.chunks[i].depths,
             )
             for i, start in zip(rows, starts, strict=True)
         ]
         return self.stack.attention_mask(views, window)
 
 
-def _pick(piece: Span, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
     first = torch.tensor([piece.first[i] for i in rows], device=device)[:, None]
     last = torch.tensor([piece.last[i] for i in rows], device=device)[:, None]

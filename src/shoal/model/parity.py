@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
@@ -94,20 +94,20 @@ def ragged_logits(stack: Stack, tokens: list[int]) -> Tensor:
     """Logits [13, V]: of 9 tokens, the last ones in a tree, and of the first 4 in a shorter row beside them."""
     cache = KVCache(stack.windows, rows=2)
     wrong, plan = (tokens[7] + 1) % stack.vocab_size, DepthPlan.full(stack.num_layers)
-    tree = Feed(0, [tokens[6], wrong, *tokens[7:9]], [0] * 4, plan, (-1, 0, 0, 2), (0, 1, 1, 2), wanted=4)
+    tree = SequenceChunk(0, [tokens[6], wrong, *tokens[7:9]], [0] * 4, plan, (-1, 0, 0, 2), (0, 1, 1, 2), wanted=4)
     long = [_chain(stack, 0, tokens[:5]), _chain(stack, 0, tokens[5:6]), tree]
     short = [_chain(stack, 1, tokens[a:b]) for a, b in ((0, 1), (1, 2), (2, 4))]
     pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for feeds in zip(long, short, strict=True):
-        for feed, logits in zip(feeds, stack.forward(feeds, cache).split([f.wanted for f in feeds]), strict=True):
-            pieces[feed.row].append(logits)
-            cache.commit(feed.row, range(feed.wanted))
+    for chunks in zip(long, short, strict=True):
+        for chunk, logits in zip(chunks, stack.forward(chunks, cache).split([f.wanted for f in chunks]), strict=True):
+            pieces[chunk.row].append(logits)
+            cache.commit(chunk.row, range(chunk.wanted))
     first, second = map(torch.cat, pieces)
     return torch.cat([first[:7], first[8:], second])
 
 
-def _chain(stack: Stack, row: int, tokens: list[int]) -> Feed:
-    return Feed(row, tokens, [0] * len(tokens), DepthPlan.full(stack.num_layers), wanted=len(tokens))
+def _chain(stack: Stack, row: int, tokens: list[int]) -> SequenceChunk:
+    return SequenceChunk(row, tokens, [0] * len(tokens), DepthPlan.full(stack.num_layers), wanted=len(tokens))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView
-from shoal.model.stack import Feed, Span
+from shoal.model.stack import LayerWork, SequenceChunk
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
@@ -98,26 +98,26 @@ class PrepackedCall:
         hidden: [feeds, widest, D] to go on from, or None for the embeddings.
     """
 
-    def __init__(self, stack: HFStack, feeds: Sequence[Feed], cache: KVCache, hidden: Tensor | None) -> None:
-        self.stack, self.feeds, self.cache = stack, feeds, cache
-        self.sizes = [len(feed.tokens) for feed in feeds]
+    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
+        self.stack, self.chunks, self.cache = stack, chunks, cache
+        self.sizes = [len(chunk.tokens) for chunk in chunks]
         self._offsets = [0, *accumulate(self.sizes)]
-        places = [place for feed in feeds for place in feed.positions(cache.positions[feed.row])]
+        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
         self._places = torch.tensor([places], device=stack.device)
         if hidden is None:
-            ids = torch.tensor([[token for feed in feeds for token in feed.tokens]], device=stack.device)
+            ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=stack.device)
             self.hidden = stack.parts.embed(ids, self._places)
         else:
             self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
         self._memo: dict[Any, Any] = {}
 
-    def run(self, layer: int, piece: Span) -> None:
+    def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and put its outcome into the hidden states."""
         chosen = self._chosen(piece)
         hidden = self.hidden if chosen is None else self.hidden[:, chosen]
         rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
         counts = [piece.last[i] - piece.first[i] for i in rows]
-        store, numbers = self.cache.layers[layer], [self.feeds[i].row for i in rows]
+        store, numbers = self.cache.layers[layer], [self.chunks[i].row for i in rows]
         store.make_room(numbers, counts)
         masks = self._masks(piece, rows, store)
         seen = Rows(store, numbers, counts, masks)
@@ -127,24 +127,24 @@ class PrepackedCall:
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
 
-    def _chosen(self, piece: Span) -> Tensor | None:
+    def _chosen(self, piece: LayerWork) -> Tensor | None:
         """Indices of the piece's tokens; None for all."""
         if not any(piece.first) and list(piece.last) == self.sizes:
             return None
-        spans = zip(self._offsets, piece.first, piece.last, strict=False)
-        flat = [offset + node for offset, first, last in spans for node in range(first, last)]
+        ranges = zip(self._offsets, piece.first, piece.last, strict=False)
+        flat = [offset + node for offset, first, last in ranges for node in range(first, last)]
         return torch.tensor(flat, device=self.stack.device)
 
-    def _masks(self, piece: Span, rows: list[int], store: KVLayer) -> list[Tensor | None]:
-        key = ("masks", store.window, tuple(store.starts[self.feeds[i].row] for i in rows), piece.first, piece.last)
+    def _masks(self, piece: LayerWork, rows: list[int], store: KVLayer) -> list[Tensor | None]:
+        key = ("masks", store.window, tuple(store.starts[self.chunks[i].row] for i in rows), piece.first, piece.last)
         if key not in self._memo:
             self._memo[key] = [self.stack.attention_mask([self._view(i, piece, store)], store.window) for i in rows]
         return cast("list[Tensor | None]", self._memo[key])
 
-    def _view(self, index: int, piece: Span, store: KVLayer) -> RowView:
-        feed = self.feeds[index]
-        nodes = feed.fed + piece.first[index], feed.fed + piece.last[index]
-        return RowView(self.cache.positions[feed.row], store.starts[feed.row], *nodes, feed.parents, feed.depths)
+    def _view(self, index: int, piece: LayerWork, store: KVLayer) -> RowView:
+        chunk = self.chunks[index]
+        nodes = chunk.fed + piece.first[index], chunk.fed + piece.last[index]
+        return RowView(self.cache.positions[chunk.row], store.starts[chunk.row], *nodes, chunk.parents, chunk.depths)
 
     def padded(self) -> Tensor:
         """The hidden states as [feeds, widest, D]."""
@@ -152,5 +152,5 @@ class PrepackedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        ends = zip(self.feeds, self._offsets[1:], strict=True)
-        return torch.cat([self.hidden[0, end - feed.wanted : end] for feed, end in ends])
+        ends = zip(self.chunks, self._offsets[1:], strict=True)
+        return torch.cat([self.hidden[0, end - chunk.wanted : end] for chunk, end in ends])

@@ -1,6 +1,7 @@
 """What the loop asks of a model: feed some tokens through some of its layers, get logits.
 
-A `Feed` holds the tokens of one row; which sublayers a token runs follows from its step index and the row's plan.
+A `SequenceChunk` holds the tokens of one row; which sublayers a token runs follows from its step index and the row's
+plan.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
 
 Part = Literal["layer", "attention", "mlp"]
-Tap = Callable[[int, Tensor], None]
+HiddenStateHook = Callable[[int, Tensor], None]
 """Called with a layer's number and the hidden states [feeds, nodes, D] that enter it, short feeds padded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class SequenceChunk:
     """Tokens of one row for one forward.
 
     Attributes:
@@ -73,7 +74,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LayerWork:
     """A piece of work of one layer: tokens first[i]..last[i]-1 of feed i run `part` of it."""
 
     part: Part
@@ -81,18 +82,18 @@ class Span:
     last: tuple[int, ...]
 
 
-def spans(feeds: Sequence[Feed], layer: int) -> list[Span]:
+def layer_work(chunks: Sequence[SequenceChunk], layer: int) -> list[LayerWork]:
     """What `layer` has to do: whole for the tokens that run both sublayers, then one sublayer for those after them."""
-    attention = tuple(feed.running(feed.plan.attention[layer]) for feed in feeds)
-    mlp = tuple(feed.running(feed.plan.mlp[layer]) for feed in feeds)
-    zero = (0,) * len(feeds)
+    attention = tuple(chunk.running(chunk.plan.attention[layer]) for chunk in chunks)
+    mlp = tuple(chunk.running(chunk.plan.mlp[layer]) for chunk in chunks)
+    zero = (0,) * len(chunks)
     if attention == mlp:
-        return [Span("layer", zero, mlp)] if any(mlp) else []
+        return [LayerWork("layer", zero, mlp)] if any(mlp) else []
     both = tuple(map(min, attention, mlp))
     pieces = [
-        Span("layer", zero, both),
-        Span("attention", both, tuple(map(max, both, attention))),
-        Span("mlp", both, tuple(map(max, both, mlp))),
+        LayerWork("layer", zero, both),
+        LayerWork("attention", both, tuple(map(max, both, attention))),
+        LayerWork("mlp", both, tuple(map(max, both, mlp))),
     ]
     return [piece for piece in pieces if piece.first != piece.last]
 
@@ -128,11 +129,16 @@ class Stack(Protocol):
         ...
 
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        cache: KVCache,
+        hook: HiddenStateHook | None = None,
+        *,
+        start: Start | None = None,
     ) -> Tensor:
-        """Run `feeds` (ascending rows) and leave their keys and values in the cache as scratch.
+        """Run `chunks` (ascending rows) and leave their keys and values in the cache as scratch.
 
-        `tap` is shown the hidden states before each layer, and with L those after the last one. With `start` the
+        `hook` is shown the hidden states before each layer, and with L those after the last one. With `start` the
         layers below it are taken as done; they store nothing.
 
         Returns:
@@ -153,32 +159,32 @@ class Stack(Protocol):
         ...
 
 
-def check_lengths(feeds: Sequence[Feed], piece: Span, layer: int, cache: KVCache) -> None:
+def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:
     """Refuse to run a layer that misses the KV of a node before those that it is given; a lone MLP needs none."""
     if piece.part == "mlp":
         return
     store = cache.layers[layer]
-    for feed, first, last in zip(feeds, piece.first, piece.last, strict=True):
-        held, scratch = store.lengths[feed.row], store.scratch[feed.row]
-        if last > first and (held, scratch) != (cache.positions[feed.row], feed.fed + first):
-            raise missing_kv(layer, feed, cache)
+    for chunk, first, last in zip(chunks, piece.first, piece.last, strict=True):
+        held, scratch = store.lengths[chunk.row], store.scratch[chunk.row]
+        if last > first and (held, scratch) != (cache.positions[chunk.row], chunk.fed + first):
+            raise missing_kv(layer, chunk, cache)
 
 
-def missing_kv(layer: int, feed: Feed, cache: KVCache) -> RuntimeError:
+def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:
     """What is wrong with a feed that runs a layer whose KV has a hole before its tokens."""
-    store, row = cache.layers[layer], feed.row
+    store, row = cache.layers[layer], chunk.row
     held, needed, what = store.lengths[row], cache.positions[row], "positions"
     if held == needed:
-        held, needed, what = store.scratch[row], feed.fed, "uncommitted nodes"
+        held, needed, what = store.scratch[row], chunk.fed, "uncommitted nodes"
     return RuntimeError(
         f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens it is to run: "
         "the depth plan is not nested"
     )
 
 
-def mark_shallow(feeds: Sequence[Feed], cache: KVCache) -> None:
+def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
     """Note in the cache from which position on each feed left something out."""
-    for feed in feeds:
-        shallow = feed.running(feed.plan.first_shallow_step)
-        if shallow < len(feed.tokens):
-            cache.mark_shallow(feed.row, feed.positions(cache.positions[feed.row])[shallow])
+    for chunk in chunks:
+        shallow = chunk.running(chunk.plan.first_shallow_step)
+        if shallow < len(chunk.tokens):
+            cache.mark_shallow(chunk.row, chunk.positions(cache.positions[chunk.row])[shallow])

@@ -1,4 +1,4 @@
-"""One request under way: its tickets in the scheduler, and what they bring, on the server's event loop."""
+"""One request under way: its handles in the scheduler, and what they bring, on the server's event loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
+from shoal.engine.request_handle import Item, RequestHandle, ScheduledRow
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.ticket import Entry, Item, Ticket
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
 from shoal.serve.errors import ApiError
 from shoal.types import Result, Step
@@ -29,7 +29,7 @@ class Answer:
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         self._deadline = None if timeout is None else self._loop.time() + timeout
         self._late = False
-        self.tickets: list[Ticket] = []
+        self.handles: list[RequestHandle] = []
 
     async def start(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
         """Queue all prompts, or none.
@@ -53,7 +53,7 @@ class Answer:
     def _submit(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
         for place, prompt in enumerate(prompts):
             deliver = partial(self._take, place)
-            self.tickets.append(self._scheduler.submit(prompt, n=self._n, deliver=deliver, **options))
+            self.handles.append(self._scheduler.submit(prompt, n=self._n, deliver=deliver, **options))
 
     def _take(self, place: int, item: Item) -> None:
         """Called by the scheduler's thread."""
@@ -65,7 +65,7 @@ class Answer:
         Raises:
             ApiError: 504 when time is up, 500 or 503 when decoding failed.
         """
-        open_tickets = len(self.tickets)
+        open_tickets = len(self.handles)
         alarm = None if self._deadline is None else self._loop.call_at(self._deadline, self._ring)
         try:
             while open_tickets:
@@ -93,24 +93,24 @@ class Answer:
 
     def cancel(self) -> None:
         """Want no more."""
-        for ticket in self.tickets:
-            if not ticket.done:
-                ticket.cancel()
+        for handle in self.handles:
+            if not handle.done:
+                handle.cancel()
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ScheduledRow]:
         """The rows behind the choices."""
-        return [entry for ticket in self.tickets for entry in ticket.entries]
+        return [entry for handle in self.handles for entry in handle.entries]
 
     @property
     def results(self) -> list[Result]:
         """What the choices came to so far."""
-        return [result for ticket in self.tickets for result in ticket.results]
+        return [result for handle in self.handles for result in handle.results]
 
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens read and made; a prompt counts once however many answers it gets."""
-        firsts = [ticket.entries[0].row for ticket in self.tickets]
+        firsts = [handle.entries[0].row for handle in self.handles]
         read = sum(row.prompt_length for row in firsts)
         made = sum(len(entry.row.steps) for entry in self.entries)
         cached = {"cached_tokens": sum(row.cached for row in firsts)}

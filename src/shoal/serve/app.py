@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from shoal import __version__
 from shoal.engine.scheduler import Scheduler
 from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
-from shoal.serve.desk import Desk
 from shoal.serve.errors import ApiError, no_model
+from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
 from shoal.serve.playground import Playground
@@ -48,7 +48,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.add_exception_handler(Exception, _unexpected)
     if metrics is None:
         metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
-    _add_generation(app, Desk(scheduler, settings, metrics))
+    _add_generation(app, RequestHandler(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics)
     if settings.playground:
@@ -56,16 +56,16 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     return app
 
 
-def _add_generation(app: FastAPI, desk: Desk) -> None:
+def _add_generation(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await desk.chat(request)
+        return await handler.chat(request)
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await desk.complete(request)
+        return await handler.complete(request)
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:

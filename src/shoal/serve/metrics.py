@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from shoal.engine.request_handle import ScheduledRow
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.ticket import Entry
 from shoal.types import Result, Stats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -60,7 +60,7 @@ class Metrics:
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory set apart, 0 to 1.", lambda: scheduler.kv_use)
 
-    def finished(self, entry: Entry, result: Result) -> None:
+    def finished(self, entry: ScheduledRow, result: Result) -> None:
         """Count a row that has ended."""
         stats, steps = result.stats, entry.row.steps
         executed = stats.layer_tokens
@@ -86,7 +86,7 @@ class Metrics:
             self._depth.labels(self._label).observe(step.depth)
         self._observe_times(entry, stats)
 
-    def _observe_times(self, entry: Entry, stats: Stats) -> None:
+    def _observe_times(self, entry: ScheduledRow, stats: Stats) -> None:
         for gap in entry.gaps:
             self._gaps.labels(self._label).observe(gap)
         times = {"request_queue_time_seconds": entry.queue_seconds, "e2e_request_latency_seconds": stats.seconds}
@@ -114,7 +114,7 @@ class Metrics:
         Gauge(f"shoal:{name}", text, ["model_name"], registry=self.registry).labels(self._label).set_function(read)
 
 
-def report(entries: list[Entry], results: list[Result]) -> dict[str, Any]:
+def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]:
     """What one answer cost, for the client that asks for it; of several choices the sums and means."""
     stats = [result.stats for result in results]
     made = sum(one.new_tokens for one in stats)

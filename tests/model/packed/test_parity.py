@@ -34,7 +34,7 @@ from shoal.model.kv import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.parity import chunked_logits
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 CHUNKS = {
     "at once": (40,),
@@ -175,10 +175,10 @@ def test_a_tap_sees_what_enters_each_layer(backend: Backend, name: str) -> None:
     rows = [prompt(11, 1), prompt(6, 2)]
     seen: dict[int, Tensor] = {}
     cache = KVCache(stack.windows, 2)
-    feeds = [Feed(row, ids, [0] * len(ids), DepthPlan.full(6)) for row, ids in enumerate(rows)]
-    with_tap = stack.forward(feeds, cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    chunks = [SequenceChunk(row, ids, [0] * len(ids), DepthPlan.full(6)) for row, ids in enumerate(rows)]
+    with_tap = stack.forward(chunks, cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
     assert sorted(seen) == list(range(7))
-    assert gap(with_tap, stack.forward(feeds, KVCache(stack.windows, 2))) <= backend.exact
+    assert gap(with_tap, stack.forward(chunks, KVCache(stack.windows, 2))) <= backend.exact
     for row, ids in enumerate(rows):
         with torch.no_grad():
             states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
@@ -193,9 +193,9 @@ def test_a_tap_sees_dropped_layers_pass_their_input_on(backend: Backend) -> None
     stack, ids = backend.stack("llama"), prompt(7)
     cache, seen = KVCache(stack.windows, 1), {}
     plan = DepthPlan.whole_layers([9, 9, 1, 1, 9, 9])
-    stack.forward([Feed(0, ids, [0] * 7, plan)], cache)
+    stack.forward([SequenceChunk(0, ids, [0] * 7, plan)], cache)
     cache.commit(0, range(7))
-    stack.forward([Feed(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    stack.forward([SequenceChunk(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
     same = [torch.equal(seen[a], seen[b]) for a, b in pairwise(range(7))]
     assert same == [False, False, True, True, False, False]
 

@@ -23,7 +23,7 @@ from shoal.model.kv import KVCache
 from shoal.model.packed.graphs import LIMIT, GraphRunner
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.static import COLUMNS, Key, key_of
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 FULL = DepthPlan.full(6)
 D3 = DepthPlan.whole_layers([NEVER, 14, 5, 3, 9, NEVER])
@@ -47,15 +47,15 @@ def filled(stack: PackedStack, rows: Sequence[Sequence[int]], reserve: Sequence[
     """A cache that holds the rows' tokens at full depth."""
     cache = KVCache(stack.windows, len(rows), reserve)
     for row, ids in enumerate(rows):
-        stack.forward([Feed(row, ids, [0] * len(ids), FULL)], cache)
+        stack.forward([SequenceChunk(row, ids, [0] * len(ids), FULL)], cache)
         cache.commit(row, range(len(ids)))
     return cache
 
 
-def chains(cache: KVCache, queries: int = 1, plan: DepthPlan = FULL, step: int = 1) -> list[Feed]:
+def chains(cache: KVCache, queries: int = 1, plan: DepthPlan = FULL, step: int = 1) -> list[SequenceChunk]:
     """A feed of fixed form for every row."""
     steps = list(range(step, step + queries))
-    return [Feed(row, prompt(queries, row), steps, plan, wanted=queries) for row in range(cache.rows)]
+    return [SequenceChunk(row, prompt(queries, row), steps, plan, wanted=queries) for row in range(cache.rows)]
 
 
 def keys(stack: PackedStack, cache: KVCache) -> list[Key]:
@@ -72,9 +72,9 @@ ROWS = [prompt(5, 1), prompt(7, 2), prompt(3, 3)]
 def test_a_fixed_step_is_the_flat_forward(name: str, count: int, queries: int) -> None:
     flat, stack = packed(tiny(name)), fixed(name)
     caches = [filled(flat, ROWS[:count]), filled(stack, ROWS[:count])]
-    for tick in range(3):
-        feeds = chains(caches[0], queries, step=1 + tick * queries)
-        expected, logits = flat.forward(feeds, caches[0]), stack.forward(feeds, caches[1])
+    for report in range(3):
+        chunks = chains(caches[0], queries, step=1 + report * queries)
+        expected, logits = flat.forward(chunks, caches[0]), stack.forward(chunks, caches[1])
         assert gap(logits, expected) <= EXACT
         for cache in caches:
             for row in range(count):
@@ -127,7 +127,7 @@ def test_shallow_positions_are_known() -> None:
     stack = fixed("llama")
     cache = filled(stack, ROWS[:1])
     for step in range(1, 6):
-        stack.forward([Feed(0, [4], [step], D3)], cache)
+        stack.forward([SequenceChunk(0, [4], [step], D3)], cache)
         cache.commit(0, [0])
     assert runner(stack).graphs == 3
     assert cache.first_shallow(0) == len(ROWS[0]) + 2
@@ -137,11 +137,11 @@ MISFITS: dict[str, Any] = {
     "a row left out": lambda cache: chains(cache)[1:],
     "chains of different lengths": lambda cache: [*chains(cache)[:2], chains(cache, 2)[2]],
     "a tree": lambda cache: [
-        Feed(row, [1, 2, 3], [1, 2, 2], FULL, (-1, 0, 0), (0, 1, 1), wanted=3) for row in range(cache.rows)
+        SequenceChunk(row, [1, 2, 3], [1, 2, 2], FULL, (-1, 0, 0), (0, 1, 1), wanted=3) for row in range(cache.rows)
     ],
-    "not all logits wanted": lambda cache: [Feed(row, [1, 2], [1, 2], FULL) for row in range(cache.rows)],
+    "not all logits wanted": lambda cache: [SequenceChunk(row, [1, 2], [1, 2], FULL) for row in range(cache.rows)],
     "nodes of different depth": lambda cache: [
-        Feed(row, [1, 2, 3], [2, 3, 4], D3, wanted=3) for row in range(cache.rows)
+        SequenceChunk(row, [1, 2, 3], [2, 3, 4], D3, wanted=3) for row in range(cache.rows)
     ],
     "rows of different depth": lambda cache: [*chains(cache)[:2], *chains(cache, plan=D3, step=3)[2:]],
     "a sublayer alone": lambda cache: chains(cache, plan=DepthPlan((NEVER,) * 6, (NEVER, 1, *(NEVER,) * 4))),
@@ -154,9 +154,9 @@ MISFITS: dict[str, Any] = {
 def test_what_does_not_fit_is_run_flat(misfit: str) -> None:
     flat, stack = packed(tiny("llama")), fixed("llama")
     caches = [filled(flat, ROWS), filled(stack, ROWS)]
-    feeds = MISFITS[misfit](caches[1])
-    assert key_of(feeds, caches[1]) is None
-    assert gap(stack.forward(feeds, caches[1]), flat.forward(feeds, caches[0])) <= EXACT
+    chunks = MISFITS[misfit](caches[1])
+    assert key_of(chunks, caches[1]) is None
+    assert gap(stack.forward(chunks, caches[1]), flat.forward(chunks, caches[0])) <= EXACT
     assert runner(stack).graphs == 0
     assert [layer.scratch for layer in caches[0].layers] == [layer.scratch for layer in caches[1].layers]
 
@@ -164,10 +164,10 @@ def test_what_does_not_fit_is_run_flat(misfit: str) -> None:
 def test_a_fresh_cache_and_a_tap_are_run_flat() -> None:
     stack = fixed("llama")
     cache = KVCache(stack.windows, 1)
-    stack.forward([Feed(0, [3], [0], FULL)], cache)
+    stack.forward([SequenceChunk(0, [3], [0], FULL)], cache)
     cache.commit(0, [0])
     cache.layers[0].make_room([0], [9])
-    stack.forward([Feed(0, [3], [1], FULL)], cache, lambda layer, hidden: None)
+    stack.forward([SequenceChunk(0, [3], [1], FULL)], cache, lambda layer, hidden: None)
     assert runner(stack).graphs == 0
 
 
@@ -176,13 +176,13 @@ def test_a_plan_that_grows_is_refused_as_ever() -> None:
     stack = fixed("llama")
     cache = filled(stack, ROWS[:1])
     skipping = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
-    stack.forward([Feed(0, [4], [1], skipping)], cache)
+    stack.forward([SequenceChunk(0, [4], [1], skipping)], cache)
     cache.commit(0, [0])
     with pytest.raises(RuntimeError, match="layer 2 holds the KV of 5 positions of row 0, but 6 precede.*not nested"):
-        stack.forward([Feed(0, [5], [2], FULL)], cache)
+        stack.forward([SequenceChunk(0, [5], [2], FULL)], cache)
     cache.rollback(0)
     assert gap(
-        stack.forward([Feed(0, [5], [2], skipping)], cache),
+        stack.forward([SequenceChunk(0, [5], [2], skipping)], cache),
         oracle_logits(reference("llama"), ROWS[0], skipping, [4, 5, 0])[-1:],
     ) <= EXACT
 
@@ -192,7 +192,7 @@ def test_released_rows_are_refused_as_ever() -> None:
     cache = filled(stack, ROWS[:2])
     cache.release(0, [3])
     with pytest.raises(RuntimeError, match="released"):
-        stack.forward([Feed(row, [4], [1], FULL) for row in range(2)], cache)
+        stack.forward([SequenceChunk(row, [4], [1], FULL) for row in range(2)], cache)
 
 
 def test_scratch_entries_are_not_written_over() -> None:
@@ -233,11 +233,11 @@ def test_columns_come_in_steps() -> None:
     stack = fixed("llama", max_position_embeddings=1024)
     cache = filled(stack, [prompt(COLUMNS - 2)], [2 * COLUMNS + 50] * 6)
     sizes = []
-    for tick in range(4):
+    for report in range(4):
         key = key_of(chains(cache), cache)
         assert key is not None
         sizes.append(key.columns)
-        stack.forward(chains(cache, step=tick + 1), cache)
+        stack.forward(chains(cache, step=report + 1), cache)
         cache.commit(0, [0])
     assert sizes == [COLUMNS, COLUMNS, 2 * COLUMNS, 2 * COLUMNS]
     assert runner(stack).graphs == 2
@@ -251,13 +251,13 @@ def test_rows_that_leave_between_steps() -> None:
         for cache in caches:
             if rows is None:
                 cache.extend(1)
-                flat.forward([Feed(1, ROWS[2], [0] * len(ROWS[2]), FULL)], cache)
+                flat.forward([SequenceChunk(1, ROWS[2], [0] * len(ROWS[2]), FULL)], cache)
                 cache.commit(1, range(len(ROWS[2])))
             else:
                 cache.select(rows)
-        feeds = chains(caches[0])
-        assert key_of(feeds, caches[1]) is not None
-        assert gap(stack.forward(feeds, caches[1]), flat.forward(feeds, caches[0])) <= EXACT
+        chunks = chains(caches[0])
+        assert key_of(chunks, caches[1]) is not None
+        assert gap(stack.forward(chunks, caches[1]), flat.forward(chunks, caches[0])) <= EXACT
         for cache in caches:
             for row in range(cache.rows):
                 cache.commit(row, [0])
@@ -300,6 +300,6 @@ def test_quantised_steps(quant: Any) -> None:
     stack = packed(tiny("llama", dtype=torch.float32), quant)
     stack.use_graphs(capture=False)
     caches = [filled(flat, ROWS), filled(stack, ROWS)]
-    feeds = chains(caches[0], 3)
-    assert gap(stack.forward(feeds, caches[1]), flat.forward(feeds, caches[0])) <= 1e-3
+    chunks = chains(caches[0], 3)
+    assert gap(stack.forward(chunks, caches[1]), flat.forward(chunks, caches[0])) <= 1e-3
     assert runner(stack).graphs == 1

@@ -110,7 +110,7 @@ def discount(d: Draw) -> Text:
     return told, worked, total
 
 
-def tickets(d: Draw) -> Text:
+def handles(d: Draw) -> Text:
     """Adults and children pay different prices."""
     adults, children = d.number(2, 20), d.number(2, 30)
     dear, cheap = d.number(6, 20), d.number(2, 9)
@@ -167,4 +167,4 @@ def swap(d: Draw) -> Text:
     return told, worked, answer
 
 
-MONEY = [shopping, wages, saving, profit, discount, tickets, share_bill, swap]
+MONEY = [shopping, wages, saving, profit, discount, handles, share_bill, swap]

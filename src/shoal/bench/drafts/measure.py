@@ -11,9 +11,9 @@ from shoal import catalog
 from shoal.bench import words, workloads
 from shoal.bench.drafts import suite
 from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
-from shoal.bench.drafts.suite import DraftTask, Speaker
+from shoal.bench.drafts.suite import DecodingSystem, DraftTask
 from shoal.bench.rounds import check_rounds
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
@@ -60,7 +60,9 @@ class DraftsConfig:
         workloads.check(self.data, self.workloads)
 
 
-def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], wish: DraftsConfig) -> dict[str, Any]:
+def measure(
+    subject: MeasuredModel, setting: Setting, methods: Mapping[str, Method], wish: DraftsConfig
+) -> dict[str, Any]:
     """Decode all texts by all systems; JSON values.
 
     Raises:
@@ -72,7 +74,7 @@ def measure(subject: Subject, setting: Setting, methods: Mapping[str, Method], w
     if replay and wish.peers:
         raise ValueError("transformers cannot be held to a recorded answer; give a model, or leave the peers out")
     tasks = {name: _tasks(engine, found, wish.new_tokens, replay) for name, found in texts.items()}
-    speakers: dict[str, Speaker] = {suite.PLAIN: ShoalSpeaker(engine, Full())}
+    speakers: dict[str, DecodingSystem] = {suite.PLAIN: ShoalSpeaker(engine, Full())}
     speakers |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != suite.PLAIN}
     speakers |= _peers(subject, setting, engine, wish)
     return {
@@ -97,16 +99,16 @@ def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, rep
     return tasks
 
 
-def _peers(subject: Subject, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, Speaker]:
+def _peers(subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, DecodingSystem]:
     if not wish.peers:
         return {}
     model = subject.hf_model(as_dtype(setting.dtype), setting.device)
     layer = wish.exit_layer or max(1, engine.stack.num_layers // 3)
     filled: dict[str, Any] = {"assistant_early_exit": layer}
     if wish.assistant is not None:
-        small = Subject(model=catalog.find(wish.assistant))
+        small = MeasuredModel(model=catalog.find(wish.assistant))
         filled["assistant_model"] = small.hf_model(as_dtype(setting.dtype), setting.device)
-    speakers: dict[str, Speaker] = {}
+    speakers: dict[str, DecodingSystem] = {}
     for peer in wish.peers:
         options = {key: filled[key] if value is None else value for key, value in HF_OPTIONS[peer].items()}
         speakers[peer] = HFSpeaker(model, options, sorted(engine.eos_token_ids))

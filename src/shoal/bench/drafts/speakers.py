@@ -26,7 +26,7 @@ class ShoalSpeaker:
         self._engine, self._method = engine, method
 
     def begin(self, task: DraftTask) -> ShoalCourse:
-        """See `Speaker`; along the recorded answer where there is one."""
+        """See `DecodingSystem`; along the recorded answer where there is one."""
         return ShoalCourse(self._engine, self._method, task)
 
 
@@ -70,7 +70,7 @@ class HFSpeaker:
         self._model, self._options, self._eos = model, options, eos
 
     def begin(self, task: DraftTask) -> HFCourse:
-        """See `Speaker`."""
+        """See `DecodingSystem`."""
         return HFCourse(partial(self._decode, task))
 
     def _decode(self, task: DraftTask) -> Decoded:

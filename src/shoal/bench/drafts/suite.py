@@ -55,7 +55,7 @@ class Decoded:
     acceptance: tuple[float, ...] = ()
 
 
-class Course(Protocol):
+class TaskRun(Protocol):
     """A task under way."""
 
     def step(self) -> bool:
@@ -67,10 +67,10 @@ class Course(Protocol):
         ...
 
 
-class Speaker(Protocol):
+class DecodingSystem(Protocol):
     """A system that can decode a task."""
 
-    def begin(self, task: DraftTask) -> Course:
+    def begin(self, task: DraftTask) -> TaskRun:
         """Greedily, to the task's length or the model's own end; the prompt is read here."""
         ...
 
@@ -114,7 +114,7 @@ def _mean_by_place(shares: Sequence[tuple[float, ...]]) -> list[float]:
 
 
 def run(
-    workloads: Mapping[str, Sequence[DraftTask]], systems: Mapping[str, Speaker], rounds: int
+    workloads: Mapping[str, Sequence[DraftTask]], systems: Mapping[str, DecodingSystem], rounds: int
 ) -> list[dict[str, Any]]:
     """Rows of the table: a workload and a system each, the plain loop's among them.
 
@@ -134,7 +134,7 @@ def run(
     return [scores[name, label].row(name, label) for name in workloads for label in systems if (name, label) in scores]
 
 
-def together(task: DraftTask, systems: Mapping[str, Speaker]) -> dict[str, Decoded]:
+def together(task: DraftTask, systems: Mapping[str, DecodingSystem]) -> dict[str, Decoded]:
     """All systems on one task, in turn."""
     courses = {label: system.begin(task) for label, system in systems.items()}
     going = list(courses.values())
@@ -143,7 +143,7 @@ def together(task: DraftTask, systems: Mapping[str, Speaker]) -> dict[str, Decod
     return {label: course.decoded() for label, course in courses.items()}
 
 
-def _warm_up(task: DraftTask, systems: Mapping[str, Speaker]) -> None:
+def _warm_up(task: DraftTask, systems: Mapping[str, DecodingSystem]) -> None:
     together(task, systems)
 
 

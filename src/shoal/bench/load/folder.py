@@ -10,14 +10,14 @@ from typing import Any
 from shoal.bench import words
 from shoal.bench.load.prompts import WORDS
 from shoal.bench.shapes import RandomWeights
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.engine.device import as_dtype
 
 _TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
 _CONFIGS = ("config.json", "generation_config.json")
 
 
-def write_shape(subject: Subject, dtype: str, folder: Path, texts: Iterable[str] = ()) -> None:
+def write_shape(subject: MeasuredModel, dtype: str, folder: Path, texts: Iterable[str] = ()) -> None:
     """Write a shape's random weights, with a tokenizer in which every id has a text of its own.
 
     Args:

@@ -16,7 +16,7 @@ from shoal.bench.load.multi import Multi
 from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.servers import Server, free_port, shoal_words, transformers_words
 from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 from shoal.errors import unknown
 
@@ -30,7 +30,7 @@ _NO_PREFIXES = ("--prefix-gib", "0")
 
 
 @dataclass(frozen=True)
-class Lineup:
+class LoadTargets:
     """Who is to be measured.
 
     Attributes:
@@ -72,7 +72,7 @@ class Servers(ExitStack):
         notes: what a reader should know.
     """
 
-    def __init__(self, lineup: Lineup, texts: Sequence[str] = ()) -> None:
+    def __init__(self, lineup: LoadTargets, texts: Sequence[str] = ()) -> None:
         super().__init__()
         self.lineup, self._texts = lineup, texts
         self.targets: list[LoadTarget] = []
@@ -92,7 +92,7 @@ class Servers(ExitStack):
         if self._equal and not face.shoal:
             self.notes.append("this server is not asked to go on after an end of sequence; lengths may differ")
 
-    def start(self, subject: Subject, setting: Setting, prompts: Prompts) -> None:
+    def start(self, subject: MeasuredModel, setting: Setting, prompts: Prompts) -> None:
         """Start everything on the same weights, and let each answer once.
 
         Raises:
@@ -111,7 +111,7 @@ class Servers(ExitStack):
     def _equal(self) -> bool:
         return self.lineup.equal_lengths
 
-    def _folder(self, subject: Subject, setting: Setting) -> Path:
+    def _folder(self, subject: MeasuredModel, setting: Setting) -> Path:
         """Where the weights lie; a shape's are written down first."""
         made = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="shoal-load-")))
         model = Path(str(subject.model))
@@ -153,7 +153,7 @@ class Servers(ExitStack):
         from transformers import AutoTokenizer
 
         words = AutoTokenizer.from_pretrained(model)
-        target = Multi(Subject(model=str(model)), setting, self.lineup.max_rows, words)
+        target = Multi(MeasuredModel(model=str(model)), setting, self.lineup.max_rows, words)
         self.callback(target.stop)
         self.targets.append(target)
         self.notes.append("llama.cpp's batches are driven in a process of their own, without HTTP and without text, "

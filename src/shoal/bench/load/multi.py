@@ -16,7 +16,7 @@ from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.trace import Trace
 from shoal.bench.peers.llama_cpp import LlamaCpp
 from shoal.bench.process import cpu_seconds, resident
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
 from shoal.bench.worker import SystemProcess
 
@@ -128,7 +128,7 @@ class Multi:
 
     name, label = "llama.cpp", "batches of sequences, no HTTP"
 
-    def __init__(self, subject: Subject, setting: Setting, rows: int, tokenizer: Any) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting, rows: int, tokenizer: Any) -> None:
         self._rows, self._tokenizer = rows, tokenizer
         self._worker = SystemProcess(LlamaMulti, subject, setting)
         try:

@@ -137,7 +137,7 @@ class Http:
 
 
 @dataclass(frozen=True)
-class Face:
+class ServerFacts:
     """What a server says about itself.
 
     Attributes:
@@ -149,7 +149,7 @@ class Face:
     shoal: bool
 
 
-def look(address: Address) -> Face:
+def look(address: Address) -> ServerFacts:
     """Ask a server what it serves.
 
     Raises:
@@ -157,7 +157,7 @@ def look(address: Address) -> Face:
     """
     try:
         models = json.loads(get(address, "/v1/models"))["data"]
-        return Face(str(models[0]["id"]), models[0].get("owned_by") == "shoal")
+        return ServerFacts(str(models[0]["id"]), models[0].get("owned_by") == "shoal")
     except (Failed, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{address.url}/v1/models does not list a model: {error}") from None
 

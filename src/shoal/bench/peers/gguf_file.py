@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -48,7 +48,7 @@ class _TensorEntry:
     heads: int = 0
 
 
-def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = torch.float32) -> None:
+def write_gguf(subject: MeasuredModel, path: Path, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Write the file.
 
     Args:
@@ -84,7 +84,7 @@ def write_gguf(subject: Subject, path: Path, kind: str, dtype: torch.dtype = tor
     writer.close()
 
 
-def _check(subject: Subject) -> None:
+def _check(subject: MeasuredModel) -> None:
     """Refuse what the plain Llama description cannot say."""
     config = subject.text
     rope = getattr(config, "rope_parameters", None) or {}
@@ -96,7 +96,7 @@ def _check(subject: Subject) -> None:
         raise NotMeasured("no GGUF is written for a Llama with biases")
 
 
-def _describe(writer: Any, subject: Subject) -> None:
+def _describe(writer: Any, subject: MeasuredModel) -> None:
     config = subject.text
     rope = getattr(config, "rope_parameters", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -115,7 +115,7 @@ def _describe(writer: Any, subject: Subject) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def _entries(subject: Subject) -> Iterator[_TensorEntry]:
+def _entries(subject: MeasuredModel) -> Iterator[_TensorEntry]:
     config = subject.text
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for theirs, ours in _GLOBAL.items():

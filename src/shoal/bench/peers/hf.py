@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal import compat
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal.engine.device import as_dtype
 
@@ -19,7 +19,7 @@ class HFGenerate:
 
     detail = "generate, sdpa, DynamicCache"
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self.subject, self.setting = subject, setting
         self.dtype = as_dtype(setting.dtype)
         self.model: Any = None

@@ -16,7 +16,7 @@ import numpy as np
 from shoal import compat
 from shoal.bench.peers.gguf_file import KINDS, bits_of, write_gguf
 from shoal.bench.peers.requantise import requantise
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
 from shoal.engine.device import as_dtype
 
@@ -28,7 +28,7 @@ _KV_BYTES = 2
 class LlamaCpp:
     """See `shoal.bench.system.System`."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self._subject, self._setting = subject, setting
         self._kind = subject.file.kinds if setting.quant == FILE else KINDS.get(setting.weights, "")
         self._api: Any = None

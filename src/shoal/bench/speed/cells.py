@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 
 Kind = Literal["generate", "prefill", "forward"]
 OURS = "shoal"
@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedJob:
     """A job for one system.
 
     Attributes:
@@ -85,7 +85,7 @@ class Grid:
         if not self.batches or not self.contexts or not self.quants:
             raise ValueError("there is nothing to measure; give at least one batch, one context and one weight format")
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[SpeedJob]:
         """One per measurement of a round, the systems of a job side by side."""
         return [cell for quant, job in product(self.quants, self._jobs()) for cell in self._side_by_side(quant, job)]
 
@@ -97,19 +97,19 @@ class Grid:
         for positions in self.positions:
             yield Job("forward", self.contexts[0], positions=positions)
 
-    def _side_by_side(self, quant: str | None, job: Job) -> Iterator[Cell]:
+    def _side_by_side(self, quant: str | None, job: Job) -> Iterator[SpeedJob]:
         methods = {"full": FULL, **self.methods} if job.kind == "generate" else {"full": FULL}
         for label, method in methods.items():
-            yield Cell(OURS, quant, job, method, label)
+            yield SpeedJob(OURS, quant, job, method, label)
         for peer in self.peers:
-            yield Cell(peer, quant, job)
+            yield SpeedJob(peer, quant, job)
 
     def longest(self) -> int:
         """Positions that a row needs at most."""
         sizes = (self.new_tokens, *self.positions)
         return max(max(self.contexts) + max(sizes), *(length + 1 for length in self.prefills), 0)
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: MeasuredModel) -> None:
         """Refuse what does not fit the model's context."""
         limit = getattr(subject.text, "max_position_embeddings", None)
         if limit is not None and self.longest() > limit:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 
 
 @contextmanager
-def provided(subject: Subject, quants: Sequence[str | None]) -> Iterator[Subject]:
+def provided(subject: MeasuredModel, quants: Sequence[str | None]) -> Iterator[MeasuredModel]:
     """The subject with such a folder, where one of the formats needs it; ours goes when the block ends.
 
     Raises:
@@ -32,7 +32,7 @@ def provided(subject: Subject, quants: Sequence[str | None]) -> Iterator[Subject
             yield replace(subject, dequantised=folder)
 
 
-def write(subject: Subject, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def write(subject: MeasuredModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Dequantise by transformers and save model and tokenizer."""
     from transformers import AutoTokenizer
 

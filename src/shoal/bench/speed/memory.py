@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
 
@@ -15,19 +15,19 @@ _OVERHEAD = 2**29
 """Bytes of a process with its libraries, beside the weights."""
 
 
-def needed(subject: Subject, settings: Iterable[Setting]) -> int:
+def needed(subject: MeasuredModel, settings: Iterable[Setting]) -> int:
     """Bytes that systems with these settings hold together, roughly."""
     return sum(_weights(subject, setting) + _OVERHEAD for setting in settings)
 
 
-def _weights(subject: Subject, setting: Setting) -> int:
+def _weights(subject: MeasuredModel, setting: Setting) -> int:
     if setting.quant == FILE:
         return subject.file.bytes
     bits = _BITS.get(setting.quant or "", as_dtype(setting.dtype).itemsize * 8)
     return int(subject.weights() * bits / 8)
 
 
-def check(subject: Subject, settings: Iterable[Setting]) -> None:
+def check(subject: MeasuredModel, settings: Iterable[Setting]) -> None:
     """Refuse what would not fit.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal import __version__
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal.calibrate.cost import measure
 from shoal.engine.device import as_dtype
@@ -17,7 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.model.cost import CostCard, Traffic
 from shoal.model.kv import KVCache
 from shoal.model.packed import native
-from shoal.model.stack import Feed, Stack
+from shoal.model.stack import SequenceChunk, Stack
 
 _CHUNK = 2048
 _EXECUTORS = {
@@ -30,7 +30,7 @@ _EXECUTORS = {
 class Shoal:
     """See `shoal.bench.system.System`."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self._subject, self._setting = subject, setting
         self._dtype = as_dtype(setting.dtype)
         self._cards: dict[int, CostCard] = {}
@@ -78,12 +78,12 @@ class Shoal:
         stack, plan = self.engine.stack, self._subject.full_plan()
         cache = KVCache(stack.windows, 1, [len(prompt) + positions] * stack.num_layers)
         for first in range(0, len(prompt), _CHUNK):
-            chunk = prompt[first : first + _CHUNK]
-            stack.forward([Feed(0, chunk, [0] * len(chunk), plan)], cache)
-            cache.commit(0, range(len(chunk)))
+            piece = prompt[first : first + _CHUNK]
+            stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
+            cache.commit(0, range(len(piece)))
         tokens = [prompt[i % len(prompt)] for i in range(positions)]
-        feed = Feed(0, tokens, list(range(1, positions + 1)), plan, wanted=positions)
-        return [_timed(stack, feed, cache) for _ in range(repeats)]
+        chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions)
+        return [_timed(stack, chunk, cache) for _ in range(repeats)]
 
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
         """The cost card's prediction; the card is measured when a number of rows is first asked for."""
@@ -112,9 +112,9 @@ class Shoal:
         return Traffic(layer, weights.head.nbytes, plain.kv, plain.windows, plain.layer_weights)
 
 
-def _timed(stack: Stack, feed: Feed, cache: KVCache) -> float:
+def _timed(stack: Stack, chunk: SequenceChunk, cache: KVCache) -> float:
     start = time.perf_counter()
-    logits = stack.forward([feed], cache)
+    logits = stack.forward([chunk], cache)
     torch.argmax(logits, -1).tolist()
     seconds = time.perf_counter() - start
     cache.rollback(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.bench.rounds import Rounds
-from shoal.bench.speed.cells import Cell
+from shoal.bench.speed.cells import SpeedJob
 from shoal.bench.system import About, Expected
 
 
@@ -24,7 +24,7 @@ class CellResult:
         peak_memory: bytes in the first round, less what the process held before it loaded the system.
     """
 
-    cell: Cell
+    cell: SpeedJob
     about: About
     expected: Expected | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)

@@ -11,13 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench import idle, peers, roof
+from shoal.bench import bandwidth, idle, peers
 from shoal.bench.rounds import Rounds, check_rounds, in_order
 from shoal.bench.speed import memory
-from shoal.bench.speed.cells import OURS, Cell, Grid
+from shoal.bench.speed.cells import OURS, Grid, SpeedJob
 from shoal.bench.speed.ours import Shoal
 from shoal.bench.speed.outcome import CellResult, Measurements, Skipped
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import About, NotMeasured, Run, Setting
 from shoal.bench.worker import Factory, SystemProcess
 
@@ -26,7 +26,7 @@ _IDLE_SECONDS = 1.0
 _FORWARDS = 8
 
 
-Start = Callable[[Factory, Subject, Setting], SystemProcess]
+Start = Callable[[Factory, MeasuredModel, Setting], SystemProcess]
 Key = tuple[str, str | None]
 """A system and a quantisation: what shares one process."""
 
@@ -47,7 +47,7 @@ class Plan:
     rounds: int = 3
     minutes: float | None = None
     setting: Setting = field(default_factory=lambda: Setting("bfloat16"))
-    roof_bytes: int = roof.BUFFER
+    bandwidth_bytes: int = bandwidth.BUFFER
     text: str | None = None
     start: Start = SystemProcess
 
@@ -55,7 +55,7 @@ class Plan:
         check_rounds(self.rounds, self.minutes)
 
 
-def run(subject: Subject, grid: Grid, plan: Plan) -> Measurements:
+def run(subject: MeasuredModel, grid: Grid, plan: Plan) -> Measurements:
     """Measure the grid.
 
     Raises:
@@ -83,7 +83,9 @@ def _held(plan: Plan, system: str, quant: str | None) -> Setting:
 class _Bench:
     """The systems while they are alive."""
 
-    def __init__(self, subject: Subject, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements) -> None:
+    def __init__(
+        self, subject: MeasuredModel, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements
+    ) -> None:
         self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
         self._workers: dict[Key, SystemProcess] = {}
         self._ready: dict[Key, tuple[About, float, int | None]] = {}
@@ -98,7 +100,7 @@ class _Bench:
         for worker in self._workers.values():
             worker.stop()
 
-    def prepare(self, cells: list[Cell]) -> None:
+    def prepare(self, cells: list[SpeedJob]) -> None:
         """Load every system and warm every cell up."""
         for cell in tqdm(cells, desc="warm-up", disable=None):
             key = cell.system, cell.quant
@@ -110,7 +112,7 @@ class _Bench:
                     self._outcome.measured.append(self._warm_up(cell))
 
     @contextmanager
-    def _or_absent(self, cell: Cell, whole: bool = False) -> Iterator[None]:
+    def _or_absent(self, cell: SpeedJob, whole: bool = False) -> Iterator[None]:
         """Note what cannot be measured and why; where a process is gone, all of its cells are. Ours must not fail."""
         key = cell.system, cell.quant
         try:
@@ -135,7 +137,7 @@ class _Bench:
         about = worker.call("prepare")
         return about, time.perf_counter() - start, before
 
-    def _warm_up(self, cell: Cell) -> CellResult:
+    def _warm_up(self, cell: SpeedJob) -> CellResult:
         key, job = (cell.system, cell.quant), cell.job
         worker, (about, load_seconds, _) = self._workers[key], self._ready[key]
         start = time.perf_counter()
@@ -150,11 +152,11 @@ class _Bench:
     def measure(self) -> None:
         """Measure, round after round, as long as the time box allows."""
         outcome, plan = self._outcome, self._plan
-        self._roof()
+        self._bandwidth()
         outcome.idle_before = idle.watch(_IDLE_SECONDS, self._pids())
         with tqdm(total=plan.rounds * len(outcome.measured), desc="rounds", disable=None) as bar:
             for number in outcome.rounds:
-                self._last_roof = self._roof()
+                self._last_roof = self._bandwidth()
                 for measured in in_order(outcome.measured, number):
                     with self._or_absent(measured.cell):
                         self._turn(measured, number)
@@ -170,19 +172,19 @@ class _Bench:
         before, cpu = self._last_roof, idle.snapshot(self._pids())
         run = self._once(measured.cell)
         others = idle.others(cpu, idle.snapshot(self._pids()))
-        self._last_roof = self._roof()
+        self._last_roof = self._bandwidth()
         measured.runs.append({"round": number, **run, "roof": [before, self._last_roof], "others": others})
         peak = worker.call("memory") if number == 0 else None
         if peak is not None and base is not None:
             measured.peak_memory = max(0, peak - base)
 
-    def _roof(self) -> float:
-        return roof.read_bandwidth(_ROOF_SECONDS, self._plan.setting.device, self._plan.roof_bytes)
+    def _bandwidth(self) -> float:
+        return bandwidth.read_bandwidth(_ROOF_SECONDS, self._plan.setting.device, self._plan.bandwidth_bytes)
 
     def _pids(self) -> list[int]:
         return [worker.pid for worker in self._workers.values() if worker.pid]
 
-    def _once(self, cell: Cell, timeout: float | None = None) -> dict[str, Any]:
+    def _once(self, cell: SpeedJob, timeout: float | None = None) -> dict[str, Any]:
         worker, job = self._workers[cell.system, cell.quant], cell.job
         prompts = self._prompts(job.rows, job.context)
         if job.kind == "forward":

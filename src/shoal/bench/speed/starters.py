@@ -13,7 +13,7 @@ import psutil
 
 from shoal.bench.peers.hf import greedy
 from shoal.bench.process import peak_memory, reset_peak_memory, resident
-from shoal.bench.subject import Subject
+from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 from shoal.engine.device import as_dtype
 from shoal.model.packed import native
@@ -26,7 +26,7 @@ Generate = Callable[[Sequence[int], int], object]
 class Starter(ABC):
     """One system in a fresh process: `begin`, then `start`, once each."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self._subject, self._setting = subject, setting
 
     def begin(self, cache: str) -> None:
@@ -80,7 +80,7 @@ class Starter(ABC):
         """Free what was loaded; the process ends anyway."""
 
 
-def _model_code(subject: Subject) -> None:
+def _model_code(subject: MeasuredModel) -> None:
     """Import what transformers only imports when a model of the type is asked for."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

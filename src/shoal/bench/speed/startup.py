@@ -17,12 +17,12 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from shoal.bench import idle, roof
+from shoal.bench import bandwidth, idle
 from shoal.bench.rounds import Figure, Rounds, check_rounds, figure, in_order
 from shoal.bench.speed.cells import OURS
 from shoal.bench.speed.run import Start, prompts_for
 from shoal.bench.speed.starters import STARTERS
-from shoal.bench.subject import FILE, Subject
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 from shoal.bench.worker import SystemProcess
 
@@ -63,7 +63,7 @@ class StartupConfig:
             raise ValueError(f"peer is {wrong[0]!r}; startup is measured of {', '.join(STARTERS)}")
 
 
-def measure(subject: Subject, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
+def measure(subject: MeasuredModel, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
     """Load again and again; JSON values.
 
     Raises:
@@ -80,7 +80,7 @@ def measure(subject: Subject, setting: Setting, wish: StartupConfig) -> dict[str
     return {
         "kind": "startup",
         "rounds": turns.to_dict(),
-        "roof": {"unit": "bytes/s", **figure(samples.roofs), "readings": samples.roofs},
+        "roof": {"unit": "bytes/s", **figure(samples.bandwidths), "readings": samples.bandwidths},
         "idle": {"unit": "cores kept busy by other processes", "before": before, "busy_above": idle.BUSY},
         "warnings": _warnings(before, turns.done),
         "model_bytes": sum(path.stat().st_size for path in files(Path(subject.model))),
@@ -102,11 +102,11 @@ def _warnings(busy: float | None, rounds: int) -> list[str]:
 class _Samples:
     """All loads so far."""
 
-    def __init__(self, subject: Subject, setting: Setting, wish: StartupConfig) -> None:
+    def __init__(self, subject: MeasuredModel, setting: Setting, wish: StartupConfig) -> None:
         self._subject, self._setting, self._wish = subject, setting, wish
         self._runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.absent: dict[str, str] = {}
-        self.roofs: list[float] = []
+        self.bandwidths: list[float] = []
 
     def round(self, number: int) -> None:
         """Every system in every condition once; every other round takes the systems backwards."""
@@ -132,7 +132,7 @@ class _Samples:
         cache.mkdir(exist_ok=True)
         setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, self._setting.backend,
                           self._setting.device, self._setting.threads)
-        self.roofs.append(roof.read_bandwidth(_ROOF_SECONDS, self._setting.device))
+        self.bandwidths.append(bandwidth.read_bandwidth(_ROOF_SECONDS, self._setting.device))
         worker = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
         try:
             worker.call("begin", str(cache))

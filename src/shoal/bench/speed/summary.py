@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.bench.idle import BUSY
 from shoal.bench.rounds import Figure, figure
-from shoal.bench.speed.cells import OURS, Cell, Job
+from shoal.bench.speed.cells import OURS, Job, SpeedJob
 from shoal.bench.speed.outcome import CellResult, Measurements
 from shoal.bench.system import Setting
 
@@ -25,7 +25,7 @@ def findings(outcome: Measurements, setting: Setting) -> dict[str, Any]:
     return {
         "setting": {key: value for key, value in asdict(setting).items() if key != "quant"},
         "rounds": outcome.rounds.to_dict(),
-        "roof": roof_of(outcome),
+        "roof": bandwidth_of(outcome),
         "idle": idle_of(outcome),
         "warnings": warnings_of(outcome),
         "results": results(outcome),
@@ -150,11 +150,11 @@ def _quotients(above: CellResult, below: CellResult) -> Figure:
     return figure(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
 
 
-def _same_system(one: Cell, other: Cell) -> bool:
+def _same_system(one: SpeedJob, other: SpeedJob) -> bool:
     return (one.system, one.quant, one.label) == (other.system, other.quant, other.label)
 
 
-def _ratio_name(cell: Cell, other: Cell, every: Sequence[CellResult]) -> str | None:
+def _ratio_name(cell: SpeedJob, other: SpeedJob, every: Sequence[CellResult]) -> str | None:
     """What a ratio to `other` is called; None where there is nothing to compare."""
     if cell.system != OURS or other.job != cell.job:
         return None
@@ -166,7 +166,7 @@ def _ratio_name(cell: Cell, other: Cell, every: Sequence[CellResult]) -> str | N
     return f"{other.system} unquantised" if other.quant is None and not exact else None
 
 
-def roof_of(outcome: Measurements) -> dict[str, Any]:
+def bandwidth_of(outcome: Measurements) -> dict[str, Any]:
     """All readings of the roof."""
     readings = [reading for measured in outcome.measured for run in measured.runs for reading in run["roof"]]
     return {"unit": "bytes/s", **(figure(readings) if readings else {}), "readings": readings}

@@ -16,7 +16,7 @@ def text(report: Mapping[str, Any]) -> str:
     setting = report["setting"]
     lines = [
         f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {processor(machine)}, "
-        f"{setting['threads']} threads, {report['rounds']['done']} rounds, roof {_roof(report)}"
+        f"{setting['threads']} threads, {report['rounds']['done']} rounds, roof {_bandwidth(report)}"
     ]
     lines += [f"{system}: {what}" for system, what in systems(report).items()]
     for title, header, rows in sections(report):
@@ -123,11 +123,11 @@ def _memory(count: int | None) -> str:
     return "" if count is None else f"{count / 2**30:.2f} GiB"
 
 
-def _roof(report: Mapping[str, Any]) -> str:
-    roof = report["roof"]
-    if "median" not in roof:
+def _bandwidth(report: Mapping[str, Any]) -> str:
+    bandwidth = report["roof"]
+    if "median" not in bandwidth:
         return "not read"
-    return spread({key: roof[key] / 1e9 for key in ("median", "min", "max")}, "{:.1f}") + " GB/s"
+    return spread({key: bandwidth[key] / 1e9 for key in ("median", "min", "max")}, "{:.1f}") + " GB/s"
 
 
 def _absent(report: Mapping[str, Any]) -> list[str]:

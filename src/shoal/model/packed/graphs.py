@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.model.kv import KVCache
 from shoal.model.packed.static import Key, StaticStep, key_of
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 LIMIT = 32
 """Most graphs kept; the oldest is given up for a new one."""
@@ -47,21 +47,21 @@ class GraphRunner:
         """Number of steps held."""
         return sum(map(len, self._steps.values()))
 
-    def forward(self, feeds: Sequence[Feed], cache: KVCache) -> Tensor | None:
+    def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
         """Logits as of `Stack.forward`, or None where the forward is not of the fixed form."""
-        key = key_of(feeds, cache)
+        key = key_of(chunks, cache)
         if key is None:
             return None
         steps = self._steps.setdefault(cache, {})
         if key not in steps:
             self._make_room(steps, cache)
-            steps[key] = self._made(key, feeds, cache)
+            steps[key] = self._made(key, chunks, cache)
         step, run = steps[key]
-        step.load(feeds, cache)
+        step.load(chunks, cache)
         logits = run()
         for layer in key.layers:
-            for feed in feeds:
-                cache.layers[layer].scratch[feed.row] += key.queries
+            for chunk in chunks:
+                cache.layers[layer].scratch[chunk.row] += key.queries
         return logits.clone()
 
     def _make_room(self, steps: Steps, cache: KVCache) -> None:
@@ -73,9 +73,11 @@ class GraphRunner:
             oldest = next(filter(None, self._steps.values()))
             del oldest[next(iter(oldest))]
 
-    def _made(self, key: Key, feeds: Sequence[Feed], cache: KVCache) -> tuple[StaticStep, Callable[[], Tensor]]:
+    def _made(
+        self, key: Key, chunks: Sequence[SequenceChunk], cache: KVCache
+    ) -> tuple[StaticStep, Callable[[], Tensor]]:
         step = self._make(key, cache)
-        step.load(feeds, cache)
+        step.load(chunks, cache)
         return step, self._captured(step) if self._capture else step.run
 
     def _captured(self, step: StaticStep) -> Callable[[], Tensor]:

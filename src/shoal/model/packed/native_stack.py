@@ -26,7 +26,7 @@ from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.stack import Feed, Start, Tap, mark_shallow, missing_kv
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,31 +98,36 @@ class NativeStack(PackedStack):
         return twin
 
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        cache: KVCache,
+        hook: HiddenStateHook | None = None,
+        *,
+        start: Start | None = None,
     ) -> Tensor:
-        """Run `feeds` through the layers that their plans name; see the protocol."""
-        if start is not None or not _fits(feeds):
-            return super().forward(feeds, cache, tap, start=start)
-        work = self._work(feeds)
+        """Run `chunks` through the layers that their plans name; see the protocol."""
+        if start is not None or not _fits(chunks):
+            return super().forward(chunks, cache, hook, start=start)
+        work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
-            return super().forward(feeds, cache, tap)
-        starts = self._make_room(feeds, work, cache)
-        batch = self._batch(feeds, work, cache, starts)
+            return super().forward(chunks, cache, hook)
+        starts = self._make_room(chunks, work, cache)
+        batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self._reach:
             self._extend_tables(max(batch.positions) + 1)
         size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
-        taps = None if tap is None else torch.empty(size)
+        taps = None if hook is None else torch.empty(size)
         logits = self._model.forward(batch, self._binding(cache), taps=taps)
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
-            for feed, count in zip(feeds, counts, strict=True):
-                scratch[feed.row] += count
-        mark_shallow(feeds, cache)
-        if tap is not None and taps is not None:
-            sizes = [len(feed.tokens) for feed in feeds]
+            for chunk, count in zip(chunks, counts, strict=True):
+                scratch[chunk.row] += count
+        mark_shallow(chunks, cache)
+        if hook is not None and taps is not None:
+            sizes = [len(chunk.tokens) for chunk in chunks]
             for layer in range(self.num_layers + 1):
                 states = taps[bisect_left(work.layers, layer)]
-                tap(layer, pad_sequence(list(states.split(sizes)), batch_first=True))
+                hook(layer, pad_sequence(list(states.split(sizes)), batch_first=True))
         return logits
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
@@ -140,41 +145,41 @@ class NativeStack(PackedStack):
         logits = torch.cat([native.matmul(part, head) for part in normed.split(native.MAX_NODES)])
         return scaled_logits(logits, self.shape)
 
-    def _work(self, feeds: Sequence[Feed]) -> _Work:
-        sizes = [len(feed.tokens) for feed in feeds]
-        first, plan = feeds[0], feeds[0].plan
+    def _work(self, chunks: Sequence[SequenceChunk]) -> _Work:
+        sizes = [len(chunk.tokens) for chunk in chunks]
+        first, plan = chunks[0], chunks[0].plan
         layers = plan.layers(first.steps[0])
-        if not plan.splits_layers and all(_runs(feed, layers) for feed in feeds):
+        if not plan.splits_layers and all(_runs(chunk, layers) for chunk in chunks):
             return _Work(layers, [sizes] * len(layers), None)
-        return self._gated_work(feeds)
+        return self._gated_work(chunks)
 
-    def _gated_work(self, feeds: Sequence[Feed]) -> _Work:
+    def _gated_work(self, chunks: Sequence[SequenceChunk]) -> _Work:
         """The general case: tokens that differ in what they run."""
         layers, counts, active = [], [], []
         for layer in range(self.num_layers):
-            attention = [feed.running(feed.plan.attention[layer]) for feed in feeds]
-            mlp = [feed.running(feed.plan.mlp[layer]) for feed in feeds]
+            attention = [chunk.running(chunk.plan.attention[layer]) for chunk in chunks]
+            mlp = [chunk.running(chunk.plan.mlp[layer]) for chunk in chunks]
             if any(attention) or any(mlp):
                 layers.append(layer)
                 counts.append(attention)
-                active.append(_flags(feeds, attention, mlp))
+                active.append(_flags(chunks, attention, mlp))
         return _Work(layers, counts, active)
 
-    def _make_room(self, feeds: Sequence[Feed], work: _Work, cache: KVCache) -> list[list[int]] | None:
+    def _make_room(self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache) -> list[list[int]] | None:
         """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
         evicted = False
-        places = [(feed.row, cache.positions[feed.row], feed.fed) for feed in feeds]
+        places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
         for layer, counts in zip(work.layers, work.counts, strict=True):
             store, full = cache.layers[layer], False
             for (row, base, fed), count in zip(places, counts, strict=True):
                 if count:
                     if store.lengths[row] != base or store.scratch[row] != fed or store.released[row]:
-                        raise _refusal(layer, row, feeds, cache)
+                        raise _refusal(layer, row, chunks, cache)
                     full = full or base - store.starts[row] + fed + count > store.capacity
             if full:
                 self._enlarge(store, [row for row, _, _ in places], counts)
             evicted = evicted or (store.window is not None and any(store.starts))
-        return [_per_token(feeds, cache.layers[layer].starts) for layer in work.layers] if evicted else None
+        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if evicted else None
 
     def _enlarge(self, store: KVLayer, rows: list[int], counts: Sequence[int]) -> None:
         if store.keys is None:
@@ -182,20 +187,20 @@ class NativeStack(PackedStack):
         store.make_room(rows, counts)
 
     def _batch(
-        self, feeds: Sequence[Feed], work: _Work, cache: KVCache, starts: list[list[int]] | None
+        self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
     ) -> native.NativeBatch:
         ids: list[int] = []
         positions: list[int] = []
         nodes: list[int] = []
         ancestors: list[int] = []
         wanted: list[int] = []
-        for feed in feeds:
-            ids.extend(feed.tokens)
-            positions.extend(feed.positions(cache.positions[feed.row]))
-            nodes.extend(feed.nodes)
-            ancestors.extend(_ancestors(feed))
-            wanted.extend(range(len(ids) - feed.wanted, len(ids)))
-        rows = [feed.row for feed in feeds for _ in feed.tokens]
+        for chunk in chunks:
+            ids.extend(chunk.tokens)
+            positions.extend(chunk.positions(cache.positions[chunk.row]))
+            nodes.extend(chunk.nodes)
+            ancestors.extend(_ancestors(chunk))
+            wanted.extend(range(len(ids) - chunk.wanted, len(ids)))
+        rows = [chunk.row for chunk in chunks for _ in chunk.tokens]
         bases = [cache.positions[row] for row in rows]
         return native.NativeBatch(
             ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
@@ -283,41 +288,41 @@ def _matrix(matrix: object) -> native.PackedWeight:
     return matrix.packed
 
 
-def _runs(feed: Feed, layers: tuple[int, ...]) -> bool:
+def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:
     """Whether every token of the feed runs just these layers, whole."""
-    plan = feed.plan
-    return plan.layers(feed.steps[0]) == layers == plan.layers(feed.steps[-1]) and not plan.splits_layers
+    plan = chunk.plan
+    return plan.layers(chunk.steps[0]) == layers == plan.layers(chunk.steps[-1]) and not plan.splits_layers
 
 
-def _flags(feeds: Sequence[Feed], attention: Sequence[int], mlp: Sequence[int]) -> list[int]:
+def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Sequence[int]) -> list[int]:
     """Per token, which sublayers of one layer it runs."""
     return [
         native.ATTENTION * (node < a) | native.MLP * (node < m)
-        for feed, a, m in zip(feeds, attention, mlp, strict=True)
-        for node in range(len(feed.tokens))
+        for chunk, a, m in zip(chunks, attention, mlp, strict=True)
+        for node in range(len(chunk.tokens))
     ]
 
 
-def _fits(feeds: Sequence[Feed]) -> bool:
+def _fits(chunks: Sequence[SequenceChunk]) -> bool:
     """Whether there are few enough tokens, and no node is beyond what a token's ancestors can name."""
-    return sum(len(feed.tokens) for feed in feeds) <= LIMIT and all(f.nodes.stop <= native.MAX_NODES for f in feeds)
+    return sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and all(f.nodes.stop <= native.MAX_NODES for f in chunks)
 
 
-def _refusal(layer: int, row: int, feeds: Sequence[Feed], cache: KVCache) -> RuntimeError:
+def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:
     if cache.layers[layer].released[row]:
         return RuntimeError(f"layer {layer}, whose KV was released in row {row}, was asked to run again")
-    return missing_kv(layer, next(feed for feed in feeds if feed.row == row), cache)
+    return missing_kv(layer, next(chunk for chunk in chunks if chunk.row == row), cache)
 
 
-def _per_token(feeds: Sequence[Feed], starts: Sequence[int]) -> list[int]:
-    return [starts[feed.row] for feed in feeds for _ in feed.tokens]
+def _per_token(chunks: Sequence[SequenceChunk], starts: Sequence[int]) -> list[int]:
+    return [starts[chunk.row] for chunk in chunks for _ in chunk.tokens]
 
 
-def _ancestors(feed: Feed) -> list[int]:
+def _ancestors(chunk: SequenceChunk) -> list[int]:
     """Per token, the bits of the nodes that it sees."""
-    if feed.parents is None:
-        return [(2 << node) - 1 for node in feed.nodes]
+    if chunk.parents is None:
+        return [(2 << node) - 1 for node in chunk.nodes]
     seen: list[int] = []
-    for node, parent in enumerate(feed.parents):
+    for node, parent in enumerate(chunk.parents):
         seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
-    return seen[feed.fed :]
+    return seen[chunk.fed :]

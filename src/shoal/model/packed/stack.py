@@ -20,7 +20,7 @@ from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Weights
-from shoal.model.stack import Feed, Span, Start, Tap, check_lengths, mark_shallow, spans
+from shoal.model.stack import HiddenStateHook, LayerWork, SequenceChunk, Start, check_lengths, layer_work, mark_shallow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,26 +73,31 @@ class PackedStack:
 
     @torch.no_grad()
     def forward(
-        self, feeds: Sequence[Feed], cache: KVCache, tap: Tap | None = None, *, start: Start | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        cache: KVCache,
+        hook: HiddenStateHook | None = None,
+        *,
+        start: Start | None = None,
     ) -> Tensor:
-        """Run `feeds` through the layers that their plans name; see the protocol."""
-        if self.graphs is not None and tap is None and start is None:
-            logits = self.graphs.forward(feeds, cache)
+        """Run `chunks` through the layers that their plans name; see the protocol."""
+        if self.graphs is not None and hook is None and start is None:
+            logits = self.graphs.forward(chunks, cache)
             if logits is not None:
-                mark_shallow(feeds, cache)
+                mark_shallow(chunks, cache)
                 return logits
-        run = _Pass(self, feeds, cache)
+        run = _Pass(self, chunks, cache)
         if start is not None:
             run.take(start.hidden)
         for layer in range(0 if start is None else start.layer, self.num_layers):
-            if tap is not None:
-                tap(layer, run.padded())
-            for piece in spans(feeds, layer):
-                check_lengths(feeds, piece, layer, cache)
+            if hook is not None:
+                hook(layer, run.padded())
+            for piece in layer_work(chunks, layer):
+                check_lengths(chunks, piece, layer, cache)
                 run.run(layer, piece)
-        if tap is not None:
-            tap(self.num_layers, run.padded())
-        mark_shallow(feeds, cache)
+        if hook is not None:
+            hook(self.num_layers, run.padded())
+        mark_shallow(chunks, cache)
         return self._logits(run.wanted())
 
     @torch.no_grad()
@@ -118,23 +123,23 @@ class PackedStack:
 class _Pass:
     """One forward under way: the residual stream [T, hidden] of all feeds' tokens, one after the other."""
 
-    def __init__(self, stack: PackedStack, feeds: Sequence[Feed], cache: KVCache) -> None:
-        self.stack, self.feeds, self.cache = stack, feeds, cache
-        ids = torch.tensor([token for feed in feeds for token in feed.tokens], device=stack.device)
-        places = [place for feed in feeds for place in feed.positions(cache.positions[feed.row])]
+    def __init__(self, stack: PackedStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+        self.stack, self.chunks, self.cache = stack, chunks, cache
+        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=stack.device)
+        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
         stack.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=stack.device)
         self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
         stream = stack.weights.final_norm.dtype
         self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
-        self.sizes = [len(feed.tokens) for feed in feeds]
-        self.offsets = [sum(self.sizes[:i]) for i in range(len(feeds))]
+        self.sizes = [len(chunk.tokens) for chunk in chunks]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(chunks))]
 
     def take(self, hidden: Tensor) -> None:
         """Go on from the stream that `padded` gave."""
         self.x = torch.cat([hidden[row, :size] for row, size in enumerate(self.sizes)])
 
-    def run(self, layer: int, piece: Span) -> None:
+    def run(self, layer: int, piece: LayerWork) -> None:
         """Add to the stream what `piece` of `layer` contributes."""
         stack, weights = self.stack, self.stack.weights.layers[layer]
         chosen = self._chosen(piece)
@@ -159,31 +164,35 @@ class _Pass:
         cos, sin = self.tables[table]
         return (cos, sin) if chosen is None else (cos[chosen], sin[chosen])
 
-    def _chosen(self, piece: Span) -> Tensor | None:
+    def _chosen(self, piece: LayerWork) -> Tensor | None:
         """Flat indices of the piece's tokens; None for all."""
         if not any(piece.first) and list(piece.last) == self.sizes:
             return None
-        spans = zip(self.offsets, piece.first, piece.last, strict=True)
-        flat = [offset + node for offset, first, last in spans for node in range(first, last)]
+        ranges = zip(self.offsets, piece.first, piece.last, strict=True)
+        flat = [offset + node for offset, first, last in ranges for node in range(first, last)]
         return torch.tensor(flat, device=self.stack.device)
 
-    def _attend(self, layer: int, piece: Span, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of each feed's tokens over its own row."""
         counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
-        parts = zip(self.feeds, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True)
+        parts = zip(
+            self.chunks, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True
+        )
         return torch.cat([self._attend_row(layer, *part) for part in parts if part[2] > part[1]])
 
-    def _attend_row(self, layer: int, feed: Feed, first: int, last: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_row(
+        self, layer: int, chunk: SequenceChunk, first: int, last: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         store = self.cache.layers[layer]
-        rows, counts = [feed.row], [last - first]
+        rows, counts = [chunk.row], [last - first]
         store.make_room(rows, counts)
         view = RowView(
-            base=self.cache.positions[feed.row],
-            start=store.starts[feed.row],
-            first=feed.fed + first,
-            last=feed.fed + last,
-            parents=feed.parents,
-            depths=feed.depths,
+            base=self.cache.positions[chunk.row],
+            start=store.starts[chunk.row],
+            first=chunk.fed + first,
+            last=chunk.fed + last,
+            parents=chunk.parents,
+            depths=chunk.depths,
         )
         seen = mask([view], store.window, q.device)
         keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
@@ -197,5 +206,5 @@ class _Pass:
 
     def wanted(self) -> Tensor:
         """The stream at the tokens whose logits are wanted."""
-        ends = zip(self.feeds, self.offsets, self.sizes, strict=True)
-        return torch.cat([self.x[offset + size - feed.wanted : offset + size] for feed, offset, size in ends])
+        ends = zip(self.chunks, self.offsets, self.sizes, strict=True)
+        return torch.cat([self.x[offset + size - chunk.wanted : offset + size] for chunk, offset, size in ends])

@@ -17,7 +17,7 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import block
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Weights
-from shoal.model.stack import Feed
+from shoal.model.stack import SequenceChunk
 
 COLUMNS = 256
 """KV columns come in multiples of this, so that one graph serves that many lengths."""
@@ -41,25 +41,25 @@ class Key:
     storage: tuple[int, ...]
 
 
-def key_of(feeds: Sequence[Feed], cache: KVCache) -> Key | None:
+def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
     """The key of a forward, or None where it is not of the fixed form.
 
     The form: every row of the cache, in order, with the same number of tokens in a chain; whole layers, the same for
     all; every token's logits wanted; the KV of all positions and nodes before them there, none evicted or released, in
     storage that is large enough already. Whatever else a forward is, right or wrong, is left to the flat one.
     """
-    queries = len(feeds[0].tokens)
-    if [feed.row for feed in feeds] != list(range(cache.rows)):
+    queries = len(chunks[0].tokens)
+    if [chunk.row for chunk in chunks] != list(range(cache.rows)):
         return None
-    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in feeds):
+    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in chunks):
         return None
-    sets = {(f.plan.layers(step), f.plan.depth(step)) for f in feeds for step in (f.steps[0], f.steps[-1])}
+    sets = {(f.plan.layers(step), f.plan.depth(step)) for f in chunks for step in (f.steps[0], f.steps[-1])}
     layers, depth = next(iter(sets))
     if len(sets) > 1 or depth != len(layers):
         return None
     stores = [cache.layers[layer] for layer in layers]
     held = [store.keys for store in stores if store.keys is not None]
-    fed = [feed.fed for feed in feeds]
+    fed = [chunk.fed for chunk in chunks]
     if not held or len(held) < len(stores) or not all(_plain(store, cache, fed) for store in stores):
         return None
     storage = tuple(keys.data_ptr() for keys in held)
@@ -96,10 +96,10 @@ class StaticStep:
         self._columns = torch.arange(key.columns, device=device)
         self._rows = torch.arange(key.rows, device=device)[:, None]
 
-    def load(self, feeds: Sequence[Feed], cache: KVCache) -> None:
+    def load(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
         """Write the inputs of a forward."""
-        self.ids.copy_(torch.tensor([list(feed.tokens) for feed in feeds]))
-        self.positions.copy_(torch.tensor([feed.positions(cache.positions[feed.row]) for feed in feeds]))
+        self.ids.copy_(torch.tensor([list(chunk.tokens) for chunk in chunks]))
+        self.positions.copy_(torch.tensor([chunk.positions(cache.positions[chunk.row]) for chunk in chunks]))
 
     def run(self) -> Tensor:
         """Logits [rows * queries, V]; K and V of the tokens are in the stores afterwards."""

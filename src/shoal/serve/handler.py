@@ -28,7 +28,7 @@ _GONE = 499
 """Status for the log where the client left before its answer; nobody receives it."""
 
 
-class Desk:
+class RequestHandler:
     """Where requests for text are taken in.
 
     Args:

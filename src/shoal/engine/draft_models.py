@@ -18,7 +18,7 @@ OpenModel = Callable[["Engine", Any], "Engine"]
 _REMEDY = "Draft with a smaller model of the same family, or with a method that needs no second model"
 
 
-class Companions:
+class DraftModels:
     """The models that work beside one engine.
 
     Args:

@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from shoal.model.kv_room import Need
 
 Item = Step | BaseException | None
-"""What a ticket is given: a step of one of its rows, what went wrong, or None after the last step of the last row."""
+"""What a handle is given: a step of one of its rows, what went wrong, or None after the last step of the last row."""
 Deliver = Callable[[Item], None]
 
 
 @dataclass(eq=False)
-class Entry:
+class ScheduledRow:
     """A row in the scheduler's hands.
 
     Attributes:
         row: the row.
-        ticket: whose it is.
+        handle: whose it is.
         need: the KV that it may come to store.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
-        told: steps handed to the ticket.
+        told: steps handed to the handle.
         gaps: seconds between the moments at which it was handed any.
         error: what the row failed with.
     """
 
     row: Row
-    ticket: Ticket
+    handle: RequestHandle
     need: Need
     arrived: float = field(default_factory=time.monotonic)
     joined: float | None = None
@@ -48,7 +48,7 @@ class Entry:
     error: BaseException | None = None
 
     def hand_out(self, now: float) -> list[Step]:
-        """The steps that the ticket has not been told of, and from now on has."""
+        """The steps that the handle has not been told of, and from now on has."""
         steps = self.row.steps[self.told :]
         if steps:
             self.told += len(steps)
@@ -74,7 +74,7 @@ class Entry:
         return until - self.arrived
 
 
-class Ticket(Iterator[Step]):
+class RequestHandle(Iterator[Step]):
     """Made by `Scheduler.submit`. Iterating waits for the steps of all rows, and raises what went wrong.
 
     Args:
@@ -86,11 +86,13 @@ class Ticket(Iterator[Step]):
         entries: the request's rows.
     """
 
-    def __init__(self, info: ModelInfo, cancel: Callable[[Ticket], None], deliver: Deliver | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, cancel: Callable[[RequestHandle], None], deliver: Deliver | None = None
+    ) -> None:
         self._info, self._cancel = info, cancel
         self._items: SimpleQueue[Item] = SimpleQueue()
         self.deliver: Deliver = deliver or self._items.put
-        self.entries: list[Entry] = []
+        self.entries: list[ScheduledRow] = []
         self._over = False
 
     def __next__(self) -> Step:
@@ -116,6 +118,6 @@ class Ticket(Iterator[Step]):
         """The outcome of every row so far."""
         return [self._result(entry) for entry in self.entries]
 
-    def _result(self, entry: Entry) -> Result:
+    def _result(self, entry: ScheduledRow) -> Result:
         seconds = (entry.ended or time.monotonic()) - entry.arrived
         return result_of(entry.row, self._info, entry.clock, seconds)
