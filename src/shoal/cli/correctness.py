@@ -1,8 +1,9 @@
 """Compare greedy tokens: the plain loop with Hugging Face's generate, and a method with the plain loop.
 
-Exit code 1 where the plain loop, or a method that is exact by its parts, differs other than by a tie. A method rounds as
-the plain loop does; against Hugging Face a tie is as wide as the activations' type makes it, such as int8 for a file of
-4-bit weights. What a lossy method changes is reported and never fails. With `--all`, every method that is exact with its defaults is compared.
+Exit code 1 where the plain loop, or a method that is exact by its parts, differs other than by a tie. A method rounds
+as the plain loop does; against Hugging Face a tie is as wide as the activations' type makes it, such as int8 for a file
+of 4-bit weights. What a lossy method changes is reported and never fails. With `--all`, every method that is exact with
+its defaults is compared.
 """
 
 from __future__ import annotations
@@ -85,10 +86,12 @@ class _Judge:
         """What came of one method."""
         args, engine = self._args, self._engine
         exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
-        rows = [_compare(engine, base, method, self._tolerance, self._peer_tolerance) for base in _bar(self._bases, method.name)]
+        bounds = self._tolerance, self._peer_tolerance
+        rows = [_compare(engine, base, method, *bounds) for base in _bar(self._bases, method.name)]
         failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
         return {**method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": self._tolerance,
-                "tie_below_huggingface": self._peer_tolerance, "exact_to": exact_to, "passed": not failed, "prompts": rows}
+                "tie_below_huggingface": self._peer_tolerance, "exact_to": exact_to, "passed": not failed,
+                "prompts": rows}
 
 
 def _bar(things: Sequence[Thing], words: str) -> Iterable[Thing]:
@@ -170,9 +173,7 @@ def tie_below(stack: Stack) -> float:
     return max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (stack.dtype, stack.activation_dtype))
 
 
-def _compare(
-    engine: Engine, base: _Base, method: Any, tolerance: float, peer_tolerance: float
-) -> dict[str, Any]:
+def _compare(engine: Engine, base: _Base, method: Any, tolerance: float, peer_tolerance: float) -> dict[str, Any]:
     tokens = {**base.tokens, "method": _greedy(engine, base.ids, method, base.length)}
     plain = diverge(tokens["huggingface"], tokens["plain"], base.margin, peer_tolerance)
     found = diverge(tokens["plain"], tokens["method"], base.margin, tolerance)
