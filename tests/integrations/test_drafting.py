@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 from families import VOCAB
 from generate_calls import PROMPTS, an_eos, batch, generate, single
 from shoal import Unsupported
-from shoal.decode.accept import Outcome
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -24,7 +24,7 @@ from shoal.types import ModelInfo
 
 
 @dataclass(frozen=True)
-class Foretell:
+class Foretell(Drafter):
     """Proposes what a row will say, every fourth token wrong."""
 
     answers: tuple[tuple[int, ...], ...]
@@ -40,8 +40,8 @@ class Foretell:
         places = range(row.emitted, min(row.emitted + 3, len(answer)))
         return [(answer[i] + (i % 4 == 3)) % VOCAB for i in places]
 
-    def observe(self, row: Row, tree: TokenTree, outcome: Outcome) -> None:
-        left_over.append(len(tree) - len(outcome.path))
+    def observe(self, report: StepReport) -> None:
+        left_over.extend(len(tree) - len(outcome.path) for _, tree, outcome in report.guessed())
 
 
 left_over: list[int] = []

@@ -95,7 +95,11 @@ class Drafting:
 
     def _worker(self, part: Part[W]) -> W:
         if id(part) not in self._workers:
-            self._workers[id(part)] = part.begin(self._stack, self._cache)
+            worker = part.begin(self._stack, self._cache)
+            if not isinstance(worker, Worker):
+                raise TypeError(f"{type(part).__name__}.begin gives a {type(worker).__name__}; it must be a worker: derive "
+                                "it from Drafter or DraftLengthPolicy in shoal.decode.worker")
+            self._workers[id(part)] = worker
         return cast("W", self._workers[id(part)])
 
 

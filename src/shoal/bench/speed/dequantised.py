@@ -33,16 +33,12 @@ def provided(subject: MeasuredModel, quants: Sequence[str | None]) -> Iterator[M
 
 
 def write(subject: MeasuredModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Dequantise by transformers and save model and tokenizer."""
-    from transformers import AutoTokenizer
-
-    file = Path(str(subject.model))
+    """Dequantise by transformers and save the model, and the tokenizer where the file has one."""
     model = subject.hf_model(dtype)
     # Dequantised as it is, the model still says that it came from a quantised file, and would not be saved.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder)
-    try:
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    except (KeyError, ValueError, OSError, TypeError):  # a file without a tokenizer is measured on random ids
-        return
+    words = subject.tokenizer()
+    if words is not None:  # else random ids are measured on
+        words.save_pretrained(folder)
