@@ -67,7 +67,7 @@ class Passing:
             before: Tensor = args[0] if args else kwargs["hidden_states"]
             count = self.plan.counts[min(self.step, len(self.plan.counts) - 1)]
             gone = self.step > 0 and index in self.plan.removal[: self.plan.num_layers - count]
-            return before if gone else output
+            return output if not gone else (before, *output[1:]) if isinstance(output, tuple) else before
 
         return hook
 

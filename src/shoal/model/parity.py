@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from shoal.model.stack import SequenceChunk, Stack
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
+
+log = logging.getLogger(__name__)
 
 _LENGTH = 9
 _CHUNKS = (5, 1, 3)
@@ -62,9 +65,10 @@ def settle_prepacking(stack: HFStack, model: Any) -> float:
     """`check_parity` of a model's own modules; where they cannot run rows side by side, they are padded from now on."""
     try:
         return check_parity(stack, model)
-    except Unsupported:
+    except Unsupported as reason:
         if not stack.prepacks:
             raise
+        log.info("rows of different lengths will be padded: %s", reason)
     stack.prepacks = False
     return check_parity(stack, model)
 
