@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drive import prompt
-from families import FAMILIES, tiny
+from families import FAMILIES, _build, tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
@@ -65,6 +65,19 @@ def test_side_by_side_equals_padded(family: str) -> None:
     for ours, theirs in zip(states, known, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_methods_that_were_put_back_into_instances() -> None:
+    """As transformers 5.0 does where hidden states were asked for: a twin must not run the module that it is one of."""
+    model = _build("llama", 0, torch.float64, 3, {})
+    expected = forwards(HFStack(model))[0]
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn, layer.mlp):
+            module.forward = module.forward
+    stack = HFStack(model)
+    assert stack.prepacks and stack.can_split
+    for ours, theirs in zip(forwards(stack)[0], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_no_token_is_padding() -> None:

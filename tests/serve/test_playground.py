@@ -57,7 +57,7 @@ class Page(HTMLParser):
 def test_the_page_needs_nothing_but_its_own_files(server: Running) -> None:
     answer, page = get(server, ""), Page()
     assert answer.headers["content-type"].startswith("text/html")
-    page.chunk(answer.text)
+    page.feed(answer.text)
     assert not page.inline
     seen, left = set(), page.files
     while left:

@@ -97,8 +97,8 @@ class Drafting:
         if id(part) not in self._workers:
             worker = part.begin(self._stack, self._cache)
             if not isinstance(worker, Worker):
-                raise TypeError(f"{type(part).__name__}.begin gives a {type(worker).__name__}; it must be a worker: derive "
-                                "it from Drafter or DraftLengthPolicy in shoal.decode.worker")
+                raise TypeError(f"{type(part).__name__}.begin gives a {type(worker).__name__}; it must be a worker: "
+                                "derive it from Drafter or DraftLengthPolicy in shoal.decode.worker")
             self._workers[id(part)] = worker
         return cast("W", self._workers[id(part)])
 

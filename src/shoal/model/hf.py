@@ -6,7 +6,6 @@ which layers run on which tokens. Nothing about the model is changed, not even i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -30,6 +29,7 @@ from shoal.model.stack import (
     layer_work,
     mark_shallow,
 )
+from shoal.model.twin import twin_of
 from shoal.model.windows import context_of, windows_of
 
 T = TypeVar("T")
@@ -299,9 +299,7 @@ def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
     name = next((n for n in names if n in layer._modules), None)
     if name is None:
         return None
-    twin = copy.copy(layer)
-    twin._modules = {**layer._modules, name: _Nothing(pair=names is _ATTENTION)}
-    return twin
+    return twin_of(layer, {name: _Nothing(pair=names is _ATTENTION)})
 
 
 class _Nothing(nn.Module):

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView
 from shoal.model.stack import LayerWork, SequenceChunk
+from shoal.model.twin import twin_of
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
@@ -37,14 +38,13 @@ def asks_by_rows(layer: nn.Module) -> nn.Module | None:
     """A twin that shares all weights and whose attention finds our function; None where it cannot be told how."""
     if not any(map(_looks_up, layer.modules())):
         return None
-    twin = copy.copy(layer)
+    twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
+    twin = twin_of(layer, {name: part for name, part in twins.items() if part is not None})
     if _looks_up(layer):
         config: Any = copy.copy(layer.config)
         setattr(config, _OWN_NAME, config._attn_implementation)
         config._attn_implementation_internal = _NAME  # the public setter would reach configs that the copy shares
         twin.config = config
-    twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
-    twin._modules = {**layer._modules, **{name: part for name, part in twins.items() if part is not None}}
     return twin
 
 

@@ -31,7 +31,10 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
         for name, wanted in expected.items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
-    return kind.from_pretrained(None, config=copy.deepcopy(config), state_dict=tensors, dtype=dtype).eval()
+    options = {"config": copy.deepcopy(config), "state_dict": tensors, "dtype": dtype}
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        options["attn_implementation"] = "eager"  # torch's own function knows no cap, and older releases leave it out
+    return kind.from_pretrained(None, **options).eval()
 
 
 def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:
