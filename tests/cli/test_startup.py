@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import shoal
+from gguf_fixtures import FOLDER
 from shoal.cli.entry import COMMANDS
 
 
@@ -51,3 +52,15 @@ def test_bad_usage_is_one_line_on_stderr_and_code_2():
     done = subprocess.run([sys.executable, "-m", "shoal", "plan", "--layers", "0"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "shoal plan: error: --layers is 0; it must be >= 1\n"
+
+
+@pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])
+def test_a_file_runs_without_the_models_code(file):
+    """What transformers needs to define a model takes longer to import than torch."""
+    code = (
+        "import sys, shoal; engine = shoal.load(sys.argv[1]); print(len(engine.generate([1, 2, 3], max_new_tokens=4, "
+        "ignore_eos=True).tokens)); print('transformers.modeling_utils' in sys.modules, type(engine.stack).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(FOLDER / file)], capture_output=True, text=True)
+    tokens, imported = done.stdout.splitlines()
+    assert tokens == "4" and imported.startswith("False "), done.stderr

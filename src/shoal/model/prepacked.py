@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView
@@ -38,6 +38,7 @@ def asks_by_rows(layer: nn.Module) -> nn.Module | None:
     """A twin that shares all weights and whose attention finds our function; None where it cannot be told how."""
     if not any(map(_looks_up, layer.modules())):
         return None
+    _register()
     twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
     twin = twin_of(layer, {name: part for name, part in twins.items() if part is not None})
     if _looks_up(layer):
@@ -85,7 +86,12 @@ def _attend(
     return torch.cat([attend(module, q, *kv, seen, *args, **options)[0] for q, kv, seen in parts], 1), None
 
 
-AttentionInterface.register(_NAME, _attend)
+@cache
+def _register() -> None:
+    """Let transformers know our function. What has its registry takes long to import, so not before it is wanted."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
 
 
 class PrepackedCall:

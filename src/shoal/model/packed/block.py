@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.shape import Shape, rotate
+from shoal.model.packed.rotary import rotate
+from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

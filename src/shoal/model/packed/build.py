@@ -13,7 +13,8 @@ from shoal.model.packed import native
 from shoal.model.packed.from_file import file_packer
 from shoal.model.packed.linear import Quant, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
-from shoal.model.packed.shape import RotaryTable, shape_of
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import HalvesPaired, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer

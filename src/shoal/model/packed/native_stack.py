@@ -22,7 +22,8 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
-from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights

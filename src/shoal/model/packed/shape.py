@@ -8,15 +8,14 @@ logits may be capped (Gemma 2).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
 from shoal.errors import Unsupported
+from shoal.model.packed.rotary import head_dim_of, ropes_of
 from shoal.model.windows import windows_of
 
 FAMILIES = (
@@ -132,11 +131,11 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(activations)}")
     if getattr(text, "use_bidirectional_attention", False):
         raise _misfit(text, "its tokens see later ones")
-    ropes = _ropes(text)
+    ropes = ropes_of(text)
     for rope in ropes.values():
         if rope.get("rope_type", "default") in _MOVING_ROPE:
             raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_dim_of(text)
     return Shape(
         hidden=text.hidden_size,
         ffn=text.intermediate_size,
@@ -171,15 +170,6 @@ def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
     return float(getattr(text, "embedding_multiplier", 1.0))
 
 
-def _ropes(text: Any) -> dict[str | None, dict[str, Any]]:
-    """Rotary parameters by the type of layer they are for, None for all types."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
-    if kinds and set(kinds) <= set(rope):
-        return {kind: rope[kind] for kind in kinds}
-    return {None: rope}
-
-
 def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
     """Which table each layer uses; see `Shape.rotary`."""
     flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
@@ -192,44 +182,3 @@ def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
 
 def _misfit(config: Any, why: str) -> Unsupported:
     return Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
-
-
-class RotaryTable:
-    """cos and sin [tables, positions, rotary_dim / 2] in float32 (float64 for float64 models), grown on demand.
-
-    The numbers come from the model family's own rotary module, so every static variant (linear, llama3, yarn, ...)
-    is covered. There is one table, or one for each type of layer, in the order of the types' names.
-    """
-
-    def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        text = config.get_text_config()
-        module = sys.modules[CAUSAL[type(text)].__module__]
-        kind = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
-        self._rotary = kind(text).to(device)
-        self._device, self._dtype = device, dtype
-        self._kinds = list(_ropes(text))
-        self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)
-        self.reach(256)
-
-    @property
-    def positions(self) -> int:
-        """How many positions the tables hold."""
-        return self.cos.shape[1]
-
-    def reach(self, positions: int) -> None:
-        """Make the table hold positions 0..positions-1."""
-        if positions <= self.positions:
-            return
-        where = torch.arange(max(positions, 2 * self.positions), device=self._device)[None]
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
-        found = [self._rotary(like, where, *([] if kind is None else [kind])) for kind in self._kinds]
-        half = found[0][0].shape[-1] // 2
-        self.cos, self.sin = (torch.cat([pair[i][..., :half] for pair in found]).contiguous() for i in (0, 1))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` [T, heads, head_dim] by tables [T, rotary_dim / 2], halves paired as in transformers."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

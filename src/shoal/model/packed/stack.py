@@ -17,7 +17,8 @@ from shoal.model.masks import RowView, mask
 from shoal.model.packed import block
 from shoal.model.packed.graphs import GraphRunner
 from shoal.model.packed.linear import Dense
-from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Weights
 from shoal.model.stack import HiddenStateHook, LayerWork, SequenceChunk, Start, check_lengths, layer_work, mark_shallow

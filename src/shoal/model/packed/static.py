@@ -15,7 +15,8 @@ from torch.nn.functional import rms_norm
 
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.packed import block
-from shoal.model.packed.shape import RotaryTable, Shape
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Weights
 from shoal.model.stack import SequenceChunk
 
