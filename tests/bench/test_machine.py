@@ -102,7 +102,8 @@ def test_memory_that_systems_need(monkeypatch: pytest.MonkeyPatch) -> None:
     big, half = MeasuredModel(shape="7b"), 2**29
     plain, small = Setting("bfloat16"), Setting("bfloat16", "int4")
     assert memory.needed(big, [plain]) == pytest.approx(2 * 6.738e9 + half, rel=1e-3)
-    assert memory.needed(big, [small] * 2) == pytest.approx(2 * (6.738e9 * 4.5 / 8 + half), rel=1e-3)
+    tables = 2 * 32_000 * 4096
+    assert memory.needed(big, [small] * 2) == pytest.approx(2 * ((6.738e9 * 4.5 + tables * 4) / 8 + half), rel=1e-3)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
     memory.check(SUBJECT, [Setting("float32")])
     memory.check(big, [Setting("bfloat16", device="cuda")])

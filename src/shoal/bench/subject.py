@@ -174,9 +174,12 @@ class MeasuredModel:
 
     def weights(self) -> int:
         """Weights in all matrices, a tied LM head counted once."""
-        tables = 1 if self.text.tie_word_embeddings else 2
         layers: int = self.text.num_hidden_layers
-        return layers * self.layer_weights() + tables * self.head_weights()
+        return layers * self.layer_weights() + self.table_weights()
+
+    def table_weights(self) -> int:
+        """Weights of embedding and LM head, a tied one counted once."""
+        return (1 if self.text.tie_word_embeddings else 2) * self.head_weights()
 
     def kv_entries(self) -> int:
         """Numbers that one layer keeps of one position."""

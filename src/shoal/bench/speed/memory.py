@@ -10,7 +10,8 @@ from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
 
-_BITS = {"int8": 8.5, "int4": 4.5}
+_BITS = {"int8": (8.5, 8.5), "int4": (4.5, 8.5)}
+"""Bits per weight of layers, and of embedding and head, by format."""
 _OVERHEAD = 2**29
 """Bytes of a process with its libraries, beside the weights."""
 
@@ -23,8 +24,10 @@ def needed(subject: MeasuredModel, settings: Iterable[Setting]) -> int:
 def _weights(subject: MeasuredModel, setting: Setting) -> int:
     if setting.quant == FILE:
         return subject.file.bytes
-    bits = _BITS.get(setting.quant or "", as_dtype(setting.dtype).itemsize * 8)
-    return int(subject.weights() * bits / 8)
+    plain = as_dtype(setting.dtype).itemsize * 8
+    layers, tables = _BITS.get(setting.quant or "", (plain, plain))
+    held = subject.table_weights()
+    return int(((subject.weights() - held) * layers + held * tables) / 8)
 
 
 def check(subject: MeasuredModel, settings: Iterable[Setting]) -> None:
