@@ -36,7 +36,7 @@ class RotaryTable:
         self._device, self._dtype = device, dtype
         ropes = ropes_of(text)
         self._frequencies = [_frequencies(text, kind, rope, device) for kind, rope in ropes.items()]
-        self._module = None if None not in self._frequencies else _module(text).to(device)
+        self._module: Any = None if None not in self._frequencies else _module(text).to(device)
         self._kinds = list(ropes)
         self.cos = self.sin = torch.empty(len(self._kinds), 0, 0)
         self.reach(256)
