@@ -64,6 +64,7 @@ def training(data: Path) -> list[Problem]:
     return list(hold_out.trained(data, 1_000, 2_000))
 
 
+@pytest.mark.slow
 def test_training_problems_are_the_same_every_time_and_not_shipped(data: Path, training: list[Problem]) -> None:
     assert training[:50] + training[1_000:1_050] == list(hold_out.trained(data, 50, 50))
     marks = {hold_out.mark(problem) for problem in training}
@@ -71,6 +72,7 @@ def test_training_problems_are_the_same_every_time_and_not_shipped(data: Path, t
         assert not marks & {hold_out.mark(problem) for problem in shipped(kind)}, kind
 
 
+@pytest.mark.slow
 def test_no_test_question_is_trained_on(data: Path, training: list[Problem]) -> None:
     lines = data_path("gsm8k", "test.jsonl").read_text().splitlines()
     test = {_words(json.loads(line)["question"]) for line in lines}
@@ -91,6 +93,7 @@ def _words(question: str) -> str:
     return re.sub(r"\W+", " ", re.sub(r"\d+", "", question.lower().removesuffix("(equations)"))).strip()
 
 
+@pytest.mark.slow
 def test_unseen_problems_are_never_drawn_for_training(data: Path, training: list[Problem]) -> None:
     split = corpus.split(data)
     known, unseen = ({_words(problem.question) for problem in part} for part in (split.known, split.unseen))
