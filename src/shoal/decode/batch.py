@@ -216,7 +216,7 @@ class _Share:
 
     Attributes:
         row: the row.
-        feed: its tokens.
+        chunk: its tokens.
         tree: what is judged of them; None for a piece of a prompt that ends later.
         before: tokens of the prompt ahead of the tree's root.
     """

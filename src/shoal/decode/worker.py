@@ -67,7 +67,7 @@ class Worker:
         Args:
             rows: those of the forward whose recipe has the part. They all decode, or they all read their prompts and
                 have emitted nothing.
-            feeds: what is fed for each, a tree or a piece of a prompt; a tap's states [rows, nodes, D] follow them.
+            chunks: what is fed for each, a tree or a piece of a prompt; a hook's states [rows, nodes, D] follow them.
         """
         return None
 

@@ -54,7 +54,7 @@ def said_again(stack: Stack, cache: KVCache, row: Row, count: int, hook: HiddenS
         cache: its cache; as before afterwards.
         row: whose tokens.
         count: how many of them; no more than are `repeatable`.
-        tap: is shown their states [1, count, D].
+        hook: is shown their states [1, count, D].
     """
     end = cache.positions[row.slot]
     chunk = SequenceChunk(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)

@@ -127,7 +127,7 @@ def confidences(scores: Tensor) -> list[float]:
 
 
 def said(stack: Stack, states: Sequence[Tensor]) -> tuple[list[int], list[float]]:
-    """Most likely tokens after hidden states [n, D] each, as a tap is shown them, and how confident the model is."""
+    """Most likely tokens after hidden states [n, D] each, as a hook is shown them, and how confident the model is."""
     logits = stack.exit_logits(torch.cat(list(states)))
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens, confidences(logits)

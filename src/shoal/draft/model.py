@@ -140,7 +140,7 @@ class ModelDrafter(Drafter):
             child = tree.child(node, token)
             if child is None or child - 1 >= self._cache.layers[0].scratch[slot]:
                 break
-            path.append(child - 1)  # the root is no node of the feed
+            path.append(child - 1)  # the root is no node of the chunk
             node = child
         self._cache.commit(slot, path)
 

@@ -84,7 +84,7 @@ class RisingStack(PackedStack):
         *,
         start: Start | None = None,
     ) -> Tensor:
-        """See the protocol; chains without tap and start. Tokens of one depth that follow one another run together."""
+        """See the protocol; chains without hook and start. Tokens of one depth that follow one another run together."""
         assert hook is None and start is None
         done, logits = [0] * len(chunks), [list[Tensor]() for _ in chunks]
         while left := [at for at, chunk in enumerate(chunks) if done[at] < len(chunk.tokens)]:

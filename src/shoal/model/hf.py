@@ -236,7 +236,7 @@ class _PaddedCall:
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def padded(self) -> Tensor:
-        """The hidden states as [feeds, widest, D]."""
+        """The hidden states as [chunks, widest, D]."""
         return self.hidden
 
     def wanted(self) -> Tensor:

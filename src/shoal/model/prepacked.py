@@ -95,13 +95,13 @@ def _register() -> None:
 
 
 class PrepackedCall:
-    """One forward under way: the hidden states [1, T, D] of all feeds' tokens, one feed after the other.
+    """One forward under way: the hidden states [1, T, D] of all chunks' tokens, one after the other.
 
     Args:
         stack: the model.
-        feeds: ascending rows.
+        chunks: ascending rows.
         cache: their KV.
-        hidden: [feeds, widest, D] to go on from, or None for the embeddings.
+        hidden: [chunks, widest, D] to go on from, or None for the embeddings.
     """
 
     def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
@@ -153,7 +153,7 @@ class PrepackedCall:
         return RowView(self.cache.positions[chunk.row], store.starts[chunk.row], *nodes, chunk.parents, chunk.depths)
 
     def padded(self) -> Tensor:
-        """The hidden states as [feeds, widest, D]."""
+        """The hidden states as [chunks, widest, D]."""
         return pad_sequence(list(self.hidden[0].split(self.sizes)), batch_first=True)
 
     def wanted(self) -> Tensor:

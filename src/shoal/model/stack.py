@@ -19,7 +19,7 @@ from shoal.model.kv import KVCache
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
-"""Called with a layer's number and the hidden states [feeds, nodes, D] that enter it, short feeds padded."""
+"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Start:
 
     Attributes:
         layer: the first layer that runs.
-        hidden: what enters it [feeds, nodes, D], as a tap was shown it.
+        hidden: what enters it [chunks, nodes, D], as a hook was shown it.
     """
 
     layer: int
@@ -75,7 +75,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """A piece of work of one layer: tokens first[i]..last[i]-1 of feed i run `part` of it."""
+    """A piece of work of one layer: tokens first[i]..last[i]-1 of chunk i run `part` of it."""
 
     part: Part
     first: tuple[int, ...]
@@ -142,12 +142,12 @@ class Stack(Protocol):
         layers below it are taken as done; they store nothing.
 
         Returns:
-            Logits [sum of wanted, V]: of the last `wanted` nodes of each feed, feed after feed.
+            Logits [sum of wanted, V]: of the last `wanted` nodes of each chunk, one after the other.
         """
         ...
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, D] as a tap is shown them, through the final norm and the head."""
+        """Logits [N, V] of hidden states [N, D] as a hook is shown them, through the final norm and the head."""
         ...
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -171,7 +171,7 @@ def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int,
 
 
 def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:
-    """What is wrong with a feed that runs a layer whose KV has a hole before its tokens."""
+    """What is wrong with a chunk that runs a layer whose KV has a hole before its tokens."""
     store, row = cache.layers[layer], chunk.row
     held, needed, what = store.lengths[row], cache.positions[row], "positions"
     if held == needed:
@@ -183,7 +183,7 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
 
 
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-    """Note in the cache from which position on each feed left something out."""
+    """Note in the cache from which position on each chunk left something out."""
     for chunk in chunks:
         shallow = chunk.running(chunk.plan.first_shallow_step)
         if shallow < len(chunk.tokens):

@@ -69,7 +69,7 @@ class NativeMatrix:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a forward runs: layers, per layer and feed the nodes whose attention runs, and the kernels' flags."""
+    """What a forward runs: layers, per layer and chunk the nodes whose attention runs, and the kernels' flags."""
 
     layers: Sequence[int]
     counts: Sequence[Sequence[int]]
@@ -290,7 +290,7 @@ def _matrix(matrix: object) -> native.PackedWeight:
 
 
 def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:
-    """Whether every token of the feed runs just these layers, whole."""
+    """Whether every token of the chunk runs just these layers, whole."""
     plan = chunk.plan
     return plan.layers(chunk.steps[0]) == layers == plan.layers(chunk.steps[-1]) and not plan.splits_layers
 

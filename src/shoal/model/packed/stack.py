@@ -122,7 +122,7 @@ class PackedStack:
 
 
 class _Pass:
-    """One forward under way: the residual stream [T, hidden] of all feeds' tokens, one after the other."""
+    """One forward under way: the residual stream [T, hidden] of all chunks' tokens, one after the other."""
 
     def __init__(self, stack: PackedStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
         self.stack, self.chunks, self.cache = stack, chunks, cache
@@ -174,7 +174,7 @@ class _Pass:
         return torch.tensor(flat, device=self.stack.device)
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of each feed's tokens over its own row."""
+        """Attention of each chunk's tokens over its own row."""
         counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
         parts = zip(
             self.chunks, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True
@@ -202,7 +202,7 @@ class _Pass:
         return out[0].transpose(0, 1)
 
     def padded(self) -> Tensor:
-        """The stream as [feeds, widest, hidden]."""
+        """The stream as [chunks, widest, hidden]."""
         return pad_sequence(list(self.x.split(self.sizes)), batch_first=True)
 
     def wanted(self) -> Tensor:
