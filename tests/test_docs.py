@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import scripts
 import test_matrix
 from documents import ROOT, blocks, registered, run_document
 from shoal import methods
@@ -25,11 +25,7 @@ def name_of(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def make_docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools" / "make_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("tools/make_docs.py")
 
 
 @pytest.mark.parametrize("path", RUN, ids=name_of)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest.importorskip("grimp", reason="what reads the imports needs Python 3.11")
@@ -14,11 +15,7 @@ pytest.importorskip("grimp", reason="what reads the imports needs Python 3.11")
 
 @pytest.fixture
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_structure", ROOT / "tools" / "check_structure.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("tools/check_structure.py")
 
 
 def test_the_source_is_as_it_should_be(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import scripts
 from documents import ROOT
 
 BLUE, GREEN = "\x1b[38;2;96;150;235m", "\x1b[38;2;70;190;120m"
@@ -19,11 +19,7 @@ RESET = "\x1b[0m"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("terminal_picture", ROOT / "tools" / "terminal_picture.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("tools/terminal_picture.py")
 
 
 def texts(picture: str) -> list[tuple[str | None, str | None]]:

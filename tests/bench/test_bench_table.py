@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import scripts
 from pages import current
 from shoal.cli.parser import Parser, parse
 
@@ -44,11 +45,7 @@ REPORT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_table", ROOT / "tools" / "bench_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("tools/bench_table.py")
 
 
 def test_the_tables_are_up_to_date(tool: ModuleType) -> None:

@@ -17,6 +17,7 @@ import torch
 import bench_file
 import perplexity
 import readers
+import scripts
 from shoal.bench.subject import MeasuredModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +50,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fidelity_script", ROOT / "benchmarks" / "fidelity.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("benchmarks/fidelity.py")
 
 
 def test_windows_do_not_overlap_and_begin_as_texts_do() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 import real_page as real
+import scripts
 from shoal.cli.bench import add_arguments
 from shoal.cli.parser import Parser
 
@@ -87,11 +87,7 @@ def test_pages_of_loading_and_fidelity() -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_script", ROOT / "benchmarks" / "real.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("benchmarks/real.py")
 
 
 def test_every_part_is_a_command_within_its_share(

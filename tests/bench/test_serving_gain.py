@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "shoal bench --serve --shape 1b --context 32"
@@ -21,11 +21,7 @@ def script() -> ModuleType:
 
 
 def imported(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script(f"benchmarks/{name}.py")
 
 
 def result(label: str, median: float, concurrency: int | None = 8, rate: float | None = None, **more: Any) -> Any:

@@ -56,7 +56,7 @@ def test_bad_usage_is_one_line_on_stderr_and_code_2():
 
 @pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])
 def test_a_file_runs_without_the_models_code(file):
-    """What transformers needs to define a model takes longer to import than torch."""
+    """What transformers needs to define a model takes as long to import as torch."""
     code = (
         "import sys, shoal; engine = shoal.load(sys.argv[1]); print(len(engine.generate([1, 2, 3], max_new_tokens=4, "
         "ignore_eos=True).tokens)); print('transformers.modeling_utils' in sys.modules, type(engine.stack).__name__)"

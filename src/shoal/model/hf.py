@@ -17,7 +17,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
-from shoal.model.prepacked import PrepackedCall, asks_by_rows
+from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
 from shoal.model.probe import find_layers, take_apart
 from shoal.model.stack import (
     HiddenStateHook,
@@ -65,7 +65,7 @@ class HFStack:
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
-        self.prepacks = all(asks_by_rows(layer) is not None for layer in layers)
+        self.prepacks = all(map(can_ask_by_rows, layers))
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
@@ -132,7 +132,7 @@ class HFStack:
         key = (layer, part, prepacked)
         if key not in self._twins:
             own = self.module(layer, part) if prepacked else self._half(layer, part)
-            self._twins[key] = (asks_by_rows(own) or own) if prepacked else own  # without attention nobody asks
+            self._twins[key] = by_rows(own) if prepacked else own
         return self._twins[key]
 
     def _half(self, layer: int, part: Part) -> nn.Module:
@@ -262,7 +262,7 @@ class _PaddedCall:
         return self.hidden[chosen[:, None], nodes]
 
     def _picked(self, piece: LayerWork) -> tuple[Tensor, Tensor, Tensor]:
-        """Feeds [rows], their nodes [rows, widest] padded by the last, and which of those are real."""
+        """Chunks [rows], their nodes [rows, widest] padded by the last, and which of those are real."""
         return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
 
     def _positions(self, piece: LayerWork, rows: list[int]) -> Tensor:
@@ -272,14 +272,7 @@ class _PaddedCall:
 
     def _mask(self, piece: LayerWork, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
         views = [
-            RowView(
-                base=self.cache.positions[self.chunks[i].row],
-                start=start,
-                first=self.chunks[i].fed + piece.first[i],
-                last=self.chunks[i].fed + piece.last[i],
-                parents=self.chunks[i].parents,
-                depths=self.chunks[i].depths,
-            )
+            self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
             for i, start in zip(rows, starts, strict=True)
         ]
         return self.stack.attention_mask(views, window)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache, KVLayer
-from shoal.model.masks import RowView
 from shoal.model.stack import LayerWork, SequenceChunk
 from shoal.model.twin import twin_of
 
@@ -34,13 +33,17 @@ _NAME, _OWN_NAME = "shoal_rows", "shoal_own_attention"
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
-def asks_by_rows(layer: nn.Module) -> nn.Module | None:
-    """A twin that shares all weights and whose attention finds our function; None where it cannot be told how."""
-    if not any(map(_looks_up, layer.modules())):
-        return None
+def can_ask_by_rows(layer: nn.Module) -> bool:
+    """Whether attention in the layer looks up its function, so that it may find ours."""
+    return any(map(_looks_up, layer.modules()))
+
+
+def by_rows(layer: nn.Module) -> nn.Module:
+    """A twin that shares all weights and whose attention finds our function; the layer itself if it has none."""
+    if not can_ask_by_rows(layer):
+        return layer
     _register()
-    twins = {name: part and asks_by_rows(part) for name, part in layer._modules.items()}
-    twin = twin_of(layer, {name: part for name, part in twins.items() if part is not None})
+    twin = twin_of(layer, {name: by_rows(part) for name, part in layer._modules.items() if part is not None})
     if _looks_up(layer):
         config: Any = copy.copy(layer.config)
         setattr(config, _OWN_NAME, config._attn_implementation)
@@ -107,7 +110,6 @@ class PrepackedCall:
     def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
         self.stack, self.chunks, self.cache = stack, chunks, cache
         self.sizes = [len(chunk.tokens) for chunk in chunks]
-        self._offsets = [0, *accumulate(self.sizes)]
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
         self._places = torch.tensor([places], device=stack.device)
         if hidden is None:
@@ -119,7 +121,8 @@ class PrepackedCall:
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and put its outcome into the hidden states."""
-        chosen = self._chosen(piece)
+        flat = piece.flat(self.sizes)
+        chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
         hidden = self.hidden if chosen is None else self.hidden[:, chosen]
         rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
         counts = [piece.last[i] - piece.first[i] for i in rows]
@@ -133,24 +136,16 @@ class PrepackedCall:
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
 
-    def _chosen(self, piece: LayerWork) -> Tensor | None:
-        """Indices of the piece's tokens; None for all."""
-        if not any(piece.first) and list(piece.last) == self.sizes:
-            return None
-        ranges = zip(self._offsets, piece.first, piece.last, strict=False)
-        flat = [offset + node for offset, first, last in ranges for node in range(first, last)]
-        return torch.tensor(flat, device=self.stack.device)
-
     def _masks(self, piece: LayerWork, rows: list[int], store: KVLayer) -> list[Tensor | None]:
-        key = ("masks", store.window, tuple(store.starts[self.chunks[i].row] for i in rows), piece.first, piece.last)
+        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
+        key = ("masks", window, starts, piece.first, piece.last)
         if key not in self._memo:
-            self._memo[key] = [self.stack.attention_mask([self._view(i, piece, store)], store.window) for i in rows]
+            views = [
+                self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
+                for i, start in zip(rows, starts, strict=True)
+            ]
+            self._memo[key] = [self.stack.attention_mask([view], window) for view in views]
         return cast("list[Tensor | None]", self._memo[key])
-
-    def _view(self, index: int, piece: LayerWork, store: KVLayer) -> RowView:
-        chunk = self.chunks[index]
-        nodes = chunk.fed + piece.first[index], chunk.fed + piece.last[index]
-        return RowView(self.cache.positions[chunk.row], store.starts[chunk.row], *nodes, chunk.parents, chunk.depths)
 
     def padded(self) -> Tensor:
         """The hidden states as [chunks, widest, D]."""
@@ -158,5 +153,5 @@ class PrepackedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        ends = zip(self.chunks, self._offsets[1:], strict=True)
+        ends = zip(self.chunks, accumulate(self.sizes), strict=True)
         return torch.cat([self.hidden[0, end - chunk.wanted : end] for chunk, end in ends])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
+from shoal.model.masks import RowView
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
@@ -55,6 +57,10 @@ class SequenceChunk:
         """Position of each token when node 0 stands at `base`."""
         return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
+    def view(self, base: int, start: int, first: int, last: int) -> RowView:
+        """What tokens first..last-1 may look at, the row having `base` positions, of which `start` left the window."""
+        return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths)
+
     def running(self, drop_step: int) -> int:
         """How many of the tokens (a prefix) run a sublayer that is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
@@ -80,6 +86,13 @@ class LayerWork:
     part: Part
     first: tuple[int, ...]
     last: tuple[int, ...]
+
+    def flat(self, sizes: Sequence[int]) -> list[int] | None:
+        """Where its tokens stand among those of all chunks, of these sizes, one after the other; None for all."""
+        if not any(self.first) and list(self.last) == list(sizes):
+            return None
+        pieces = zip(accumulate(sizes, initial=0), self.first, self.last, strict=False)
+        return [offset + node for offset, first, last in pieces for node in range(first, last)]
 
 
 def layer_work(chunks: Sequence[SequenceChunk], layer: int) -> list[LayerWork]:

@@ -119,7 +119,10 @@ class HFStarter(Starter):
 
         path = Path(str(self._subject.model))
         place, options = (path.parent, {"gguf_file": path.name}) if self._subject.is_file else (path, {})
-        AutoTokenizer.from_pretrained(place, **options)
+        try:
+            AutoTokenizer.from_pretrained(place, **options)
+        except (ImportError, OSError, ValueError) as error:  # transformers 5.0 asks for protobuf where it is at a loss
+            raise NotMeasured(f"transformers cannot read the tokenizer: {str(error).strip()}") from error
         model = AutoModelForCausalLM.from_pretrained(place, dtype=as_dtype(self._setting.dtype), **options).eval()
         return lambda prompt, count: greedy(model, [prompt], count)
 

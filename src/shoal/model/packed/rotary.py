@@ -1,7 +1,7 @@
 """Rotary positions of the packed block: their tables, and the rotation.
 
 The numbers are those of the model family's own rotary module. Where the usual formula or one of transformers' functions
-gives them, that module is not imported: its file, and what it needs, takes longer to import than torch.
+gives them, that module is not imported: with what it needs, that takes as long as to import torch (-X importtime).
 """
 
 from __future__ import annotations

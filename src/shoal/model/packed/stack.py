@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache
-from shoal.model.masks import RowView, mask
+from shoal.model.masks import mask
 from shoal.model.packed import block
 from shoal.model.packed.graphs import GraphRunner
 from shoal.model.packed.linear import Dense
@@ -134,7 +135,6 @@ class _Pass:
         stream = stack.weights.final_norm.dtype
         self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
         self.sizes = [len(chunk.tokens) for chunk in chunks]
-        self.offsets = [sum(self.sizes[:i]) for i in range(len(chunks))]
 
     def take(self, hidden: Tensor) -> None:
         """Go on from the stream that `padded` gave."""
@@ -167,11 +167,8 @@ class _Pass:
 
     def _chosen(self, piece: LayerWork) -> Tensor | None:
         """Flat indices of the piece's tokens; None for all."""
-        if not any(piece.first) and list(piece.last) == self.sizes:
-            return None
-        ranges = zip(self.offsets, piece.first, piece.last, strict=True)
-        flat = [offset + node for offset, first, last in ranges for node in range(first, last)]
-        return torch.tensor(flat, device=self.stack.device)
+        flat = piece.flat(self.sizes)
+        return None if flat is None else torch.tensor(flat, device=self.stack.device)
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of each chunk's tokens over its own row."""
@@ -187,14 +184,7 @@ class _Pass:
         store = self.cache.layers[layer]
         rows, counts = [chunk.row], [last - first]
         store.make_room(rows, counts)
-        view = RowView(
-            base=self.cache.positions[chunk.row],
-            start=store.starts[chunk.row],
-            first=chunk.fed + first,
-            last=chunk.fed + last,
-            parents=chunk.parents,
-            depths=chunk.depths,
-        )
+        view = chunk.view(self.cache.positions[chunk.row], store.starts[chunk.row], first, last)
         seen = mask([view], store.window, q.device)
         keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
         causal = seen is None and len(q) > 1
@@ -207,5 +197,5 @@ class _Pass:
 
     def wanted(self) -> Tensor:
         """The stream at the tokens whose logits are wanted."""
-        ends = zip(self.chunks, self.offsets, self.sizes, strict=True)
-        return torch.cat([self.x[offset + size - chunk.wanted : offset + size] for chunk, offset, size in ends])
+        ends = zip(self.chunks, accumulate(self.sizes), strict=True)
+        return torch.cat([self.x[end - chunk.wanted : end] for chunk, end in ends])
