@@ -87,8 +87,9 @@ class ModelInfo:
         bears: the mean depth in layers that the model bears by its calibration card, if it has one that says so.
         skips: layers whose attention, and layers whose MLP, drafts best leave out, by the card.
         can_split: whether attention and MLP of a layer can be dropped apart.
+        shows_queries: whether a part may see the queries of attention, and choose what they read.
         tokenizer: the model's tokenizer, where it has one.
-        companion: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
+        draft_engine: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
             model; None where there is no engine to work beside.
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
         free: whether a method may decide by measured times; not where several processes must decide alike.
@@ -103,6 +104,7 @@ class ModelInfo:
     bears: float | None = None
     skips: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     can_split: bool = False
+    shows_queries: bool = True
     tokenizer: Any = None
     draft_engine: Callable[[Any], Any] | None = None
     fingerprint: Callable[[], str] | None = None

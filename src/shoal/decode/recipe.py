@@ -13,9 +13,12 @@ from shoal.depth.plan import DepthPlan
 if TYPE_CHECKING:
     from shoal.decode.accept import Outcome, Target
     from shoal.decode.tree import TokenTree
-    from shoal.decode.worker import Controller, Proposer, Worker
+    from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
+    from shoal.model.kv_form import Store
 
 Exactness = Literal["full", "plan", "none"]
+PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select")
+"""The parts of a recipe that methods fill: each answers one question."""
 
 
 class Rule(Protocol):
@@ -40,6 +43,9 @@ class Recipe:
         proposer: who guesses tokens ahead (None: nobody).
         rule: who decides what is kept (None: an exact match with the target's own choice, greedy or sampled).
         controller: how much is guessed (None: as much as the proposer likes).
+        keep: which of the KV stays (None: all).
+        store: in what form it lies in memory (None: as the model computes it).
+        select: which of it a query reads (None: all that the model's own attention does).
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
         self_metered: whether the proposer sees to it itself that guessing brings something.
@@ -49,6 +55,9 @@ class Recipe:
     proposer: Proposer | None = None
     rule: Rule | None = None
     controller: Controller | None = None
+    keep: Keep | None = None
+    store: Store | None = None
+    select: Select | None = None
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False
@@ -56,6 +65,19 @@ class Recipe:
     @property
     def exact_to(self) -> Exactness:
         """`full`: equal to the full model. `plan`: equal to its own plan run token by token. `none`: neither."""
-        if self.rule is not None and not self.rule.exact:
+        if self.alters_kv or (self.rule is not None and not self.rule.exact):
             return "none"
         return "full" if self.plan.is_full else "plan"
+
+    @property
+    def alters_kv(self) -> bool:
+        """Whether what is stored, or read of it, is something else than the model's own."""
+        return not (self.keep is self.store is self.select is None)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that are not at their defaults, in the order of `PARTS`."""
+        return tuple(name for name in PARTS if self._fills(name))
+
+    def _fills(self, name: str) -> bool:
+        return not self.plan.is_full if name == "plan" else getattr(self, name) is not None

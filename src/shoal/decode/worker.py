@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.model.stack import HiddenStateHook, SequenceChunk
+    from shoal.model.kv import KVLayer
+    from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,13 @@ class Worker:
         """
         return None
 
+    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        """Called before a forward of the target: per row, what is to see its queries and may choose what they read.
+
+        See `watch` for rows and chunks. A recipe's `keep` is shown them before its `select` chooses.
+        """
+        return [None] * len(rows)
+
     def observe(self, report: StepReport) -> None:
         """Learn from a step of the rows whose recipe has the part: plain steps and the ends of prompts included."""
 
@@ -105,7 +113,42 @@ class Part(Protocol[W_co]):
         ...
 
 
+class Keeper(Worker, ABC):
+    """A part `keep` at work.
+
+    When it rewrites follows from the tokens alone, and nothing is fed across such a length, neither a piece of a prompt
+    nor a guess: so what a row keeps depends neither on how its prompt was cut nor on who shared its forwards.
+    """
+
+    @abstractmethod
+    def next_length(self, row: Row, length: int) -> int:
+        """The first length (positions of the row's sequence) above `length` at which `rewrite` is due."""
+
+    @abstractmethod
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        """Rewrite what the row has stored, at a length that `next_length` named: see `KVLayer.rewrite`.
+
+        Args:
+            row: it stands at `row.slot`.
+            layers: numbers and stores of those that have run all of its positions and have no sliding window.
+        """
+
+
+class Selector(Worker):
+    """A part `select` at work: its `reads` chooses the columns."""
+
+
 Proposer = Part[Drafter]
 """Guesses tokens ahead."""
 Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""
+Select = Part[Selector]
+"""Chooses which of the stored KV a query reads."""
+
+
+class Keep(Part[Keeper], Protocol):
+    """Chooses which of a row's KV stays."""
+
+    def most_columns(self, length: int) -> int:
+        """The most columns that a layer stores of a row of so many positions, beside what one forward adds."""
+        ...

@@ -22,6 +22,11 @@ from shoal.model.masks import RowView
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
 """Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded."""
+QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+"""Called in a layer's attention for one row, with the layer's number, queries [heads, nodes, head_dim] and keys
+[kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
+bool [nodes, columns]. Returns the columns that each node reads, int64 [kv_heads, nodes, any number], ascending behind
+-1s that fill up; what a node may not see is taken out. None for all."""
 
 
 @dataclass(frozen=True, slots=True)
