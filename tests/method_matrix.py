@@ -18,13 +18,16 @@ from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.swift import Swift
+from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
 
@@ -68,4 +71,10 @@ MATRIX: tuple[Method, ...] = (
     Swift(ratio=0.2, trees=False, window=4, inner=D3(alpha=0.9, core=2)),
     DEL((4, 5), 4, head=0.0),
     DEL((2, 5), window=0, inner=D3(alpha=0.9, core=2)),
+    StreamingLLM(window=None),
+    StreamingLLM(window=4, sinks=1, every=3),
+    KVInt8(first=6),
+    KVInt8(),
+    TopKOracle(k=None),
+    TopKOracle(k=3, first=1),
 )

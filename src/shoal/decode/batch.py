@@ -60,6 +60,8 @@ class Batch:
         self._prefixes = prefixes or Prefixes(0)
         self._drafting = Drafting(stack, self.cache)
         self._came = list(self.rows)
+        for row in self.rows:
+            self._set_store(row)
         if len(self.rows) < self.cache.rows:
             self._keep_slots()
 
@@ -81,7 +83,16 @@ class Batch:
             row.slot = slot
             self.rows.append(row)
             self._came.append(row)
-            row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
+            self._set_store(row)
+            if not row.recipe.alters_kv:
+                row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
+
+    def _set_store(self, row: Row) -> None:
+        """Let what the row stores have the form that its recipe names; what it holds in another way is read anew."""
+        slot, store = row.slot, row.recipe.store
+        if row.recipe.alters_kv or self.cache.stores[slot] is not None:
+            self.cache.truncate(slot, 0)
+            self.cache.set_store(slot, store)
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go before their end: they count as cancelled, and what they stored is free."""
@@ -136,7 +147,7 @@ class Batch:
         for row in self.reading:
             if id(row) in chosen and budget > 0:
                 first = self.cache.positions[row.slot]
-                size = min(len(row.tokens) - first, budget, most or budget)
+                size = min(len(row.tokens) - first, budget, most or budget, self._drafting.ahead(row, first) or budget)
                 pieces.append(_piece(row, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.row.slot)
@@ -145,13 +156,15 @@ class Batch:
         """Run the shares of some rows, walk where a token follows, and settle."""
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
-        watched = self._drafting.watch([share.row for share in shares], chunks)
-        logits = self.stack.forward(chunks, self.cache, *watched).split([chunk.wanted for chunk in chunks])
+        rows = [share.row for share in shares]
+        watched = self._drafting.watch(rows, chunks)
+        fed = self._drafting.shown(rows, chunks)
+        logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
             if share.tree is None:
-                self.cache.commit(share.row.slot, range(len(share.chunk.tokens)))
+                self._commit(share.row, range(len(share.chunk.tokens)))
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values)))
         outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
@@ -178,10 +191,18 @@ class Batch:
         for (share, target), outcome in zip(ended, outcomes, strict=True):
             emitted = _emit(share.row, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
-            self.cache.commit(share.row.slot, [*range(first), *(first + node for node in kept)])
+            self._commit(share.row, [*range(first), *(first + node for node in kept)])
             steps.extend(emitted)
         self._retire()
         return steps
+
+    def _commit(self, row: Row, path: Sequence[int]) -> None:
+        """Let the nodes of `path` stay, and the row's `keep` rewrite what is stored where that is due."""
+        before = self.cache.positions[row.slot]
+        self.cache.commit(row.slot, path)
+        if row.recipe.alters_kv:
+            self.cache.mark_shallow(row.slot, before)
+            self._drafting.rewrite(row, before)
 
     def _retire(self) -> None:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""

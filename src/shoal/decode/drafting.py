@@ -1,23 +1,24 @@
-"""Guessing for a batch of rows: the drafters and draft-length policies at work, and what they are told afterwards."""
+"""The parts at work on a batch of rows: who guesses, how much, what is read and kept, and what they are told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from torch import Tensor
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Controller, Part, Proposer, StepReport, Worker
+from shoal.decode.worker import Controller, Keep, Keeper, Part, Proposer, Select, StepReport, Worker
 from shoal.model.kv import KVCache
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack
 
 W = TypeVar("W", bound=Worker)
 
 
 class Drafting:
-    """The workers of all proposers and controllers that the rows' recipes name.
+    """The workers of all parts that the rows' recipes name.
 
     Args:
         stack: the target model.
@@ -62,6 +63,38 @@ class Drafting:
 
         return (show,)
 
+    def shown(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+        """The chunks of the coming forward, with what is to see their queries."""
+        hooks: dict[int, list[QueryHook]] = {}
+        groups = ([row for row in rows if not row.emitted], [row for row in rows if row.emitted])
+        for worker, group in [pair for some in groups if some for part in (_keep, _select)
+                              for pair in self._at_work(some, part)]:
+            fed = [chunks[place] for place in _places(rows, group)]
+            for row, hook in zip(group, worker.reads(group, fed), strict=True):
+                if hook is not None:
+                    hooks.setdefault(row.slot, []).append(hook)
+        if not hooks:
+            return chunks
+        return [replace(chunk, reads=_in_turn(hooks[chunk.row])) if chunk.row in hooks else chunk for chunk in chunks]
+
+    def ahead(self, row: Row, length: int) -> int:
+        """How many tokens may be fed to a row that holds `length` positions before its KV is rewritten; 0: any."""
+        keeper = self._keeper(row)
+        return 0 if keeper is None else keeper.next_length(row, length) - length
+
+    def rewrite(self, row: Row, before: int) -> None:
+        """Rewrite what a row has stored, if that was due beyond `before` positions and it has come so far."""
+        keeper, cache = self._keeper(row), self._cache
+        if keeper is not None and keeper.next_length(row, before) <= cache.positions[row.slot]:
+            keeper.rewrite(row, [
+                (number, layer) for number, layer in enumerate(cache.layers)
+                if layer.lengths[row.slot] == cache.positions[row.slot] and layer.window is None
+                and not layer.released[row.slot] and layer.row_tensors(row.slot)
+            ])
+
+    def _keeper(self, row: Row) -> Keeper | None:
+        return None if row.recipe.keep is None else self._worker(row.recipe.keep)
+
     def observe(self, report: StepReport) -> None:
         """Tell all workers, and who meters their guesses, what became of a step."""
         for worker, group in self._all_at_work(report.rows):
@@ -76,11 +109,18 @@ class Drafting:
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
-        limits = {row.slot: row.stop.room - 1 if row.recipe.proposer is not None else 0 for row in rows}
+        limits = {row.slot: self._most(row) for row in rows}
         for policy, group in self._at_work(rows, _controller):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
+
+    def _most(self, row: Row) -> int:
+        """Guesses that there is room for: to the row's end, and to where its KV is rewritten."""
+        if row.recipe.proposer is None:
+            return 0
+        ahead = self.ahead(row, self._cache.positions[row.slot])
+        return min(row.stop.room, ahead or row.stop.room) - 1
 
     def _all_at_work(self, rows: Sequence[Row]) -> list[tuple[Worker, Sequence[Row]]]:
         return [pair for part in _PARTS for pair in self._at_work(rows, part)]
@@ -111,10 +151,29 @@ def _controller(row: Row) -> Controller | None:
     return row.recipe.controller
 
 
+def _keep(row: Row) -> Keep | None:
+    return row.recipe.keep
+
+
+def _select(row: Row) -> Select | None:
+    return row.recipe.select
+
+
+def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
+    """One hook for several; the last that chooses has its way."""
+    if len(hooks) == 1:
+        return hooks[0]
+
+    def show(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+        return [hook(layer, queries, keys, seen) for hook in hooks][-1]
+
+    return show
+
+
 def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
     """Where the rows of the group stand among all."""
     ids = {id(row) for row in group}
     return [place for place, row in enumerate(rows) if id(row) in ids]
 
 
-_PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (_proposer, _controller)
+_PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (_proposer, _controller, _keep, _select)

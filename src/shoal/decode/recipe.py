@@ -72,7 +72,7 @@ class Recipe:
     @property
     def alters_kv(self) -> bool:
         """Whether what is stored, or read of it, is something else than the model's own."""
-        return not (self.keep is self.store is self.select is None)
+        return any(part is not None for part in (self.keep, self.store, self.select))
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ class Engine:
             bears=self.card.bears,
             skips=self.card.skips,
             can_split=self.stack.can_split,
+            shows_queries=self.stack.shows_queries,
             tokenizer=self.tokenizer,
             draft_engine=self._draft_models,
             fingerprint=lambda: self.fingerprint,

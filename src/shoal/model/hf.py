@@ -19,6 +19,7 @@ from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
 from shoal.model.probe import find_layers, take_apart
+from shoal.model.reading import reads_apart
 from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,
@@ -65,7 +66,7 @@ class HFStack:
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
-        self.prepacks = all(map(can_ask_by_rows, layers))
+        self.prepacks = self.shows_queries = all(map(can_ask_by_rows, layers))
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
@@ -94,7 +95,11 @@ class HFStack:
         start: Start | None = None,
     ) -> Tensor:
         """Run `chunks` through the layers that their plans name; see the protocol."""
-        prepacked = self.prepacks and len({len(chunk.tokens) for chunk in chunks}) > 1
+        apart = reads_apart(chunks, cache)
+        if apart and not self.prepacks:
+            raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",
+                              "Decode without the method that asks for it")
+        prepacked = apart or (self.prepacks and len({len(chunk.tokens) for chunk in chunks}) > 1)
         make = PrepackedCall if prepacked else _PaddedCall
         call = make(self, chunks, cache, None if start is None else start.hidden)
         for layer in range(0 if start is None else start.layer, self.num_layers):
@@ -173,7 +178,11 @@ class HFStack:
     def attention_mask(self, rows: Sequence[RowView], window: int | None) -> Tensor | None:
         """The mask in the form that the model's attention takes: bool for sdpa, else additive."""
         seen = mask(rows, window, self.device, square=not self._additive)
-        if seen is None or not self._additive:
+        return None if seen is None else self.as_added(seen)
+
+    def as_added(self, seen: Tensor) -> Tensor:
+        """A mask that says what is seen in the form that the model's attention takes; one to be added as it is."""
+        if seen.dtype != torch.bool or not self._additive:
             return seen
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return bias.masked_fill_(~seen, torch.finfo(self.dtype).min)

@@ -8,7 +8,9 @@ Storage is one tensor pair [slots, heads, capacity, head_dim] per layer; row r l
 last row are free. A row that joins takes a free one; one that leaves makes room for the last row. So rows stay side by
 side, as attention over all of them reads them, and none is copied for another but that one. Both sizes grow
 geometrically. A layer with a sliding window drops what the window has left behind, but never a scratch entry, so
-rolling back is always possible. The cache knows nothing of tokens, plans or models.
+rolling back is always possible. What a row has stored in a layer without one may be rewritten: fewer columns, other
+ones, with a bias on their scores. So a row has fewer *columns* than *positions*, and `starts` counts the difference.
+A row may have storage of its own beside the slots, in another form. The cache knows nothing of tokens, plans or models.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from shoal.model.kv_form import EncodedRow, Form, Store, move
 
 WINDOW_SLACK = 256
 _GROWTH, _ENDLESS = 1.5, 1 << 62
@@ -40,8 +44,13 @@ class KVLayer:
     Attributes:
         window: number of positions that a query sees, itself included; None where it sees all.
         lengths: committed positions per row.
-        starts: positions per row that the window has left behind; column c of row r holds position `starts[r] + c`.
+        starts: positions per row that are not stored any more. Where a window left them behind, or nothing was
+            rewritten, column c of row r holds position `starts[r] + c`.
         scratch: entries per row that await commit or rollback.
+        rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
+        encoded: per row, what holds its columns in a form of its own; None for the slot.
+        bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
+        beside: whether a row has either.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
         slots: rows that the storage has room for.
@@ -57,6 +66,10 @@ class KVLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.released = [False] * rows
+        self.rewritten = [0] * rows
+        self.encoded: list[EncodedRow | None] = [None] * rows
+        self.bias: list[Tensor | None] = [None] * rows
+        self.beside = False
         self.slots, self.limit = rows, _ENDLESS
         self.bytes_per_position = self.capacity = self.version = self._touched = 0
 
@@ -73,9 +86,9 @@ class KVLayer:
         """
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
-        if self.keys is None:
-            self.allocate(keys.new_empty(0), (keys.shape[1], keys.shape[3]), max(counts), values.shape[3])
-        self.make_room(rows, counts)
+        self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), rows, counts)
+        if any(self.encoded[row] for row in rows):
+            return self._append_apart(keys, values, rows, counts)
         assert self.keys is not None and self.values is not None
         ends = self._ends(rows)
         span = contiguous(rows)
@@ -87,6 +100,54 @@ class KVLayer:
             return self.keys[span, :, :columns], self.values[span, :, :columns]
         index = torch.tensor(rows, device=keys.device)
         return self.keys[index, :, :columns], self.values[index, :, :columns]
+
+    def _append_apart(
+        self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`append` where rows have storage of their own: what is read is put together."""
+        ends = [end + count for end, count in zip(self._ends(rows), counts, strict=True)]
+        read = [[tensor.new_zeros(len(rows), tensor.shape[1], max(ends), tensor.shape[3]) for tensor in (keys, values)]]
+        for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
+            self.write(row, keys[index, :, :count], values[index, :, :count])
+            for whole, part in zip(read[0], self.read(row, end, keys.dtype), strict=True):
+                whole[index, :, :end] = part
+        return read[0][0], read[0][1]
+
+    def write(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Write scratch entries [heads, n, head_dim] of one row, for which `prepare` has made room."""
+        (end,), count, own = self._ends([row]), keys.shape[1], self.encoded[row]
+        if own is not None:
+            own.write(end, keys, values)
+        else:
+            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
+                store[:, end : end + count] = new
+        self.scratch[row] += count
+
+    def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The row's first columns, keys and values [heads, columns, head_dim]."""
+        own = self.encoded[row]
+        if own is not None:
+            return own.read(columns, dtype)
+        assert self.keys is not None and self.values is not None
+        return self.keys[row, :, :columns], self.values[row, :, :columns]
+
+    def prepare(self, like: Tensor, sizes: tuple[int, int, int], rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
+
+        Args:
+            like: a tensor of the dtype and on the device in which the model computes keys.
+            sizes: heads, and head_dim of the keys and of the values.
+            rows, counts: as in `append`.
+        """
+        if self.keys is None and not all(self.encoded[row] for row in rows):
+            self.allocate(like, (sizes[0], sizes[1]), max(counts), sizes[2])
+        for row, count in zip(rows, counts, strict=True):
+            own = self.encoded[row]
+            if own is not None and not own.capacity:
+                own.allocate(like, sizes, max(count, self.reserve))
+                self.version += 1
+                self.bytes_per_position = sizes[0] * (sizes[1] + sizes[2]) * like.element_size()
+        self.make_room(rows, counts)
 
     def _write(
         self,
@@ -143,11 +204,36 @@ class KVLayer:
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
-        if self.keys is None or self.values is None or self._needed(rows, counts) <= self.keys.shape[2]:
+        for row, count in zip(rows, counts, strict=True):
+            self._make_own_room(row, count)
+        slots = [(row, count) for row, count in zip(rows, counts, strict=True) if self.encoded[row] is None]
+        if slots and self.keys is not None:
+            self._make_slot_room(*zip(*slots, strict=True))
+
+    def _make_own_room(self, row: int, count: int) -> None:
+        """For what a row stores beside the slots; the bias of new entries is nothing."""
+        own, bias = self.encoded[row], self.bias[row]
+        if own is not None and own.capacity and self._ends([row])[0] + count > own.capacity:
+            self._evict(row)
+            own.make_room(self._ends([row])[0] + count)
+            self.version += 1
+        if bias is not None:
+            end = self._ends([row])[0]
+            if end + count > bias.shape[1]:
+                grown = bias.new_zeros(len(bias), int((end + count) * _GROWTH) + 16)
+                grown[:, :end] = bias[:, :end]
+                self.bias[row], self.version = grown, self.version + 1
+            else:
+                bias[:, end : end + count] = 0
+
+    def _make_slot_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        assert self.keys is not None
+        if self._needed(rows, counts) <= self.keys.shape[2]:
             return
         spare = 0
         if self.window is not None:
-            self._evict(self.window)
+            for row in range(len(self.lengths)):
+                self._evict(row)
             spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
         needed = self._needed(rows, counts) + spare
         if needed > self.keys.shape[2]:
@@ -156,18 +242,82 @@ class KVLayer:
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
 
-    def _evict(self, window: int) -> None:
+    def _evict(self, row: int) -> None:
         """Shift out the committed positions that no later query can see."""
-        assert self.keys is not None and self.values is not None
-        for row, (length, start, scratch) in enumerate(zip(self.lengths, self.starts, self.scratch, strict=True)):
-            gone = length - (window - 1) - start
-            if gone > 0 and not self.released[row]:
-                end = length - start + scratch
-                stores = (self.keys, self.values)
-                kept = [store[row, :, gone:end].clone() for store in stores]  # both, before either is written to
-                for store, entries in zip(stores, kept, strict=True):
-                    store[row, :, : end - gone] = entries
-                self.starts[row] += gone
+        gone = self.lengths[row] - ((self.window or _ENDLESS) - 1) - self.starts[row]
+        if gone > 0 and not self.released[row]:
+            (end,) = self._ends([row])
+            tensors = self.row_tensors(row)
+            move(tensors, torch.arange(gone, end, device=tensors[0].device), to=0)
+            self.starts[row] += gone
+
+    def row_tensors(self, row: int) -> list[Tensor]:
+        """All that is stored per column of a row: tensors [heads, capacity, ...], keys before values."""
+        own, bias = self.encoded[row], self.bias[row]
+        if own is not None:
+            tensors = [*own.tensors]
+        else:
+            tensors = [] if self.keys is None or self.values is None else [self.keys[row], self.values[row]]
+        return tensors if bias is None else [*tensors, bias]
+
+    def keep_columns(self, row: int, columns: Tensor) -> None:
+        """Keep some of the row's committed columns and forget the others; the row has no scratch entries then.
+
+        Args:
+            columns: ascending, int64 [n], or [heads, n] where the heads differ.
+
+        Raises:
+            ValueError: the layer has a sliding window, which says itself what stays, or there are uncommitted entries.
+        """
+        self._check_rewrite(row, columns.shape[-1])
+        move(self.row_tensors(row), columns, to=0)
+        self._note_rewrite(row, columns.shape[-1])
+
+    def rewrite(self, row: int, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        """Put other columns in the place of all that the row has committed; see `keep_columns`.
+
+        Args:
+            keys, values: [heads, n, head_dim], at most as many as are stored.
+            bias: float32 [heads, n], added to the scores of every query; None for nothing.
+        """
+        count = keys.shape[1]
+        self._check_rewrite(row, count)
+        own = self.encoded[row]
+        if own is not None:
+            own.write(0, keys, values)
+        else:
+            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
+                store[:, :count] = new
+        self._set_bias(row, bias)
+        self._note_rewrite(row, count)
+
+    def _set_bias(self, row: int, bias: Tensor | None) -> None:
+        if bias is not None or self.bias[row] is not None:
+            self.bias[row], self.version = None if bias is None else bias.clone(), self.version + 1
+            self._note_beside()
+
+    def _note_beside(self) -> None:
+        self.beside = any(self.encoded) or any(bias is not None for bias in self.bias)
+
+    def _check_rewrite(self, row: int, count: int) -> None:
+        if self.window is not None:
+            raise ValueError(f"a layer with a sliding window of {self.window} positions keeps what that says; leave it")
+        if self.scratch[row] or count > self.stored(row):
+            raise ValueError(
+                f"{count} columns for row {row}, which has {self.stored(row)} committed ones and {self.scratch[row]} "
+                "that are not; rewrite after a commit, and never to more columns"
+            )
+
+    def _note_rewrite(self, row: int, count: int) -> None:
+        self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
+
+    def set_form(self, row: int, form: Form | None) -> None:
+        """In what form an empty row is to be stored; None for the slot."""
+        if self.lengths[row] or self.scratch[row]:
+            raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
+        if form is not None or self.encoded[row] is not None:
+            self.encoded[row], self.version = None if form is None else EncodedRow(form), self.version + 1
+            self._note_beside()
 
     def keep(self, row: int, count: int) -> None:
         """Keep the row's first `count` scratch entries, or all if there are fewer, and forget the others."""
@@ -179,31 +329,35 @@ class KVLayer:
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
         kept = [node for node in path if node < self.scratch[row]]
-        if kept and kept[-1] != len(kept) - 1 and self.keys is not None and self.values is not None:
+        tensors = self.row_tensors(row)
+        if kept and kept[-1] != len(kept) - 1 and tensors:
             first = self.lengths[row] - self.starts[row]
-            index = torch.tensor(kept, device=self.keys.device) + first
-            for store in (self.keys, self.values):
-                store[row, :, first : first + len(kept)] = store[row].index_select(1, index)
+            move(tensors, torch.tensor(kept, device=tensors[0].device) + first, to=first)
         self.lengths[row] += len(kept)
         self.scratch[row] = 0
 
     def restorable(self, row: int, length: int) -> bool:
-        """Whether decoding could go on from `length` positions: all that a next query would see is still stored."""
+        """Whether decoding could go on from `length` positions: all that a next query would see is stored as it was."""
         if length == 0:
             return True
         enough = self.starts[row] <= oldest_seen(self.window, length) and length <= self.lengths[row]
-        return enough and not self.released[row]
+        return enough and not self.released[row] and not self.rewritten[row]
 
     def truncate(self, row: int, length: int) -> None:
         """Forget every position from `length` on."""
         self.lengths[row], self.scratch[row] = length, 0
         if length == 0:
-            self.starts[row], self.released[row] = 0, False
+            self.starts[row] = self.rewritten[row] = 0
+            self.released[row] = False
+            self._set_bias(row, None)
 
     def select(self, order: Sequence[int]) -> None:
         """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
-        for name in ("lengths", "starts", "scratch", "released"):
+        if self.beside:
+            self.version += 1
+        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "bias"):
             setattr(self, name, [getattr(self, name)[row] for row in order])
+        self._note_beside()
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
         self.slots = self.slots if order else 0
@@ -216,9 +370,11 @@ class KVLayer:
         """Add empty rows to storage of `slots` slots, which are enough."""
         first, last = len(self.lengths), len(self.lengths) + rows
         self.resize(slots, self.capacity)
-        for counts in (self.lengths, self.starts, self.scratch):
+        for counts in (self.lengths, self.starts, self.scratch, self.rewritten):
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
+        self.encoded.extend([None] * rows)
+        self.bias.extend([None] * rows)
         for store in (self.keys, self.values):
             if store is not None and first < self._touched:  # infinities that another row left would reach its mates
                 store[first : min(last, self._touched)] = 0
@@ -227,6 +383,10 @@ class KVLayer:
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
         self.released[row] = True
+        own = self.encoded[row]
+        if own is not None and own.capacity:
+            own.clear()
+            self.version += 1
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
 
@@ -234,10 +394,26 @@ class KVLayer:
         """Positions kept of a row."""
         return 0 if self.released[row] else self.lengths[row] - self.starts[row]
 
+    def row_bytes(self, row: int) -> int:
+        """Bytes that are allocated for a row: its slot, or what it has beside the slots."""
+        own, bias = self.encoded[row], self.bias[row]
+        slot = self._slot_bytes // self.slots if own is None else own.nbytes
+        return slot + (0 if bias is None else bias.nbytes)
+
+    def column_bytes(self, row: int) -> int:
+        """Bytes of what a row stores per position that it keeps."""
+        own = self.encoded[row]
+        return self.bytes_per_position if own is None else own.column_bytes
+
     @property
     def allocated(self) -> int:
         """Bytes of the tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+        beside = sum(own.nbytes for own in self.encoded if own) + sum(b.nbytes for b in self.bias if b is not None)
+        return self._slot_bytes + beside
+
+    @property
+    def _slot_bytes(self) -> int:
+        return sum(store.nbytes for store in (self.keys, self.values) if store is not None)
 
 
 def _moved(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
@@ -267,6 +443,7 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
+        stores: in what form each row is stored; None for its slot.
         most_slots: spare slots are not made beyond this many.
 
     Args:
@@ -279,6 +456,7 @@ class KVCache:
         reserves = reserve or [0] * len(windows)
         self.layers = [KVLayer(rows, window, room) for window, room in zip(windows, reserves, strict=True)]
         self.positions = [0] * rows
+        self.stores: list[Store | None] = [None] * rows
         self.most_slots = _ENDLESS
         self._marks: list[int | None] = [None] * rows
 
@@ -292,8 +470,14 @@ class KVCache:
         """Rows that there is storage for."""
         return self.layers[0].slots
 
+    def set_store(self, row: int, store: Store | None) -> None:
+        """In what form an empty row is to be stored."""
+        self.stores[row] = store
+        for number, layer in enumerate(self.layers):
+            layer.set_form(row, None if store is None else store.form(number))
+
     def mark_shallow(self, row: int, position: int) -> None:
-        """Note that some sublayer did not run at `position` of `row`."""
+        """Note that `position` of `row` was not run as the model itself runs it: every sublayer, on all of the KV."""
         mark = self._marks[row]
         self._marks[row] = position if mark is None else min(mark, position)
 
@@ -352,6 +536,7 @@ class KVCache:
             layer.select(order)
         self.positions = [self.positions[row] for row in order]
         self._marks = [self._marks[row] for row in order]
+        self.stores = [self.stores[row] for row in order]
         return order
 
     def extend(self, rows: int) -> None:
@@ -363,6 +548,7 @@ class KVCache:
             layer.extend(rows, slots)
         self.positions.extend([0] * rows)
         self._marks.extend([None] * rows)
+        self.stores.extend([None] * rows)
 
     def release(self, row: int, layers: Sequence[int]) -> None:
         """Give up what `layers` store of a row that will not run them again."""
@@ -376,9 +562,10 @@ class KVCache:
             position = self.positions[row]
             wanted = position if layer.window is None else min(position, layer.window - 1)
             stored = layer.stored(row)
-            allocated += layer.allocated // layer.slots
-            used += stored * layer.bytes_per_position
-            saved += max(0, wanted - stored) * layer.bytes_per_position
+            kept = stored * layer.column_bytes(row)
+            allocated += layer.row_bytes(row)
+            used += kept
+            saved += max(0, wanted * layer.bytes_per_position - kept)
         return KVBytes(allocated, used, saved)
 
     def bytes(self) -> KVBytes:

@@ -1,35 +1,123 @@
-"""In what form a row's keys and values lie in memory, where that is not the one in which the model computes them."""
+"""Rows whose keys and values lie in memory in another form than the one in which the model computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+
+_GROWTH = 1.5
 
 
 class Form(Protocol):
-    """How one layer stores keys and values: column by column, so that columns can be dropped and overwritten.
+    """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten."""
 
-    Attributes:
-        kernel: the name under which the native kernels read the form themselves; None if they do not know it.
-    """
-
-    kernel: str | None
+    @property
+    def kernel(self) -> str | None:
+        """The name under which the native kernels read the form themselves; None if they do not know it."""
+        ...
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """Keys or values [heads, columns, head_dim] as any number of tensors [heads, columns, ...]."""
         ...
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """[heads, columns, head_dim] of float32."""
+        """What `encode` was given, or nearly: [heads, columns, head_dim] in float32."""
         ...
 
 
 class Store(Protocol):
-    """The part `store` of a recipe: the form of each layer. Immutable."""
+    """The part `store` of a recipe. Immutable."""
 
     def form(self, layer: int) -> Form | None:
-        """How that layer stores a row; None for as it is."""
+        """How that layer stores the row; None for as it is."""
         ...
+
+
+class EncodedRow:
+    """What one row stores in one layer, in a form of its own.
+
+    Attributes:
+        form: the form.
+        keys, values: what it makes of them: tensors [heads, capacity, ...]; none before the first write.
+        capacity: columns that there is room for.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.keys: tuple[Tensor, ...] = ()
+        self.values: tuple[Tensor, ...] = ()
+        self.capacity = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (*self.keys, *self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(part.nbytes for part in self.tensors)
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one column."""
+        return self.nbytes // self.capacity if self.capacity else 0
+
+    def allocate(self, like: Tensor, sizes: tuple[int, int, int], columns: int) -> None:
+        """Make the storage.
+
+        Args:
+            like: of the dtype and on the device in which the model computes keys.
+            sizes: heads, head_dim of the keys, and of the values.
+            columns: room for that many.
+        """
+        heads, *dims = sizes
+        samples = [self.form.encode(like.new_zeros(heads, 1, dim)) for dim in dims]
+        self.keys, self.values = (tuple(part.repeat(1, columns, *[1] * (part.ndim - 2)) for part in parts)
+                                  for parts in samples)
+        self.capacity = columns
+
+    def make_room(self, columns: int) -> None:
+        """Let that many columns fit; replaces the tensors where they are too small."""
+        if columns > self.capacity:
+            more = max(columns, int(self.capacity * _GROWTH) + 16) - self.capacity
+            self.keys, self.values = (tuple(torch.cat([part, part.new_zeros(part.shape[0], more, *part.shape[2:])], 1)
+                                            for part in parts) for parts in (self.keys, self.values))
+            self.capacity += more
+
+    def write(self, at: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [heads, n, head_dim] into the columns from `at` on, for which there is room."""
+        for parts, new in ((self.keys, keys), (self.values, values)):
+            for part, encoded in zip(parts, self.form.encode(new), strict=True):
+                part[:, at : at + new.shape[1]] = encoded
+
+    def read(self, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, columns, head_dim] of the first columns."""
+        keys, values = (self.form.decode([part[:, :columns] for part in parts]) for parts in (self.keys, self.values))
+        return keys.to(dtype), values.to(dtype)
+
+    def clear(self) -> None:
+        """Free the storage."""
+        self.keys = self.values = ()
+        self.capacity = 0
+
+
+def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:
+    """Copy columns of a row's tensors [heads, capacity, ...] to those from `to` on.
+
+    Args:
+        columns: int64 [n], or [heads, n] where the heads differ.
+    """
+    count = columns.shape[-1]
+    moved = [_picked(tensor, columns) for tensor in tensors]  # all of them, before any is written to
+    for tensor, part in zip(tensors, moved, strict=True):
+        tensor[:, to : to + count] = part
+
+
+def _picked(tensor: Tensor, columns: Tensor) -> Tensor:
+    if columns.ndim == 1:
+        return tensor.index_select(1, columns)
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], columns]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache, KVLayer
+from shoal.model.reading import chosen_columns, row_mask, visible
 from shoal.model.stack import LayerWork, SequenceChunk
 from shoal.model.twin import twin_of
 
@@ -57,6 +58,9 @@ def _looks_up(part: nn.Module) -> bool:
     return registered and hasattr(part, "config") and "Attention" in type(part).__name__
 
 
+Reader = Callable[[Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+
+
 class Rows:
     """What one attention call is about; stands for both its cache and its mask.
 
@@ -64,10 +68,14 @@ class Rows:
         store: the layer's KV.
         rows: ascending rows of the cache, and how many tokens of each there are.
         masks: of each row, [1, 1, tokens, columns]; None where the attention's own default is right.
+        readers: of each row, what makes another mask of that, with queries and keys [heads, ..., head_dim]; or None.
     """
 
-    def __init__(self, store: KVLayer, rows: Sequence[int], counts: list[int], masks: Sequence[Tensor | None]) -> None:
-        self._store, self._rows, self.counts, self.masks = store, rows, counts, masks
+    def __init__(
+        self, store: KVLayer, rows: Sequence[int], counts: list[int], masks: Sequence[Tensor | None],
+        readers: Sequence[Reader | None],
+    ) -> None:
+        self._store, self._rows, self.counts, self.masks, self.readers = store, rows, counts, masks, readers
         self.read: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -85,8 +93,13 @@ def _attend(
         raise TypeError(f"{type(module).__name__} does not hand its mask on to its attention as it is")
     home, name = sys.modules[type(module).__module__], getattr(module.config, _OWN_NAME)
     attend = getattr(home, _EAGER) if name == "eager" else getattr(home, _REGISTRY)[name]
-    parts = zip(query.split(attention_mask.counts, 2), attention_mask.read, attention_mask.masks, strict=True)
-    return torch.cat([attend(module, q, *kv, seen, *args, **options)[0] for q, kv, seen in parts], 1), None
+    rows = attention_mask
+    parts = zip(query.split(rows.counts, 2), rows.read, rows.masks, rows.readers, strict=True)
+    outputs = []
+    for q, (keys, values), seen, reader in parts:
+        seen = seen if reader is None else reader(q[0], keys[0], seen)
+        outputs.append(attend(module, q, keys, values, seen, *args, **options)[0])
+    return torch.cat(outputs, 1), None
 
 
 @cache
@@ -129,7 +142,7 @@ class PrepackedCall:
         store, numbers = self.cache.layers[layer], [self.chunks[i].row for i in rows]
         store.make_room(numbers, counts)
         masks = self._masks(piece, rows, store)
-        seen = Rows(store, numbers, counts, masks)
+        seen = Rows(store, numbers, counts, masks, [self._reader(layer, piece, i) for i in rows])
         places = self._places if chosen is None else self._places[:, chosen]
         arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
         output = self.stack.module(layer, piece.part, prepacked=True)(hidden, **arguments)
@@ -146,6 +159,25 @@ class PrepackedCall:
             ]
             self._memo[key] = [self.stack.attention_mask([view], window) for view in views]
         return cast("list[Tensor | None]", self._memo[key])
+
+    def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
+        """What changes what a row looks at; None where nothing does."""
+        chunk, store, stack = self.chunks[index], self.cache.layers[layer], self.stack
+        hook, bias = chunk.reads, store.bias[chunk.row]
+        if hook is None and bias is None:
+            return None
+        base, start = self.cache.positions[chunk.row], store.starts[chunk.row]
+        view = chunk.view(base, start, piece.first[index], piece.last[index])
+        seen = visible(view, store.window, stack.device)
+
+        def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
+            chosen = None if hook is None else chosen_columns(hook, layer, queries, keys, seen)
+            if chosen is None and bias is None:
+                return own
+            added = None if bias is None else bias[:, : keys.shape[1]]
+            return stack.as_added(row_mask(chosen, added, seen, len(queries), queries.dtype))
+
+        return read
 
     def padded(self) -> Tensor:
         """The hidden states as [chunks, widest, D]."""

@@ -40,26 +40,26 @@ def rewound(cache: KVCache, row: int, length: int) -> Iterator[None]:
 
 
 def earliest(cache: KVCache, row: int) -> int:
-    """The fewest positions to which a row can go back: windows have left the others behind."""
-    slid = [layer for layer in _current(cache, row) if layer.window is not None and layer.starts[row]]
-    return max((layer.starts[row] + (layer.window or 0) - 1 for layer in slid), default=0)
+    """The fewest positions to which a row can go back: before them a window has moved on, or columns were rewritten."""
+    layers = _current(cache, row)
+    slid = [layer for layer in layers if layer.window is not None and layer.starts[row]]
+    rewritten = [layer.rewritten[row] for layer in layers]
+    return max([*rewritten, *(layer.starts[row] + (layer.window or 0) - 1 for layer in slid)], default=0)
 
 
 def _current(cache: KVCache, row: int) -> list[KVLayer]:
     """The layers that have run all of the row's positions; no other one can be run."""
     layers = [layer for layer in cache.layers if layer.lengths[row] == cache.positions[row]]
-    return [layer for layer in layers if layer.keys is not None and not layer.released[row]]
+    return [layer for layer in layers if layer.row_tensors(row) and not layer.released[row]]
 
 
-def _saved(layer: KVLayer, row: int, length: int) -> tuple[Tensor, Tensor]:
-    assert layer.keys is not None and layer.values is not None
+def _saved(layer: KVLayer, row: int, length: int) -> list[Tensor]:
     columns = slice(length - layer.starts[row], layer.lengths[row] - layer.starts[row])
-    return layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()
+    return [tensor[:, columns].clone() for tensor in layer.row_tensors(row)]
 
 
-def _restore(layer: KVLayer, row: int, length: int, saved: tuple[Tensor, Tensor]) -> None:
+def _restore(layer: KVLayer, row: int, length: int, saved: list[Tensor]) -> None:
     """A window may have moved on meanwhile, never beyond what is put back."""
-    assert layer.keys is not None and layer.values is not None
     first = length - layer.starts[row]
-    for store, entries in zip((layer.keys, layer.values), saved, strict=True):
-        store[row, :, first : first + entries.shape[1]] = entries
+    for tensor, entries in zip(layer.row_tensors(row), saved, strict=True):
+        tensor[:, first : first + entries.shape[1]] = entries

@@ -40,6 +40,7 @@ class SequenceChunk:
         plan: which sublayers run at which step.
         parents, depths: tree structure, or None for a chain.
         wanted: how many of the last tokens need logits.
+        reads: what sees the tokens' queries and may choose what they read; None where nobody does.
         fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
             tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
     """
@@ -52,6 +53,7 @@ class SequenceChunk:
     depths: Sequence[int] | None = None
     wanted: int = 1
     fed: int = 0
+    reads: QueryHook | None = None
 
     @property
     def nodes(self) -> range:
@@ -126,6 +128,7 @@ class Stack(Protocol):
         head_layers: cost of the LM head in layers, by bytes.
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
         position_bytes: bytes of the keys and values of one position, per layer.
+        shows_queries: whether chunks may have `reads`.
         activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
             multiply integers, else `dtype`.
     """
@@ -140,6 +143,7 @@ class Stack(Protocol):
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype
+    shows_queries: bool
 
     @property
     def can_split(self) -> bool:

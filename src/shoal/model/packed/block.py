@@ -85,6 +85,32 @@ def scaled_attention(
     return (weights @ values).view_as(q)
 
 
+def gathered_attention(
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, columns: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Attention's outputs [heads, n, head_dim] of one row, each query over some of the columns.
+
+    Args:
+        q: [heads, n, head_dim].
+        keys, values: [kv_heads, c, head_dim].
+        shape: of the decoder.
+        columns: int64 [kv_heads, n, k], -1 for none; each query has one at least.
+        bias: float32 [kv_heads, c], added to the scores, or None.
+    """
+    heads, count, size = q.shape
+    kv_heads = len(keys)
+    index = columns.clamp_min(0)
+    head = torch.arange(kv_heads, device=q.device)[:, None, None]
+    grouped = q.view(kv_heads, heads // kv_heads, count, size).transpose(1, 2)
+    scores = (grouped @ keys[head, index].mT).to(torch.promote_types(q.dtype, torch.float32)) * shape.attention_scale
+    scores = soft_cap(scores, shape.attention_cap)
+    if bias is not None:
+        scores = scores + bias[head, index][:, :, None]
+    scores = scores.masked_fill((columns < 0)[:, :, None], -torch.inf)
+    mixed = scores.softmax(-1).to(values.dtype) @ values[head, index]
+    return mixed.transpose(1, 2).reshape(heads, count, size)
+
+
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     """`x` softly bounded by `cap`: cap * tanh(x / cap); None leaves it as it is."""
     return x if cap is None else torch.tanh(x / cap) * cap

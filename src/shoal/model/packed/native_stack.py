@@ -27,6 +27,7 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
+from shoal.model.reading import chosen_columns, visible
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class NativeStack(PackedStack):
         start: Start | None = None,
     ) -> Tensor:
         """Run `chunks` through the layers that their plans name; see the protocol."""
-        if start is not None or not _fits(chunks):
+        if start is not None or not _fits(chunks) or not _readable(chunks, cache):
             return super().forward(chunks, cache, hook, start=start)
         work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
@@ -118,7 +119,8 @@ class NativeStack(PackedStack):
             self._extend_tables(max(batch.positions) + 1)
         size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
         taps = None if hook is None else torch.empty(size)
-        logits = self._model.forward(batch, self._binding(cache), taps=taps)
+        choose = _chooser(self.dtype, chunks, work, cache) if any(chunk.reads for chunk in chunks) else None
+        logits = self._model.forward(batch, self._binding(cache), taps=taps, choose=choose)
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
             for chunk, count in zip(chunks, counts, strict=True):
@@ -177,15 +179,14 @@ class NativeStack(PackedStack):
                     if store.lengths[row] != base or store.scratch[row] != fed or store.released[row]:
                         raise _refusal(layer, row, chunks, cache)
                     full = full or base - store.starts[row] + fed + count > store.capacity
-            if full:
+            if full or store.beside:
                 self._enlarge(store, [row for row, _, _ in places], counts)
-            evicted = evicted or (store.window is not None and any(store.starts))
+            evicted = evicted or any(store.starts)
         return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if evicted else None
 
     def _enlarge(self, store: KVLayer, rows: list[int], counts: Sequence[int]) -> None:
-        if store.keys is None:
-            store.allocate(self._like, (self.shape.kv_heads, self.shape.head_dim), max(counts))
-        store.make_room(rows, counts)
+        head_dim = self.shape.head_dim
+        store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -213,7 +214,9 @@ class NativeStack(PackedStack):
         known = self._bindings.get(cache)
         if known is None or known[0] != version:
             stores = cache.layers
-            known = version, self._model.bind([s.keys for s in stores], [s.values for s in stores])
+            beside = any(store.beside for store in stores)
+            own = [[_own(store, row) for row in range(cache.rows)] for store in stores] if beside else None
+            known = version, self._model.bind([s.keys for s in stores], [s.values for s in stores], own)
             self._bindings[cache] = known
         return known[1]
 
@@ -307,6 +310,51 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 def _fits(chunks: Sequence[SequenceChunk]) -> bool:
     """Whether there are few enough tokens, and no node is beyond what a token's ancestors can name."""
     return sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and all(f.nodes.stop <= native.MAX_NODES for f in chunks)
+
+
+def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
+    """Whether the kernels know the forms in which these rows are stored."""
+    forms = [own.form for store in cache.layers if store.beside for own in map(store.encoded.__getitem__, _rows(chunks))
+             if own is not None]
+    return all(form.kernel == "int8" for form in forms)
+
+
+def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
+    return [chunk.row for chunk in chunks]
+
+
+def _own(store: KVLayer, row: int) -> native.OwnColumns:
+    own = store.encoded[row]
+    if own is None or not own.capacity or own.form.kernel != "int8":
+        return native.OwnColumns(bias=store.bias[row])
+    return native.OwnColumns(own.keys, own.values, store.bias[row])
+
+
+def _chooser(
+    dtype: torch.dtype, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache
+) -> Callable[[int, Tensor], list[Tensor | None]]:
+    """What asks the chunks' hooks, for each token of the forward."""
+
+    def choose(entry: int, queries: Tensor) -> list[Tensor | None]:
+        layer, chosen = work.layers[entry], []
+        for chunk, part, count in zip(chunks, queries.split([len(c.tokens) for c in chunks]), work.counts[entry],
+                                      strict=True):
+            columns = _columns(layer, chunk, part[:count].to(dtype).transpose(0, 1), cache) if count else None
+            read = [None] * count if columns is None else list(columns.int().unbind(1))
+            chosen += [*read, *[None] * (len(chunk.tokens) - count)]
+        return chosen
+
+    return choose
+
+
+def _columns(layer: int, chunk: SequenceChunk, queries: Tensor, cache: KVCache) -> Tensor | None:
+    """What the queries [heads, nodes, head_dim] of a chunk's first nodes read; None for all."""
+    if chunk.reads is None:
+        return None
+    store, base = cache.layers[layer], cache.positions[chunk.row]
+    view = chunk.view(base, store.starts[chunk.row], 0, queries.shape[1])
+    keys, _ = store.read(chunk.row, view.columns, queries.dtype)
+    return chosen_columns(chunk.reads, layer, queries, keys, visible(view, store.window, queries.device))
 
 
 def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:

@@ -22,6 +22,7 @@ from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Weights
+from shoal.model.reading import chosen_columns, row_mask, visible
 from shoal.model.stack import HiddenStateHook, LayerWork, SequenceChunk, Start, check_lengths, layer_work, mark_shallow
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class PackedStack:
         device: where all of it lives.
     """
 
-    can_split = True
+    can_split = shows_queries = True
     prefill_chunk = 2048
 
     def __init__(
@@ -187,8 +188,20 @@ class _Pass:
         view = chunk.view(self.cache.positions[chunk.row], store.starts[chunk.row], first, last)
         seen = mask([view], store.window, q.device)
         keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
+        queries, bias = q.transpose(0, 1), store.bias[chunk.row]
+        if bias is not None:
+            bias = bias[:, : keys.shape[2]]
+        if bias is not None or chunk.reads is not None:
+            every = visible(view, store.window, q.device)
+            if chunk.reads is not None:
+                chosen = chosen_columns(chunk.reads, layer, queries, keys[0], every)
+                if chosen is not None:
+                    out = block.gathered_attention(queries, keys[0], values[0], self.stack.shape, chosen, bias)
+                    return out.transpose(0, 1)
+            if bias is not None:
+                seen = row_mask(None, bias, every, len(queries), q.dtype)
         causal = seen is None and len(q) > 1
-        out = block.scaled_attention(q.transpose(0, 1)[None], keys, values, self.stack.shape, seen, causal)
+        out = block.scaled_attention(queries[None], keys, values, self.stack.shape, seen, causal)
         return out[0].transpose(0, 1)
 
     def padded(self) -> Tensor:

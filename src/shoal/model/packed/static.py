@@ -52,7 +52,7 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
     queries = len(chunks[0].tokens)
     if [chunk.row for chunk in chunks] != list(range(cache.rows)):
         return None
-    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in chunks):
+    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries or f.reads for f in chunks):
         return None
     sets = {(f.plan.layers(step), f.plan.depth(step)) for f in chunks for step in (f.steps[0], f.steps[-1])}
     layers, depth = next(iter(sets))
@@ -74,7 +74,8 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
 
 def _plain(store: KVLayer, cache: KVCache, fed: list[int]) -> bool:
     """Whether column c of every row holds position c, up to the last one before the tokens."""
-    return store.lengths == cache.positions and store.scratch == fed and not any((*store.starts, *store.released))
+    whole = store.lengths == cache.positions and store.scratch == fed and not any((*store.starts, *store.released))
+    return whole and not any(store.encoded) and all(bias is None for bias in store.bias)
 
 
 class StaticStep:

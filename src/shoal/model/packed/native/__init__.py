@@ -6,7 +6,7 @@ tokens a forward holds, so a verified block gives what decoding one by one gives
 """
 
 from shoal.model.packed.native.arena import Arena, Memory
-from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch
+from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.build import layout_version, vector_set
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
@@ -35,6 +35,7 @@ __all__ = [
     "NativeLayer",
     "NativeModel",
     "NativeSpec",
+    "OwnColumns",
     "PackedWeight",
     "available",
     "kind_of_type",

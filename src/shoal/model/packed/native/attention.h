@@ -31,6 +31,7 @@ typedef struct {
     int columns, dim, first_node;
     uint64_t hidden;
     float scale, cap;
+    const float *bias; /* of the columns, or NULL */
 } Columns;
 
 INLINE Vi load_part(const char *line, int part, int parts, const int bf16, int dim, const int whole) {
@@ -146,6 +147,8 @@ INLINE void attend_heads(const char *const *q, State *const *s, const Columns *c
     score(q, c, scores, heads == 3 ? 4 : heads, bf16, whole);
     UNROLL for (int h = 0; h < heads; h++) {
         for (int i = 0; c->cap > 0 && i < c->columns; i += LANES) vf_store(scores[h] + i, soft_cap(vf_load(scores[h] + i), c->cap));
+        for (int i = 0; c->bias && i < c->columns; i += LANES)
+            vf_store(scores[h] + i, vf_add(vf_load(scores[h] + i), vf_load_some(head_mask(c->columns - i), c->bias + i)));
         hide(c, scores[h]);
         shrink[h] = soften(s[h], scores[h], c->columns);
         for (int i = 0; bf16 && i < c->columns; i += LANES) store_bf16(weights[h] + i, vf_load(scores[h] + i), 0xffff);

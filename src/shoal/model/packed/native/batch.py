@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import MAX_TOKENS, BatchStruct
+from shoal.model.packed.native.structs import MAX_TOKENS, BatchStruct, Own
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -80,6 +80,7 @@ class NativeBatch:
         struct.ancestors = bits.buffer_info()[0]
         struct.active = None if flags is None else flags.buffer_info()[0]
         struct.keys, struct.values, struct.capacity = kv.addresses
+        struct.own = kv.own_address
         struct.memory = (words, bits, flags, kv)
         return struct
 
@@ -101,6 +102,7 @@ class KVBinding:
     Attributes:
         rows: rows of every tensor.
         addresses: of the arrays of keys, of values and of capacities.
+        own_address: of the table of what rows have beside their slots; None where no row has anything.
     """
 
     def __init__(
@@ -110,10 +112,13 @@ class KVBinding:
         layers: int,
         shape: tuple[int, int],
         dtype: torch.dtype,
+        own: Sequence[Sequence[OwnColumns]] | None = None,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
         rows = {_checked(pair, shape, dtype) for pair in zip(keys, values, strict=True)} - {0}
+        if not rows and own is not None:
+            rows = {len(own[0])}
         if len(rows) != 1:
             raise ValueError(f"all KV tensors must have the same number of rows, found {sorted(rows) or 'no tensor'}")
         self.rows = rows.pop()
@@ -123,6 +128,46 @@ class KVBinding:
         self._capacity = (ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys))
         arrays = (self._keys, self._values, self._capacity)
         self.addresses = tuple(ctypes.addressof(one) for one in arrays)
+        self._own = None if own is None else (Own * (layers * self.rows))(
+            *(one.struct(shape) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
+        )
+        self._own_tensors = own
+        self.own_address = None if self._own is None else ctypes.addressof(self._own)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnColumns:
+    """What a row has in a layer beside its slot.
+
+    Attributes:
+        keys, values: int8 [kv_heads, capacity, head_dim] in the place of the slot, and what each column is multiplied
+            with, float32 [kv_heads, capacity]; None for the slot.
+        bias: float32 [kv_heads, columns], added to the scores; None for nothing.
+    """
+
+    keys: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+    bias: Tensor | None = None
+
+    def struct(self, shape: tuple[int, int]) -> Own:
+        """In the library's form; ValueError for tensors of other types or sizes."""
+        struct = Own()
+        if self.keys is not None and self.values is not None:
+            for name, (whole, scale) in (("key", self.keys), ("value", self.values)):
+                setattr(struct, f"{name}s", self._address(whole, torch.int8, (shape[0], None, shape[1])))
+                setattr(struct, f"{name}_scales", self._address(scale, torch.float32, (shape[0], whole.shape[1])))
+            struct.capacity = self.keys[0].shape[1]
+        if self.bias is not None:
+            struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
+            struct.bias_capacity = self.bias.shape[1]
+        return struct
+
+    def _address(self, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
+        fits = tensor.ndim == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))
+        if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"what a row has of its own is {tensor.dtype} {list(tensor.shape)}; a contiguous {dtype} "
+                             f"{[size or 'columns' for size in shape]} is needed")
+        return tensor.data_ptr()
 
 
 def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:

@@ -41,8 +41,11 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (!WITHIN(start, 0, b->base[t])) REFUSE("start of layer %d, token %d is %d; it must be in [0, %d]", number, t, start, b->base[t]);
         if (t && b->row[t] == b->row[t - 1] && b->start && start != b->start[(int64_t)entry * b->tokens + t - 1])
             REFUSE("start of layer %d differs between the tokens of row %d", number, b->row[t]);
-        if (b->base[t] - start + b->node[t] >= b->capacity[number])
-            REFUSE("layer %d has room for %d columns; token %d needs column %d", number, b->capacity[number], t, b->base[t] - start + b->node[t]);
+        const ShoalOwn *own = b->own ? b->own + (int64_t)number * b->rows + b->row[t] : NULL;
+        const int column = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[number];
+        if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
+        if (own && own->bias && column >= own->bias_capacity)
+            REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
         if (layer->cos && b->position[t] >= layer->positions)
             REFUSE("position[%d] is %d; layer %d's rotary table has %d rows", t, b->position[t], number, layer->positions);
     }

@@ -51,14 +51,17 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
-    w.sums = (float *)at;
+    w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
+    w.decoded = at, w.gathered = at + 2ll * CHUNK * m->head_dim * 4;
     return w;
 }
 
-static int64_t own_bytes(const ShoalModel *m, int tokens) {
+static int64_t own_bytes(const ShoalModel *m, const ShoalBatch *b) {
+    const int tokens = b->tokens;
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + 4 * SUMS;
+    int64_t chunks = b->own || b->select ? 4ll * CHUNK * m->head_dim * 4 : 0;
+    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + round_up(4ll * SUMS, 64) + chunks;
 }
 
 /* At most how many (token, head, split) states a layer needs. */
@@ -75,7 +78,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->x_line = round_up(m->hidden, LANES);
     r->qkv_line = round_up(max_int((m->heads + 2 * m->kv_heads) * m->head_dim, m->hidden), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
-    r->own_bytes = round_up(own_bytes(m, (int)tokens), 128);
+    r->own_bytes = round_up(own_bytes(m, r->b), 128);
     float *at = (float *)memory;
     r->x = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
@@ -132,6 +135,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that their mirrors in Python agree. */
-void shoal_sizes(int64_t sizes[4]) {
+void shoal_sizes(int64_t sizes[5]) {
+    sizes[4] = sizeof(ShoalOwn);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);
 }

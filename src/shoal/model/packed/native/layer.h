@@ -140,6 +140,7 @@ static void run_attention(const Worker *w, int entry) {
         multiply_part(w, part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
     meet(&r->team);
+    if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
     attend_layer(w, entry, &c, segments, count);
     meet(&r->team);
     for (const Segment *s = segments; s < segments + count; s++)

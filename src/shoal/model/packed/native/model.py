@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
-from ctypes import Array
+from collections.abc import Callable, Sequence
+from ctypes import Array, c_int32, c_void_p
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.batch import KVBinding, NativeBatch
+from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import ACTIVATIONS, LANES, MAX_HEAD_DIM, MAX_THREADS, LayerStruct, Model, Weight
+from shoal.model.packed.native.structs import (
+    ACTIVATIONS,
+    LANES,
+    MAX_HEAD_DIM,
+    MAX_THREADS,
+    SELECT,
+    BatchStruct,
+    LayerStruct,
+    Model,
+    Weight,
+)
 from shoal.model.packed.native.weights import PackedWeight, share_inputs
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -112,6 +122,35 @@ class NativeLayer:
     mlp_out_norm: Tensor | None = None
 
 
+Choose = Callable[[int, Tensor], Sequence["Tensor | None"]]
+
+
+class _Asked:
+    """Calls `choose` from within a forward, and keeps what it returns alive until it is read."""
+
+    def __init__(self, choose: Choose, struct: BatchStruct, spec: NativeSpec) -> None:
+        self.error: BaseException | None = None
+        self._choose = choose
+        self._kept: list[Tensor | None] = []
+        self._queries = torch.empty(struct.tokens, spec.heads, spec.head_dim)
+        self._columns, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
+        self._function = SELECT(self._select)
+        struct.queries, struct.select = self._queries.data_ptr(), self._function
+        struct.columns, struct.counts = ctypes.addressof(self._columns), ctypes.addressof(self._counts)
+
+    def _select(self, entry: int) -> None:
+        chosen: Sequence[Tensor | None] = [None] * len(self._counts)
+        if self.error is None:
+            try:
+                chosen = self._choose(entry, self._queries)
+            except BaseException as error:  # nothing can be raised through the library
+                self.error = error
+        self._kept = [columns if columns is None else columns.contiguous() for columns in chosen]
+        for token, columns in enumerate(self._kept):
+            self._columns[token] = None if columns is None else columns.data_ptr()
+            self._counts[token] = 0 if columns is None else columns.shape[1]
+
+
 class NativeModel:
     """A decoder that the library runs.
 
@@ -141,18 +180,23 @@ class NativeModel:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
 
-    def bind(self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> KVBinding:
+    def bind(
+        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
+        own: Sequence[Sequence[OwnColumns]] | None = None,
+    ) -> KVBinding:
         """Check the layers' KV tensors once, for as many forwards as they stay where they are.
 
         Args:
             keys: per layer [rows, kv_heads, capacity, head_dim], contiguous, in the spec's kv_dtype; None for a layer
                 that stores nothing. Values likewise.
+            own: per layer and row what it has beside its slot; None where no row has anything.
         """
         shape = (self.spec.kv_heads, self.spec.head_dim)
-        return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype)
+        return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype, own)
 
     def forward(
-        self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None
+        self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
+        choose: Choose | None = None,
     ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
 
@@ -162,6 +206,9 @@ class NativeModel:
             threads: at most how many; None for as many as torch uses.
             taps: float32 [running layers + 1, tokens, hidden], filled with the states that enter each running layer,
                 and those after the last one.
+            choose: called for each running layer with its number in `batch.layers` and the queries, float32
+                [tokens, heads, head_dim], whose keys are in the cache then; returns for each token the columns that it
+                reads, int32 [kv_heads, any number], or None for all that it sees. What it raises is raised here.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
@@ -177,6 +224,7 @@ class NativeModel:
                 found = f"{taps.dtype} {list(taps.shape)}"
                 raise ValueError(f"taps are {found}; a contiguous float32 {list(shape)} is needed")
             struct.taps = taps.data_ptr()
+        asked = None if choose is None else _Asked(choose, struct, self.spec)
         model, reference = ctypes.byref(self._model), ctypes.byref(struct)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         if self._library.shoal_check(model, reference, message, _MESSAGE_BYTES):
@@ -187,6 +235,8 @@ class NativeModel:
             if needed > self._scratch.numel():
                 self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
             self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+        if asked is not None and asked.error is not None:
+            raise asked.error
         return logits
 
     def _layer(self, layer: NativeLayer) -> LayerStruct:

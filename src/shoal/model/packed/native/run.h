@@ -37,6 +37,7 @@ typedef struct {
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *line;   /* [heads * head_dim], one token */
     float *sums;   /* of a panel, see multiply() */
+    char *decoded, *gathered; /* keys and then values of a chunk: out of their own form, and those that a token chose */
 } Worker;
 
 INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {

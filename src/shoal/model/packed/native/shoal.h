@@ -52,6 +52,14 @@ typedef struct {
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
 } ShoalModel;
 
+/* What a row has in a layer beside its slot. */
+typedef struct {
+    int8_t *keys, *values;            /* [kv_heads, capacity, head_dim], in the place of the slot; or NULL */
+    float *key_scales, *value_scales; /* [kv_heads, capacity], what they are multiplied with */
+    const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the columns; or NULL */
+    int32_t capacity, bias_capacity;
+} ShoalOwn;
+
 /* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns
    already. Rows ascend. */
 typedef struct {
@@ -65,6 +73,12 @@ typedef struct {
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
     const int32_t *capacity;   /* [num_layers], 0 where there is no storage */
+    const ShoalOwn *own;       /* [num_layers][rows], or NULL: no row has anything beside its slot */
+    float *queries;            /* [tokens][heads][head_dim], filled in for `select` */
+    void (*select)(int32_t);   /* called for each running layer (its number in `layers`) once its queries and keys are there;
+                                  fills in what follows. NULL: all columns are read */
+    const int32_t *const *columns; /* [tokens] of [kv_heads][counts[token]]: ascending, -1 for none: what a token reads */
+    const int32_t *counts;         /* [tokens], 0: all that it sees */
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
 } ShoalBatch;
 

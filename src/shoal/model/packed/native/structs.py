@@ -90,6 +90,23 @@ class Model(ctypes.Structure):
     ]
 
 
+class Own(ctypes.Structure):
+    """What a row has in a layer beside its slot."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+        ("bias", c_void_p),
+        ("capacity", c_int32),
+        ("bias_capacity", c_int32),
+    ]
+
+
+SELECT = ctypes.CFUNCTYPE(None, c_int32)
+
+
 class BatchStruct(ctypes.Structure):
     """The tokens of one forward and the cache they go into. `memory` keeps alive what the pointers point to."""
 
@@ -113,5 +130,10 @@ class BatchStruct(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("capacity", c_void_p),
+        ("own", c_void_p),
+        ("queries", c_void_p),
+        ("select", SELECT),
+        ("columns", c_void_p),
+        ("counts", c_void_p),
         ("taps", c_void_p),
     ]

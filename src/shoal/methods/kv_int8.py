@@ -1,0 +1,72 @@
+"""KV in 8 bits: half the memory of the keys and values, and half of what attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVInt8(Method):
+    """Keys and values are stored as 8-bit integers with a scale for each head and position.
+
+    Rounding is to the nearest, symmetric around zero, as soon as a position is stored; nothing is kept beside it.
+
+    Attributes:
+        first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+    """
+
+    name: ClassVar[str] = "kv_int8"
+
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise ValueError(f"first is {self.first}; it must be at least 0")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a form of the KV."""
+        store = Bytes(self.first) if self.first < info.num_layers else None
+        return Recipe(DepthPlan.full(info.num_layers), store=store)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The part `store`: layers from `first` on in 8 bits."""
+
+    first: int
+
+    def form(self, layer: int) -> Int8 | None:
+        """See `shoal.model.kv_form.Store`."""
+        return Int8() if layer >= self.first else None
+
+
+@dataclass(frozen=True)
+class Int8:
+    """int8 [heads, columns, head_dim] and a float32 scale [heads, columns]: the largest of a column becomes 127."""
+
+    kernel: ClassVar[str | None] = "int8"
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `shoal.model.kv_form.Form`."""
+        import torch
+
+        wide = values.float()
+        scale = wide.abs().amax(-1) / 127
+        whole = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round()
+        return whole.to(torch.int8), scale
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `shoal.model.kv_form.Form`."""
+        whole, scale = parts
+        return whole.float() * scale[..., None]

@@ -1,0 +1,86 @@
+"""The top-k oracle: every query reads the columns that matter most to it, found by looking at all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Selector
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.stack import QueryHook, SequenceChunk
+
+
+@dataclass(frozen=True)
+class TopKOracle(Method):
+    """Attention over the k columns with the largest scores; the measure of what methods that guess them can reach.
+
+    All scores are computed to find them, so it saves no time. Prompts are read in full. The queries that share a KV
+    head share its columns: a column counts as much as it does to the query that wants it most. Its own column a query
+    always reads.
+
+    Attributes:
+        k: columns that a query reads; None for all.
+        first: layers below this one read all columns.
+    """
+
+    name: ClassVar[str] = "topk_oracle"
+    needs: ClassVar[tuple[str, ...]] = ("attention that shows its queries",)
+
+    k: int | None = 256
+    first: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise ValueError(f"first is {self.first}; it must be at least 0")
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and some of the columns."""
+        if not info.shows_queries:
+            raise Unsupported("topk_oracle", "this model's attention does not show its queries", "Use another method")
+        neutral = self.k is None or self.first >= info.num_layers
+        return Recipe(DepthPlan.full(info.num_layers), select=None if neutral else TopK(self))
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The part `select`; see `TopKOracle`."""
+
+    knobs: TopKOracle
+
+    def begin(self, stack: Any, cache: Any) -> TopKSelector:
+        """A selector; it remembers nothing."""
+        return TopKSelector(self.knobs)
+
+
+class TopKSelector(Selector):
+    """See `TopKOracle`."""
+
+    def __init__(self, knobs: TopKOracle) -> None:
+        self._k, self._first = knobs.k or 0, knobs.first
+
+    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        """Rows that decode choose."""
+        return [self._choose if row.emitted else None for row in rows]
+
+    def _choose(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+        """The largest scores, per KV head, of those that a query sees; a query's own column is its last one."""
+        if layer < self._first or self._k >= keys.shape[1]:
+            return None
+        grouped = queries.view(len(keys), -1, *queries.shape[1:])
+        scores = (grouped @ keys[:, None].mT).amax(1).masked_fill(~seen, -float("inf"))
+        own = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
+        scores.scatter_(2, own.expand(len(keys), -1)[..., None], float("inf"))
+        return scores.topk(self._k, -1).indices.sort(-1).values

@@ -1,0 +1,75 @@
+"""Which of the stored columns the queries of one row read, and what is added to their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.model.kv import KVCache
+from shoal.model.masks import RowView, mask
+from shoal.model.stack import QueryHook, SequenceChunk
+
+
+def reads_apart(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
+    """Whether attention of some chunk is something else than the model's own over the row's columns."""
+    if any(chunk.reads is not None for chunk in chunks):
+        return True
+    return any(layer.bias[chunk.row] is not None for layer in cache.layers for chunk in chunks)
+
+
+def visible(view: RowView, window: int | None, device: torch.device) -> Tensor:
+    """Which columns each of a row's queries may see: bool [queries, columns]."""
+    seen = mask([view], window, device, square=False)
+    whole = torch.ones(view.last - view.first, view.columns, dtype=torch.bool, device=device)
+    return whole if seen is None else seen[0, 0]
+
+
+def chosen_columns(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+    """What a hook chooses, -1 in the place of what a query may not see; None for all.
+
+    Args:
+        hook: see `QueryHook`, the other arguments likewise.
+
+    Raises:
+        ValueError: the hook names columns that there are not, or for another number of heads or queries.
+    """
+    columns = hook(layer, queries, keys, seen)
+    if columns is None:
+        return None
+    sizes, count = (len(keys), queries.shape[1]), keys.shape[1]
+    if columns.ndim != 3 or tuple(columns.shape[:2]) != sizes or columns.dtype != torch.int64:
+        raise ValueError(f"the chosen columns are {columns.dtype} {list(columns.shape)}; "
+                         f"they must be int64 [{sizes[0]}, {sizes[1]}, any number]")
+    if columns.numel() and not -1 <= int(columns.min()) <= int(columns.max()) < count:
+        raise ValueError(f"the chosen columns are {int(columns.min())}..{int(columns.max())}; they must be in "
+                         f"[0, {count - 1}], or -1 for none")
+    open_ = seen[torch.arange(sizes[1], device=seen.device)[:, None], columns.clamp_min(0)]
+    return columns.where(open_, -1).sort(-1).values
+
+
+def as_mask(columns: Tensor, count: int) -> Tensor:
+    """Bool [kv_heads, nodes, count]: true where a column was chosen."""
+    chosen = torch.zeros(*columns.shape[:2], count + 1, dtype=torch.bool, device=columns.device)
+    return chosen.scatter_(2, columns.where(columns >= 0, count), True)[..., :count]
+
+
+def row_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The mask of one row's attention, [1, heads, nodes, columns].
+
+    Args:
+        chosen: of `chosen_columns`.
+        bias: float32 [kv_heads, columns], or None.
+        seen: bool [nodes, columns].
+        heads: query heads.
+        dtype: in which a mask is added to scores.
+
+    Returns:
+        Bool, true where a query looks; with a bias in `dtype`, to be added.
+    """
+    allowed = seen[None] if chosen is None else as_mask(chosen, seen.shape[1]) & seen
+    if bias is None:
+        return allowed.repeat_interleave(heads // len(allowed), 0)[None]
+    added = bias[:, None].to(dtype).expand(-1, *seen.shape).masked_fill(~allowed, torch.finfo(dtype).min)
+    return added.repeat_interleave(heads // len(bias), 0)[None]
