@@ -83,8 +83,8 @@ class Combined(Method):
             for part in recipe.parts:
                 if part in owners:
                     raise ValueError(
-                        f"{owners[part]} and {member.name} both fill the part {part!r} ({QUESTIONS[part]}), which takes one "
-                        f"method; leave {owners[part]} or {member.name} out"
+                        f"{owners[part]} and {member.name} both fill the part {part!r} ({QUESTIONS[part]}), which "
+                        f"takes one method; leave {owners[part]} or {member.name} out"
                     )
                 owners[part] = member.name
             whole = replace(whole, **_filled(recipe))
