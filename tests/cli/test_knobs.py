@@ -74,7 +74,7 @@ def test_methods_are_added_with_their_options(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--with", "d4"], r"--with: unknown method 'd4'\. Did you mean 'd3'"),
+        (["--with", "early-exit"], r"--with: unknown method 'early-exit'\. Did you mean 'early_exit'"),
         (["--with", "d3:alhpa=1"], "--with: method d3 has no option --alhpa. Did you mean --alpha"),
         (["--with", "d3:alpha=2"], "--with: alpha is 2"),
         (["--with", "full"], "has full twice"),

@@ -100,7 +100,8 @@ def test_a_request_may_name_several_methods(server: Running) -> None:
     )
     layers = [[step["layers"] for step in choice["steps"]] for choice in (alone, both)]
     assert both["text"] == alone["text"] and layers[0] == layers[1]
-    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "method": ["d3", "skipdecode"]}, timeout=60)
+    twice = [depth, {"method": "early_exit", "method_args": {"exit_layer": 2}}]
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "method": twice}, timeout=60)
     assert answer.status_code == 400 and "both fill the part 'plan'" in answer.json()["error"]["message"]
 
 
