@@ -18,7 +18,9 @@ from typing import Any
 
 import shoal
 from shoal import methods
-from shoal.cli.methods import describe
+from shoal.cli.methods import filled, partners, table
+from shoal.decode.recipe import PARTS
+from shoal.methods._combined import FAMILIES, QUESTIONS
 from shoal.methods._knobs import field_docs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +34,30 @@ SILENT = {
     "qwen2.5-coder-1.5b-instruct.json": "What the layers of Qwen2.5-Coder-1.5B-Instruct are worth.",
 }
 """Files that cannot say themselves what they are for."""
+COMBINING = """## Combining
+
+Each family answers a question of its own by filling parts of the recipe. Methods that fill different parts combine; two
+that fill the same one are refused, and the message names it. Exactness follows from the parts together.
+
+```sh
+shoal generate --method d3 --mean 0.9 --with prompt_lookup:length=6 "What is 12 + 30?"
+```
+
+```python
+import shoal
+from shoal.methods import make
+
+both = [shoal.D3(mean=0.9), {"method": "prompt_lookup", "method_args": {"length": 6}}]
+engine = shoal.load(dtype="float32")
+out = engine.generate("What is 12 + 30?\\n", method=both, max_new_tokens=16)
+assert out.tokens == engine.generate("What is 12 + 30?\\n", method=shoal.D3(mean=0.9), max_new_tokens=16).tokens
+```
+
+A list may stand wherever a method may: in a request to the server, a line of a batch file, a JSON card
+(`{"method": ["d3", "prompt_lookup"]}`). `make(both)` gives the object that transformers' `custom_generate` takes. The
+options of `--with` follow its name after colons, and a drafting method in a list verifies the plan of the depth method
+beside it, as with `inner`."""
+"""What docs/methods.md says of several methods at once."""
 NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"
 
 
@@ -50,20 +76,35 @@ def documents() -> dict[Path, str]:
     return {ROOT / "docs" / "methods.md": methods_page(), ROOT / "docs" / "structure.md": structure_page()}
 
 
-def summary_table() -> str:
-    """One row per method: name, paper, promise, summary."""
-    rows = [describe(name, None) for name in shipped()]
-    lines = ["| method | paper | output | what it does |", "|---|---|---|---|"]
-    for row in rows:
-        lines.append(f"| `{row['name']}` | {paper(row['paper'])} | {PROMISE[row['exact_to']]} | {row['summary']} |")
+def question_table(rows: list[dict[str, Any]]) -> str:
+    """One row per family: what it asks, the parts that answer, the methods."""
+    lines = ["| family | it asks | parts of the recipe | methods |", "|---|---|---|---|"]
+    for family, parts in FAMILIES.items():
+        if own := [part for part in parts if part in PARTS]:
+            names = ", ".join(f"[`{row['name']}`](#{row['name']})" for row in rows if row["family"] == family)
+            asked = "; ".join(QUESTIONS[part] for part in own)
+            lines.append(f"| {family} | {asked} | {', '.join(f'`{part}`' for part in own)} | {names or 'none'} |")
+    return "\n".join(lines)
+
+
+def summary_table(rows: list[dict[str, Any]]) -> str:
+    """One row per method, family by family: name, paper, promise, summary."""
+    lines = ["| method | family | paper | output | what it does |", "|---|---|---|---|---|"]
+    order = [*FAMILIES, None]
+    for row in sorted(rows, key=lambda row: order.index(row["family"])):
+        family = row["family"] or "depends on its options"
+        lines.append(f"| `{row['name']}` | {family} | {paper(row['paper'])} | {PROMISE[row['exact_to']]} | "
+                     f"{row['summary']} |")
     return "\n".join(lines)
 
 
 def methods_page() -> str:
     """docs/methods.md."""
+    rows = [row for row in table(None) if row["name"] in shipped()]
     head = [NOTE, "# Methods", "", "What exact and lossy mean is defined in [correctness.md](correctness.md); how to "
-            "write a method in [adding_a_method.md](adding_a_method.md).", "", summary_table()]
-    return "\n".join([*head, *map(section, shipped())]) + "\n"
+            "write a method in [adding_a_method.md](adding_a_method.md).", "", question_table(rows), "",
+            summary_table(rows), "", COMBINING]
+    return "\n".join([*head, *(section(row, rows) for row in rows)]) + "\n"
 
 
 def shipped() -> list[str]:
@@ -71,15 +112,17 @@ def shipped() -> list[str]:
     return [name for name in methods.names() if methods.get(name).__module__.startswith("shoal.")]
 
 
-def section(name: str) -> str:
+def section(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """One method: its docstring, its promise, its knobs."""
-    cls, row = methods.get(name), describe(name, None)
+    name, cls = row["name"], methods.get(row["name"])
     text = inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0].strip()
     home = "shoal" if cls.__name__ in shoal.__all__ else cls.__module__
     facts = [f"- Class: `{home}.{cls.__name__}`",
              f"- Paper: {paper(row['paper'])}",
              f"- Output with its defaults: {PROMISE[row['exact_to']]}",
-             f"- Needs: {', '.join(row['needs']) or 'nothing'}"]
+             f"- Needs: {', '.join(row['needs']) or 'nothing'}",
+             f"- Fills: {filled(row)}",
+             f"- Combines with: {partners(row, rows) or 'what its options say'}"]
     return "\n".join(["", f"## {name}", "", *text.split("\n"), "", *facts, "", *knob_table(cls, row["options"])])
 
 

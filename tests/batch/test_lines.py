@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chat_tokenizer import chat_tokenizer
 from shoal.batch.lines import Line, contents, fields_of, id_of, read, task_of
+from shoal.methods import make
 
 
 def task(fields: dict[str, Any], defaults: dict[str, Any] | None = None, number: int = 1) -> Any:
@@ -51,6 +52,8 @@ def test_a_method_comes_with_its_options() -> None:
     given_one = task({"prompt": [4, 5], "method": "d3", "method_args": {"alpha": 0.9}}, {"method": "full"})
     assert given_one.options["method"] == {"method": "d3", "method_args": {"alpha": 0.9}}
     assert given_one.prompt == [4, 5]
+    several = ["prompt_lookup", {"method": "d3", "method_args": {"alpha": 0.9}}]
+    assert make(task({"prompt": "a", "method": several}).options["method"]) == make(several)
     assert task({"prompt": "a", "logit_bias": {"5": -3}}).options["logit_bias"] == {5: -3.0}
 
 

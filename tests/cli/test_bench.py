@@ -137,9 +137,11 @@ def test_bad_input(capsys, words, message):
 
 
 def test_labels_and_methods_are_each_others_inverse():
-    for word in ("full", "d3:mean=0.6", "d3:alpha=0.99:core=4", "early_exit:exit_layer=20"):
+    for word in ("full", "d3:mean=0.6", "d3:alpha=0.99:core=4", "early_exit:exit_layer=20", "d3:mean=0.6+prompt_lookup",
+                 "aded:corpus=a+b.txt:nodes=4+full"):
         (method,) = methods_from(word).values()
         assert label_of(method) == word
+    assert methods_from("aded+full,d3") == {"aded+full": make(["aded", "full"]), "d3": make("d3")}
     assert methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 
 

@@ -54,6 +54,16 @@ def test_report(capsys, tiny_folder):
     assert found["finish_reason"] == "length" and len(found["tokens"]) == 5 and "logprobs" not in found
 
 
+def test_methods_combine(capsys, tiny_folder):
+    words = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "12"]
+    alone, both = (reported(capsys, "abcabc", *words, *more) for more in ([], ["--with", "prompt_lookup:min_ngram=1"]))
+    assert (both["tokens"], both["depths"]) == (alone["tokens"], alone["depths"])
+    assert both["stats"]["drafted"] > alone["stats"]["drafted"] == 0
+    assert [method["method"] for method in both["method"]] == ["early_exit", "prompt_lookup"]
+    assert main(["generate", "abc", *words, "--with", "d3"]) == 2
+    assert "early_exit and d3 both fill the part 'plan'" in capsys.readouterr().err
+
+
 def test_stream_and_report_agree(capsys, tiny_folder):
     words = ["abc", "--model", tiny_folder, "--max-new-tokens", "30", "--temperature", "1", "--seed", "5"]
     found = reported(capsys, *words)

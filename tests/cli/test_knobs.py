@@ -3,18 +3,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from importlib import import_module
 from typing import ClassVar, Literal
 
 import pytest
 
 from shoal.cli import common, knobs
+from shoal.cli.entry import COMMANDS
 from shoal.cli.parser import Parser, parse
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import ModelInfo
+
+WITHOUT_A_METHOD = {"methods", "bench-drafts", "calibrate", "env"}
+NEEDED = {"batch": ["in.jsonl", "out.jsonl"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,41 @@ def parsed(*words: str) -> argparse.Namespace:
     common.add_method(parser)
     common.add_json(parser)
     return parse(parser, words)
+
+
+def test_methods_are_added_with_their_options(tmp_path):
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({"method": "d3", "method_args": {"alpha": 0.9}}))
+    drafter = PromptLookup(length=3, min_ngram=1)
+    assert parsed("--method", "full", "--with", "prompt_lookup:length=3:min_ngram=1").method == make(["full", drafter])
+    several = parsed("--with", str(card), "--with", "prompt_lookup").method
+    assert several == make(["full", D3(alpha=0.9), PromptLookup()])
+    assert parsed("--method", "d3", "--alpha", "0.9").method == D3(alpha=0.9)
+    card.write_text(json.dumps(make(["d3", drafter]).to_dict()))
+    assert parsed("--method", str(card), "--with", "full").method == make(["d3", drafter, "full"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--with", "early-exit"], r"--with: unknown method 'early-exit'\. Did you mean 'early_exit'"),
+        (["--with", "d3:alhpa=1"], "--with: method d3 has no option --alhpa. Did you mean --alpha"),
+        (["--with", "d3:alpha=2"], "--with: alpha is 2"),
+        (["--with", "full"], "has full twice"),
+    ],
+)
+def test_methods_that_cannot_be_added(words, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*words)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in WITHOUT_A_METHOD])
+def test_every_command_that_takes_a_method_takes_several(name):
+    command = import_module(f"shoal.cli.{name.replace('-', '_')}")
+    parser = Parser(prog=name)
+    command.add_arguments(parser)
+    args = parse(parser, [*NEEDED.get(name, ()), "--method", "d3", "--with", "prompt_lookup"])
+    assert args.method == make(["d3", "prompt_lookup"])
 
 
 @pytest.mark.parametrize(

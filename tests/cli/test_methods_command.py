@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from shoal import methods
 from shoal.cli import main
 from shoal.cli import methods as command
@@ -21,7 +19,7 @@ def test_json_lists_every_method(capsys):
     rows = listed(capsys)
     assert set(rows) == set(methods.names())
     for row in rows.values():
-        assert {"name", "paper", "exact", "needs", "summary", "options"} <= set(row)
+        assert {"name", "family", "parts", "combines_with", "paper", "exact", "needs", "summary", "options"} <= set(row)
         assert row["summary"] and isinstance(row["needs"], list) and row["runs"] is None
 
 
@@ -54,6 +52,36 @@ def test_text_has_each_method_once(capsys):
         assert sum(line.startswith(f"{name} ") for line in out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", methods.names())
-def test_lines_fit_a_screen(name):
-    assert all(len(line) <= 120 for line in command._text(command.describe(name, None)).splitlines())
+def test_lines_fit_a_screen():
+    rows = command.table(None)
+    assert all(len(line) <= 120 for row in rows for line in command._text(row, rows).splitlines())
+
+
+def test_what_a_method_fills_and_combines_with(capsys):
+    rows = listed(capsys)
+    families = [rows[name]["family"] for name in ("full", "d3", "schedule", "rsd")]
+    assert families == ["baseline", "depth", "depth", "drafting"]
+    assert (rows["full"]["parts"], rows["d3"]["parts"], rows["rsd"]["parts"]) == ([], ["plan"], ["proposer", "rule"])
+    assert "prompt_lookup" in rows["d3"]["combines_with"] and "full" in rows["d3"]["combines_with"]
+    assert not {"d3", "schedule", "skipdecode", "calibrated"} & set(rows["d3"]["combines_with"])
+    assert "d3" in rows["rsd"]["combines_with"] and "prompt_lookup" not in rows["rsd"]["combines_with"]
+    assert [rows["calibrated"][key] for key in ("family", "parts", "combines_with")] == [None, None, None]
+    for row in rows.values():
+        assert all(row["name"] in rows[other]["combines_with"] for other in row["combines_with"] or ())
+
+
+def test_partners_are_families_where_all_of_one_fit():
+    rows = [
+        {"name": name, "family": family, "parts": [], "combines_with": partners}
+        for name, family, partners in [
+            ("a", "depth", ["c", "d"]), ("b", "depth", ["c"]), ("c", "drafting", ["a", "b", "d"]),
+            ("d", "drafting", ["c", "a"]), ("e", None, None),
+        ]
+    ]  # fmt: skip
+    assert [command.partners(row, rows) for row in rows] == ["drafting", "c", "depth, drafting", "a, drafting", ""]
+
+
+def test_the_text_says_it_in_words(capsys):
+    assert main(["methods"]) == 0
+    d3 = capsys.readouterr().out.split("\nd3 ")[1].split("\n\n")[0]
+    assert "Family: depth. Fills plan (which layers run). Combines with: " in d3 and "drafting" in d3

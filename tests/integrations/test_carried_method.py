@@ -12,10 +12,10 @@ import shoal.integrations.transformers as hf
 from families import _build
 from generate_calls import batch, generate, single
 from shoal import D3, EarlyExit
-from shoal.methods import names
+from shoal.methods import make, names
 from shoal.methods.base import Method
 
-CARRIED = [D3(alpha=0.9), D3(order=(2, 3), core=4, start=0.5), EarlyExit(4)]
+CARRIED = [D3(alpha=0.9), D3(order=(2, 3), core=4, start=0.5), EarlyExit(4), make([D3(alpha=0.9), "prompt_lookup"])]
 
 
 @pytest.fixture
@@ -31,6 +31,13 @@ def test_a_method_travels_with_the_configuration(method: Method, tmp_path: Path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     assert saved["shoal"] == method.to_dict() and saved["max_new_tokens"] == 5
     assert hf.method_from(GenerationConfig.from_pretrained(tmp_path)) == method
+
+
+def test_a_combination_is_a_callable_for_generate(llama: PreTrainedModel) -> None:
+    several = [D3(alpha=0.85), "prompt_lookup"]
+    expected = generate(llama, **batch(), custom_generate=D3(alpha=0.85))
+    assert torch.equal(generate(llama, **batch(), custom_generate=make(several)), expected)
+    assert torch.equal(generate(llama, **batch(), custom_generate=hf.generate, method=several), expected)
 
 
 def test_names_and_dicts_can_be_attached() -> None:

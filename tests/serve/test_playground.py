@@ -88,6 +88,23 @@ def test_other_files_are_not_given(server: Running, name: str) -> None:
     assert get(server, f"page/{name}").status_code == 404
 
 
+def test_a_request_may_name_several_methods(server: Running) -> None:
+    depth, drafter = {"method": "d3", "method_args": {"alpha": 0.9, "core": 2}}, {"method": "prompt_lookup"}
+    asked: list[Any] = [depth, [depth, {**drafter, "method_args": {"min_ngram": 1}}]]
+    told = [plan(server, **depth, max_tokens=20).json(), plan(server, method=asked[1], max_tokens=20).json()]
+    assert told[1] == {**told[0], "method": "d3+prompt_lookup", "guesses": True}
+    body = {**ASK, "prompt": "ABCABC", "max_tokens": 20}
+    alone, both = (
+        httpx.post(f"{server.url}/v1/completions", json={**body, **method}, timeout=60).json()["choices"][0]
+        for method in (depth, {"method": asked[1]})
+    )
+    layers = [[step["layers"] for step in choice["steps"]] for choice in (alone, both)]
+    assert both["text"] == alone["text"] and layers[0] == layers[1]
+    twice = [depth, {"method": "early_exit", "method_args": {"exit_layer": 2}}]
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "method": twice}, timeout=60)
+    assert answer.status_code == 400 and "both fill the part 'plan'" in answer.json()["error"]["message"]
+
+
 def test_the_model_and_its_methods_are_told(server: Running) -> None:
     told = get(server, "playground/model").json()
     assert (told["model"], told["num_layers"], told["chat"], told["default_method"]) == (MODEL, 4, True, "auto")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import pkgutil
+from typing import Any
 
 import pytest
 
+from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
@@ -24,6 +26,29 @@ def test_only_the_first_request_looks_for_methods(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.metadata, "entry_points", looked)
     assert policy.choose("d3", {"alpha": 0.9}, Settings()) == D3(alpha=0.9)
     assert "d3" in policy.allowed(Settings())
+
+
+def test_each_of_a_list_must_be_allowed() -> None:
+    several = ["prompt_lookup", {"method": "d3", "method_args": {"alpha": 0.9}}]
+    assert policy.choose(several, {}, Settings()) == make(several)
+    assert policy.choose(several, {}, Settings(methods=frozenset({"d3", "prompt_lookup"}))) == make(several)
+    inner = {"inner": ["full", {"method": "aded", "method_args": {"corpus": "/etc/passwd"}}]}
+    refused: list[tuple[list[Any], Settings, int]] = [
+        (several, Settings(methods=frozenset({"d3"})), 403),
+        (["full", "draft_model"], Settings(), 403),
+        (["full", ["d3", {"method": "auto", "method_args": {"draft": "some/model"}}]], Settings(), 403),
+        (["full", {"method": "prompt_lookup", "method_args": inner}], Settings(), 403),
+        (["full", {"method": ["d3", "draft_model"]}], Settings(), 403),
+        (["full", "/some/card.json"], Settings(), 400),
+        (["full", 3], Settings(), 400),
+        ([], Settings(), 400),
+    ]
+    for method, settings, status in refused:
+        with pytest.raises(ApiError) as error:
+            policy.choose(method, {}, settings)
+        assert error.value.status == status, method
+    with pytest.raises(ApiError, match="beside a list"):
+        policy.choose(several, {"alpha": 0.9}, Settings())
 
 
 def test_requests_are_decoded_by_auto_and_may_turn_it_off_but_load_nothing_through_it() -> None:

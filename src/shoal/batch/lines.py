@@ -145,8 +145,8 @@ def _options() -> tuple[str, ...]:
 
 
 def _method(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(given.get("method"), str):
-        raise ValueError('method is the name of a method, and method_args its options: {"method": "d3", ...}')
+    if not isinstance(given.get("method"), str | list):
+        raise ValueError('method is the name of a method (or a list), and method_args its options: {"method": "d3"}')
     return {"method": given["method"], "method_args": given.get("method_args", {})}
 
 

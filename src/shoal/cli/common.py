@@ -8,7 +8,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.parser import Parser
+from shoal.cli.parser import Parser, parse
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -42,10 +42,29 @@ def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> N
     parser.default_method = default
     parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
                         help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
+    parser.add_argument("--with", metavar="NAME:KNOB=V|CARD.json", type=_other, action="append", default=[],
+                        help="another method, which fills parts of the recipe that the others leave open; repeatable")
     if card:
         parser.add_argument("--no-card", action="store_true", help="measure no layers of a model that is not known: "
                             "leave them out by their position, which may cost several times the quality")
     parser.method_options = parser.add_argument_group()
+
+
+def method_from(word: str) -> Method:
+    """The method of a word such as `d3`, `d3:mean=0.6:core=4` or `card.json`."""
+    name, *knobs = word.split(":")
+    parser = Parser(add_help=False)
+    add_method(parser, card=False)
+    options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]
+    method: Method = parse(parser, ["--method", name, *options]).method
+    return method
+
+
+def _other(word: str) -> Method:
+    try:
+        return method_from(word)
+    except ValueError as error:  # argparse says nothing of what a ValueError says
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_sampling(parser: Parser) -> argparse._ArgumentGroup:

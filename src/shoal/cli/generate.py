@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   shoal generate "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
   shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
+  shoal generate --method d3 --with prompt_lookup:length=6 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   cat question.txt | shoal generate --json | tail -n 1
   torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"

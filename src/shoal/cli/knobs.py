@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal import methods
+from shoal.methods._combined import Combined
 from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
 
@@ -51,6 +52,8 @@ class Choice:
         """Put one option for each field into `group`."""
         hints, docs = get_type_hints(self.cls), field_docs(self.cls)
         group.title = f"options of method {self.name}"
+        if issubclass(self.cls, Combined):  # of a card; each member has options of its own
+            return
         for field in dataclasses.fields(self.cls):
             self.flags.append(self._add(group, field, hints[field.name], docs.get(field.name, "")))
 
@@ -75,7 +78,10 @@ class Choice:
         return "" if value is dataclasses.MISSING or value is None else f" (default: {value})"
 
     def make(self, args: argparse.Namespace) -> Method:
-        """The method with the options that were given."""
+        """The method with the options that were given, combined with what stands under `--with`."""
+        return methods.make([self._make(args), *getattr(args, "with", ())])
+
+    def _make(self, args: argparse.Namespace) -> Method:
         given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
         if self.card is not None:
             return dataclasses.replace(self.card, **given)

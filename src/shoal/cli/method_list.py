@@ -1,12 +1,14 @@
-"""Methods as words, several in one option: `full,d3:mean=0.6:core=4`."""
+"""Methods as words, several in one option: `full,d3:mean=0.6:core=4,d3:mean=0.6+prompt_lookup`."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING
 
+from shoal import methods
 from shoal.cli import common
-from shoal.cli.parser import Parser, parse
+from shoal.methods._combined import Combined
 
 if TYPE_CHECKING:
     from shoal.methods.base import Method
@@ -18,16 +20,14 @@ def methods_from(text: str | None) -> dict[str, Method]:
 
 
 def _method(word: str) -> Method:
-    name, *knobs = word.split(":")
-    parser = Parser(add_help=False)
-    common.add_method(parser, card=False)
-    options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]
-    method: Method = parse(parser, ["--method", name, *options]).method
-    return method
+    known = "|".join(map(re.escape, methods.names()))  # + stands in values as well
+    return methods.make([common.method_from(one) for one in re.split(rf"\+(?=(?:{known})(?:[:+]|$))", word)])
 
 
 def label_of(method: Method) -> str:
-    """The word that means this method: its name and what differs from the defaults."""
+    """The word that means this method: its name and what differs from the defaults; + between several."""
+    if isinstance(method, Combined):
+        return "+".join(map(label_of, method.members))
     changed = [
         f"{field.name}={value}"
         for field in dataclasses.fields(method)

@@ -1,7 +1,8 @@
-"""List the methods: paper, exactness, needs, and whether a model can run each.
+"""List the methods: family, paper, exactness, needs, what each combines with, and whether a model can run it.
 
 `exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
-derived from the parts that a method's default knobs put together, not declared by the method.
+derived from the parts that a method's default knobs put together, not declared by the method. Two methods combine where
+they fill different parts.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal import methods
 from shoal.cli import common
 from shoal.cli.parser import Parser
+from shoal.methods._combined import FAMILIES, QUESTIONS, family_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe import Recipe
     from shoal.engine.engine import Engine
 
 EXAMPLES = """examples:
@@ -44,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the table."""
     engine = common.load_engine(args) if args.model else None
     info = None if engine is None else engine.info()
-    rows = [describe(name, info) for name in methods.names()]
+    rows = table(info)
     if args.json:
         common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine)})
     else:
-        print("\n\n".join(_text(row) for row in rows))
+        print("\n\n".join(_text(row, rows) for row in rows))
         if engine is not None:
             print(f"\n{_said(engine)}")
     return 0
@@ -69,31 +73,60 @@ def _said(engine: Engine) -> str:
     return f"What its layers are worth is known: {card.origin}.{bears}"
 
 
+def table(info: ModelInfo | None) -> list[dict[str, Any]]:
+    """Every method as `describe` gives it, with the names of those that it combines with; None where that is open."""
+    rows = [describe(name, info) for name in methods.names()]
+    for row in rows:
+        fitting = [other["name"] for other in rows if _combine(row, other)]
+        row["combines_with"] = None if row["parts"] is None else fitting
+    return rows
+
+
+def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    known = None not in (row["parts"], other["parts"])
+    return known and other is not row and set(row["parts"]).isdisjoint(other["parts"])
+
+
+def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a method combines with, in words: whole families by their names; a baseline adds nothing and is left out."""
+    found: list[str] = []
+    for family in list(FAMILIES)[1:]:
+        members = [other["name"] for other in rows if other["family"] == family]
+        fitting = [name for name in members if name in (row["combines_with"] or ())]
+        whole = len(fitting) == len(members) or (row["family"] == family and len(fitting) == len(members) - 1)
+        found += [family] if whole and fitting else fitting
+    return ", ".join(found)
+
+
 def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
     """One method as a JSON object; `runs` and `why_not` speak of the model behind `info` (None where there is none)."""
     try:
         cls = methods.get(name)
+        recipe = _default(cls)
+        parts = cls.fills or None if recipe is None else recipe.parts
         row = {
             "name": name,
+            "family": cls.family or None if parts is None else family_of(cls, parts),
+            "parts": None if parts is None else list(parts),
             "summary": (cls.__doc__ or "").strip().split("\n")[0],
             "paper": cls.paper,
             "needs": list(cls.needs),
-            **_exactness(cls),
+            "exact": None if recipe is None else recipe.exact_to == "full",
+            "exact_to": None if recipe is None else recipe.exact_to,
             "options": _options(cls),
         }
     except Exception as error:  # somebody else's method must not take the list down
-        return {"name": name, "summary": "", "paper": "", "needs": [], "exact": None, "exact_to": None, "options": {},
-                "runs": False, "why_not": f"cannot be imported: {error}"}
+        return {"name": name, "family": None, "parts": None, "summary": "", "paper": "", "needs": [], "exact": None,
+                "exact_to": None, "options": {}, "runs": False, "why_not": f"cannot be imported: {error}"}
     why_not = _refusal(cls, info)
     return {**row, "runs": None if info is None else why_not is None, "why_not": why_not}
 
 
-def _exactness(cls: type[Method]) -> dict[str, Any]:
+def _default(cls: type[Method]) -> Recipe | None:
     try:
-        exact_to = cls().recipe(NOMINAL).exact_to
-    except (ValueError, TypeError):  # no defaults: its promise depends on knobs that have to be given
-        return {"exact": None, "exact_to": None}
-    return {"exact": exact_to == "full", "exact_to": exact_to}
+        return cls().recipe(NOMINAL)
+    except (ValueError, TypeError):  # no defaults: what it is depends on knobs that have to be given
+        return None
 
 
 def _options(cls: type[Method]) -> dict[str, Any]:
@@ -115,10 +148,19 @@ def _refusal(cls: type[Method], info: ModelInfo | None) -> str | None:
     return None
 
 
-def _text(row: dict[str, Any]) -> str:
+def filled(row: Mapping[str, Any]) -> str:
+    """The parts that a method fills, in words."""
+    if row["parts"] is None:
+        return "what its options say"
+    return ", ".join(f"{part} ({QUESTIONS.get(part, part)})" for part in row["parts"]) or "nothing"
+
+
+def _text(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     promise = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy", None: "depends on its options"}
     head = f"{row['name']:<24} {promise[row['exact_to']]}{'; ' + row['paper'] if row['paper'] else ''}"
-    notes = [row["summary"]]
+    notes = [row["summary"], f"Family: {row['family'] or 'open'}. Fills {filled(row)}."]
+    if others := partners(row, rows):
+        notes[-1] += f" Combines with: {others}."
     if row["needs"]:
         notes.append(f"Needs {', '.join(row['needs'])}.")
     if row["runs"] is not None:

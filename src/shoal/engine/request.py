@@ -29,7 +29,7 @@ _LISTS: Mapping[str, tuple[Any, str]] = {
 class Options(TypedDict, total=False):
     """Options of `generate`, `stream` and `send`; see `Request` for their meaning."""
 
-    method: Method | str | Mapping[str, Any]
+    method: Method | str | Mapping[str, Any] | Sequence[Any]
     max_new_tokens: int
     temperature: float
     top_k: int
@@ -53,7 +53,8 @@ class Request:
     """Options of one call.
 
     Attributes:
-        method: a `Method`, its name, `{"method": ..., "method_args": {...}}`, or the path of a JSON card.
+        method: a `Method`, its name, `{"method": ..., "method_args": {...}}`, the path of a JSON card, or a list of
+            these that fill different parts of the recipe.
         max_new_tokens: most tokens to generate per row; also the default horizon of a depth schedule.
         sampling: how tokens are chosen.
         seed: seed of the draws; None picks one, which the result reports.

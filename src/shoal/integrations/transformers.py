@@ -132,7 +132,7 @@ class BoundMethod:
         )
 
 
-def attach(generation_config: Any, method: Method | str | Mapping[str, Any]) -> Any:
+def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Sequence[Any]) -> Any:
     """Store a method in a GenerationConfig, to be saved, published and loaded with it; returns the configuration."""
     setattr(generation_config, KEY, make(method).to_dict())
     # Of a configuration marked as derived from the model's, transformers would not load entries of one's own again.

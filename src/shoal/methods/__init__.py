@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
@@ -41,10 +41,11 @@ def get(name: str) -> type[Method]:
     return cast("type[Method]", foreign[name].load())
 
 
-def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str]) -> Method:
+def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[Any]) -> Method:
     """A method from itself, its name, `{"method": ..., "method_args": {...}}`, or a .json card holding such a dict.
 
-    A card may hold other things beside it, or have the dict under its key "method".
+    A card may hold other things beside it, or have the dict under its key "method". A list of all these, alone or under
+    "method", combines methods that fill different parts of the recipe.
 
     Raises:
         ValueError: an unknown method or option, a value out of range, or a card that cannot be read.
@@ -57,12 +58,29 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str]) -> Method:
         return make(_read_card(Path(spec)))
     if isinstance(spec, str):
         spec = {"method": spec}
+    if isinstance(spec, list | tuple):
+        return _several(spec)
+    if isinstance(spec, Mapping) and isinstance(spec.get("method"), list | tuple):
+        if more := [key for key in spec if key != "method" and spec[key]]:
+            raise ValueError(f"{more[0]} is {spec[more[0]]!r} beside a list of methods; options belong to its members")
+        return _several(spec["method"])
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
         raise ValueError(
-            f"a method is a name, a Method, a .json card or a dict with a name under 'method' and its options under "
-            f"'method_args'; got {spec!r}"
+            f"a method is a name, a Method, a .json card, a dict with a name under 'method' and its options under "
+            f"'method_args', or a list of these; got {spec!r}"
         )
     return get(spec["method"]).from_dict(spec)
+
+
+def _several(specs: Sequence[Any]) -> Method:
+    """A list of one is that method itself, and a combination among others gives its members."""
+    from shoal.methods._combined import Combined
+
+    made = [make(spec) for spec in specs]
+    members = [one for method in made for one in (method.members if isinstance(method, Combined) else (method,))]
+    if not members:
+        raise ValueError("the list of methods is empty; name at least one, such as 'full'")
+    return members[0] if len(members) == 1 else Combined(tuple(members))
 
 
 def _shipped() -> frozenset[str]:

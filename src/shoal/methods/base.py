@@ -64,12 +64,16 @@ class Method(ABC):
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: what must be there before it runs, in words, such as ("layer scores",).
         reads: knobs that name files; a server does not take them from everybody.
+        fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
+        family: its family, where the parts of its recipe would say another one; see `shoal.methods._combined`.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
+    fills: ClassVar[tuple[str, ...]] = ()
+    family: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

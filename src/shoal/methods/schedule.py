@@ -24,6 +24,7 @@ class Schedule(Method):
 
     name: ClassVar[str] = "schedule"
     needs: ClassVar[tuple[str, ...]] = ("a calibrated schedule",)
+    fills: ClassVar[tuple[str, ...]] = ("plan",)
 
     order: tuple[int, ...]
     steps: tuple[int, ...]

@@ -35,7 +35,7 @@ class Body(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     user: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    method: str | None = None
+    method: str | list[Any] | None = None
     method_args: dict[str, Any] = Field(default_factory=dict)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -124,7 +124,7 @@ class PlanBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    method: str | None = None
+    method: str | list[Any] | None = None
     method_args: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 

@@ -44,7 +44,7 @@ _COMMON: dict[str, Field] = {
     "user": Honoured("written to the server's log"),
 }
 _OURS: dict[str, Field] = {
-    "method": Honoured("the name of a decoding method, where the server's policy allows it"),
+    "method": Honoured("name of a decoding method, or a list to be combined, where the server's policy allows it"),
     "method_args": Honoured("the method's options"),
     "top_k": Honoured("0 keeps every token"),
     "min_p": Honoured("0 to 1"),

@@ -32,7 +32,7 @@ def _harmless() -> tuple[str, ...]:
     return tuple(name for name in sorted(_known()) if all(need in _HARMLESS for need in methods.get(name).needs))
 
 
-def choose(method: str | None, args: Mapping[str, Any], settings: Settings) -> Method:
+def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Settings) -> Method:
     """The method of a request.
 
     Raises:
@@ -42,16 +42,21 @@ def choose(method: str | None, args: Mapping[str, Any], settings: Settings) -> M
         if args:
             raise ApiError(400, "method_args belongs to a method; name it in method", param="method")
         return methods.make(settings.method)
-    _check({"method": method, "method_args": args}, settings)
+    spec = {"method": method, "method_args": args}
+    _check(spec, settings)
     try:
-        return methods.make({"method": method, "method_args": args})
+        return methods.make(spec)
     except (ValueError, TypeError) as error:
-        raise ApiError(400, str(error), param="method_args") from None
+        raise ApiError(400, str(error), param="method" if isinstance(method, list) else "method_args") from None
 
 
 def _check(spec: Any, settings: Settings) -> None:
     """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known."""
-    spec = {"method": spec} if isinstance(spec, str) else spec
+    spec = {"method": spec} if isinstance(spec, str | list) else spec
+    if isinstance(spec, Mapping) and isinstance(spec.get("method"), list):
+        for one in spec["method"]:
+            _check(one, settings)
+        return
     name = spec.get("method") if isinstance(spec, Mapping) else None
     if not isinstance(name, str) or name not in _known():
         raise ApiError(400, f"method is {name!r}; this server has {', '.join(allowed(settings))}", param="method")

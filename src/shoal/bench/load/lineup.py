@@ -19,6 +19,7 @@ from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, w
 from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 from shoal.errors import unknown
+from shoal.methods import make
 
 OURS = "shoal"
 PEERS = ("transformers", "llama.cpp")
@@ -133,7 +134,8 @@ class Servers(ExitStack):
 
     def _shoal(self, model: Path, setting: Setting, admission: str) -> None:
         lineup, port = self.lineup, free_port()
-        allowed = ",".join(dict.fromkeys(str(method["method"]) for method in lineup.methods.values()))
+        names = (name for method in lineup.methods.values() for name in make(method).name.split("+"))
+        allowed = ",".join(dict.fromkeys(names))
         more = ["--admission", admission, "--max-rows", str(lineup.max_rows), "--methods", allowed]
         server = self._server(shoal_words(model, port, setting, [*more, *_NO_PREFIXES]), port, setting)
         for label, method in lineup.methods.items():

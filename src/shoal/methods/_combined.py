@@ -1,0 +1,111 @@
+"""Which questions a method answers, and several methods as one.
+
+Knows no method and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+
+if TYPE_CHECKING:
+    from shoal.types import ModelInfo
+
+QUESTIONS: Mapping[str, str] = MappingProxyType({
+    "plan": "which layers run",
+    "proposer": "which tokens are guessed ahead",
+    "rule": "which guesses are kept",
+    "controller": "how much is guessed",
+    "keep": "which of the KV stays",
+    "store": "in what form the KV lies in memory",
+    "select": "which of the KV is read",
+    "search": "which rows live",
+})
+"""What a part of the recipe answers."""
+
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "baseline": (),
+    "depth": ("plan",),
+    "drafting": ("proposer", "rule", "controller"),
+    "KV eviction": ("keep",),
+    "KV compression": ("store",),
+    "sparse attention": ("select",),
+    "search": ("search",),
+})
+"""Families of methods, each with the parts that its methods fill."""
+
+
+def family_of(cls: type[Method], parts: Collection[str]) -> str:
+    """The family of a method that fills `parts`: what the class says, else the last one that has any of the parts."""
+    found = [family for family, own in FAMILIES.items() if not set(own).isdisjoint(parts)]
+    return cls.family or (found[-1] if found else "baseline")
+
+
+@dataclass(frozen=True)
+class Combined(Method):
+    """Several methods at once, each of which fills parts of the recipe that the others leave open.
+
+    `shoal.methods.make` makes it from a list. Its name is the names of its members with + between them.
+
+    Attributes:
+        members: two methods or more, none of them twice.
+    """
+
+    name: ClassVar[str] = "combined"
+
+    members: tuple[Method, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [member.name for member in self.members]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the list of methods has {twice} twice; name each method once")
+        if len(names) < 2:
+            raise ValueError(f"members is {self.members!r}; it must hold two methods or more")
+        object.__setattr__(self, "name", "+".join(names))
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The parts of all members, none filled by two; ValueError names both, the part and the remedy.
+
+        What a member learns about the machine here it keeps apart from what it learns alone.
+        """
+        info = replace(info, memory=info.memory.setdefault(self.name, {}))
+        whole, owners = Recipe(DepthPlan.full(info.num_layers)), dict[str, str]()
+        for member in self.members:
+            recipe = member.recipe(info)
+            for part in recipe.parts:
+                if part in owners:
+                    raise ValueError(
+                        f"{owners[part]} and {member.name} both fill the part {part!r} ({QUESTIONS[part]}), which "
+                        f"takes one method; leave {owners[part]} or {member.name} out"
+                    )
+                owners[part] = member.name
+            whole = replace(whole, **_filled(recipe))
+        return whole
+
+    def notice(self, info: ModelInfo) -> str | None:
+        """See `Method`."""
+        return "; ".join(filter(None, (member.notice(info) for member in self.members))) or None
+
+    @property
+    def wants_card(self) -> bool:
+        """See `Method`."""
+        return any(member.wants_card for member in self.members)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"method": [...]}` with a dict per member."""
+        return {"method": [member.to_dict() for member in self.members]}
+
+
+def _filled(recipe: Recipe) -> dict[str, Any]:
+    """The parts that are filled, with what belongs to them."""
+    beside = {"plan": ("horizon",), "proposer": ("meter", "self_metered")}
+    names = [name for part in recipe.parts for name in (part, *beside.get(part, ()))]
+    return {name: getattr(recipe, name) for name in names}
