@@ -75,24 +75,24 @@ class Batch:
         """Rows that have emitted their first token."""
         return [row for row in self.rows if row.emitted]
 
-    def join(self, rows: Sequence[Row]) -> None:
-        """Take in rows that have run nothing yet."""
+    def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
+        """Take in rows that have run nothing yet; of each, how many columns its layers may come to store, if known."""
         first = self.cache.rows
         self.cache.extend(len(rows))
         for slot, row in enumerate(rows, start=first):
             row.slot = slot
             self.rows.append(row)
             self._came.append(row)
-            self._set_store(row)
+            self._set_store(row, None if columns is None else columns[slot - first])
             if not row.recipe.alters_kv:
                 row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
 
-    def _set_store(self, row: Row) -> None:
+    def _set_store(self, row: Row, columns: Sequence[int] | None = None) -> None:
         """Let what the row stores have the form that its recipe names; what it holds in another way is read anew."""
         slot, store = row.slot, row.recipe.store
         if row.recipe.alters_kv or self.cache.stores[slot] is not None:
             self.cache.truncate(slot, 0)
-            self.cache.set_store(slot, store)
+            self.cache.set_store(slot, store, columns)
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go before their end: they count as cancelled, and what they stored is free."""

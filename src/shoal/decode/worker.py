@@ -150,5 +150,5 @@ class Keep(Part[Keeper], Protocol):
     """Chooses which of a row's KV stays."""
 
     def most_columns(self, length: int) -> int:
-        """The most columns that a layer stores of a row of so many positions, beside what one forward adds."""
+        """The most columns that a layer stores of a row that comes to so many positions, guesses apart."""
         ...

@@ -168,7 +168,9 @@ class Scheduler:
 
     def _need(self, row: Row) -> Need:
         guesses = 0 if row.recipe.proposer is None else _GUESSES
-        need = self._room.need(row.recipe.plan, row.prompt_length, row.stop.room, guesses)
+        recipe = row.recipe
+        keep = None if recipe.keep is None else recipe.keep.most_columns
+        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, guesses, keep, recipe.store)
         if self._room.bytes([need]) > self.kv_bytes:
             raise Unsupported(
                 f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}",
@@ -249,7 +251,7 @@ class Scheduler:
                 entry.joined = time.monotonic()
             self._running += admitted
             self._room.prepare(self._batch.cache, [entry.need for entry in self._running])
-            self._batch.join([entry.row for entry in admitted])
+            self._batch.join([entry.row for entry in admitted], [entry.need.columns for entry in admitted])
 
     def _fits(self, entries: list[ScheduledRow], new: ScheduledRow) -> bool:
         return (

@@ -62,7 +62,7 @@ class HFStack:
         self.device = model.get_input_embeddings().weight.device
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         self.parts = take_apart(model, layers, ids)
-        self.position_bytes = self.parts.position_bytes
+        self.position_bytes, self.kv_sizes = self.parts.position_bytes, self.parts.kv_sizes
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.kv_form import EncodedRow, Form, Store, move
+from shoal.model.kv_form import EncodedRow, Form, KVSizes, Store, move
 
 WINDOW_SLACK = 256
 _GROWTH, _ENDLESS = 1.5, 1 << 62
@@ -131,12 +131,11 @@ class KVLayer:
         assert self.keys is not None and self.values is not None
         return self.keys[row, :, :columns], self.values[row, :, :columns]
 
-    def prepare(self, like: Tensor, sizes: tuple[int, int, int], rows: Sequence[int], counts: Sequence[int]) -> None:
+    def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
 
         Args:
             like: a tensor of the dtype and on the device in which the model computes keys.
-            sizes: heads, and head_dim of the keys and of the values.
             rows, counts: as in `append`.
         """
         if self.keys is None and not all(self.encoded[row] for row in rows):
@@ -232,8 +231,9 @@ class KVLayer:
             return
         spare = 0
         if self.window is not None:
-            for row in range(len(self.lengths)):
-                self._evict(row)
+            for row, own in enumerate(self.encoded):
+                if own is None:
+                    self._evict(row)
             spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
         needed = self._needed(rows, counts) + spare
         if needed > self.keys.shape[2]:
@@ -311,12 +311,16 @@ class KVLayer:
     def _note_rewrite(self, row: int, count: int) -> None:
         self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
 
-    def set_form(self, row: int, form: Form | None) -> None:
-        """In what form an empty row is to be stored; None for the slot."""
+    def set_form(self, row: int, form: Form | None, reserve: int = 0) -> None:
+        """In what form an empty row is to be stored; None for the slot.
+
+        Args:
+            reserve: columns for which room of its own is made at once.
+        """
         if self.lengths[row] or self.scratch[row]:
             raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
         if form is not None or self.encoded[row] is not None:
-            self.encoded[row], self.version = None if form is None else EncodedRow(form), self.version + 1
+            self.encoded[row], self.version = None if form is None else EncodedRow(form, reserve), self.version + 1
             self._note_beside()
 
     def keep(self, row: int, count: int) -> None:
@@ -470,11 +474,15 @@ class KVCache:
         """Rows that there is storage for."""
         return self.layers[0].slots
 
-    def set_store(self, row: int, store: Store | None) -> None:
-        """In what form an empty row is to be stored."""
+    def set_store(self, row: int, store: Store | None, reserve: Sequence[int] | None = None) -> None:
+        """In what form an empty row is to be stored.
+
+        Args:
+            reserve: columns per layer for which room is made at once where it is not the slot's.
+        """
         self.stores[row] = store
         for number, layer in enumerate(self.layers):
-            layer.set_form(row, None if store is None else store.form(number))
+            layer.set_form(row, None if store is None else store.form(number), reserve[number] if reserve else 0)
 
     def mark_shallow(self, row: int, position: int) -> None:
         """Note that `position` of `row` was not run as the model itself runs it: every sublayer, on all of the KV."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 _GROWTH = 1.5
 
+KVSizes = tuple[int, int, int]
+"""Heads, and head_dim of keys and of values."""
+
 
 class Form(Protocol):
     """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten."""
@@ -36,17 +39,26 @@ class Store(Protocol):
         ...
 
 
+def column_bytes(form: Form, sizes: KVSizes) -> int:
+    """What one position takes, keys and values together."""
+    return sum(part.nbytes for dim in sizes[1:] for part in form.encode(torch.zeros(sizes[0], 1, dim)))
+
+
 class EncodedRow:
     """What one row stores in one layer, in a form of its own.
 
-    Attributes:
+    Args:
         form: the form.
+        reserve: columns for which room is made at once.
+
+    Attributes:
+        form: as given.
         keys, values: what it makes of them: tensors [heads, capacity, ...]; none before the first write.
         capacity: columns that there is room for.
     """
 
-    def __init__(self, form: Form) -> None:
-        self.form = form
+    def __init__(self, form: Form, reserve: int = 0) -> None:
+        self.form, self._reserve = form, reserve
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
         self.capacity = 0
@@ -66,14 +78,13 @@ class EncodedRow:
         """Of one column."""
         return self.nbytes // self.capacity if self.capacity else 0
 
-    def allocate(self, like: Tensor, sizes: tuple[int, int, int], columns: int) -> None:
-        """Make the storage.
+    def allocate(self, like: Tensor, sizes: KVSizes, columns: int) -> None:
+        """Make the storage, for that many columns at least.
 
         Args:
             like: of the dtype and on the device in which the model computes keys.
-            sizes: heads, head_dim of the keys, and of the values.
-            columns: room for that many.
         """
+        columns = max(columns, self._reserve)
         heads, *dims = sizes
         samples = [self.form.encode(like.new_zeros(heads, 1, dim)) for dim in dims]
         self.keys, self.values = (tuple(part.repeat(1, columns, *[1] * (part.ndim - 2)) for part in parts)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.errors import Unsupported
 from shoal.model.head import Head, through
+from shoal.model.kv_form import KVSizes
 
 _MASKS = ("attention_mask", "causal_mask")
 _REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
@@ -67,6 +68,7 @@ class Parts:
         head: hidden states [N, D] of the last layer to logits [N, V].
         head_module: the module whose weights the head reads.
         position_bytes: bytes that a position takes in the model's own KV cache, per layer.
+        kv_sizes: heads, and head_dim of keys and of values, per layer.
     """
 
     layers: list[nn.Module]
@@ -76,6 +78,7 @@ class Parts:
     head: Head
     head_module: nn.Module
     position_bytes: tuple[int, ...]
+    kv_sizes: tuple[KVSizes, ...]
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -102,6 +105,7 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         )
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
+    stores = recording.layers[-1].arguments[calls[-1].cache].layers
     return Parts(
         layers=layers,
         calls=calls,
@@ -109,7 +113,8 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         rotary=[_replay_rotary(call) for call in rotary],
         head=_head(recording, head_module, model.config),
         head_module=head_module,
-        position_bytes=tuple(map(_position_bytes, recording.layers[-1].arguments[calls[-1].cache].layers)),
+        position_bytes=tuple(map(_position_bytes, stores)),
+        kv_sizes=tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores),
     )
 
 

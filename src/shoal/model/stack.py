@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
+from shoal.model.kv_form import KVSizes
 from shoal.model.masks import RowView
 
 Part = Literal["layer", "attention", "mlp"]
@@ -128,6 +129,7 @@ class Stack(Protocol):
         head_layers: cost of the LM head in layers, by bytes.
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
         position_bytes: bytes of the keys and values of one position, per layer.
+        kv_sizes: heads, and head_dim of keys and of values, per layer.
         shows_queries: whether chunks may have `reads`.
         activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
             multiply integers, else `dtype`.
@@ -140,6 +142,7 @@ class Stack(Protocol):
     head_layers: float
     prefill_chunk: int
     position_bytes: tuple[int, ...]
+    kv_sizes: tuple[KVSizes, ...]
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype

@@ -53,6 +53,7 @@ class PackedStack:
         self.activation_dtype = dtype
         self.num_layers, self.windows = shape.num_layers, shape.windows
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
+        self.kv_sizes = ((shape.kv_heads, shape.head_dim, shape.head_dim),) * shape.num_layers
         self.position_bytes = (2 * shape.kv_heads * shape.head_dim * dtype.itemsize,) * shape.num_layers
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
