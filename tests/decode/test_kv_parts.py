@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import NATIVE, Backend, on_backends, reference
-from drive import SHORT, Run, decode, gap, oracle_logits, prompt
+from backends import HF, NATIVE, TORCH, Backend, each_backend, on_backends, reference
+from drive import SHORT, Run, decode, gap, make_run, oracle_logits, prompt
+from planted import Planted
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
 from shoal.methods.d3 import D3
-from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.kv_int8 import Int8, KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.model.kv import KVLayer
+from shoal.model.rewind import earliest
 from shoal.types import ModelInfo
 
 NEW, LAYERS = 24, 6
@@ -25,7 +32,6 @@ PROMPTS = [*SHORT, prompt(37, 3)]
 INFO = ModelInfo(LAYERS, max_new_tokens=NEW, shows_queries=True)
 D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
 FAMILIES = ("llama", "qwen3", "gemma2", "hybrid", "olmo2")
-PARTS = ("keep", "store", "select")
 
 
 @dataclass(frozen=True)
@@ -126,3 +132,152 @@ def test_what_is_stored_is_rounded(backend: Backend, name: str, plan: DepthPlan)
     check(run, [Rounded(1)] * len(PROMPTS), name, max(backend.exact, 1e-10) if backend != NATIVE else 0.2)
     plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
     assert gap(run.logits(3).to(plain.dtype), plain) > 1e-3, "rounding was too fine to matter"
+
+
+def whole(method: Method) -> Recipe:
+    return method.recipe(INFO)
+
+
+NEUTRAL = {
+    "keep": whole(StreamingLLM(window=64, sinks=1, every=4)),
+    "select": whole(TopKOracle(k=64, first=0)),
+}
+"""Parts that are there and change nothing, since texts here have fewer than 64 tokens."""
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A form that stores what it is given."""
+
+    kernel = None
+
+    def form(self, layer: int) -> AsItIs:
+        return self
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        return (values,)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+
+@pytest.mark.parametrize("part", NEUTRAL)
+@on_backends("llama", "hybrid")
+def test_a_part_that_changes_nothing_is_the_identity(backend: Backend, name: str, part: str) -> None:
+    for ids in PROMPTS:
+        recipes = (DepthPlan.full(LAYERS), NEUTRAL[part])
+        plain, parted = (decode(None, [ids], recipe, NEW, stack=backend.stack(name)) for recipe in recipes)
+        assert torch.equal(plain.logits(0), parted.logits(0))
+
+
+@pytest.mark.parametrize("backend", [HF, TORCH], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+def test_a_form_that_changes_nothing_is_the_identity(backend: Backend, name: str) -> None:
+    """Where windows slide, they do so when storage is full, which is not at the same time: sums differ in order."""
+    store = Recipe(DepthPlan.full(LAYERS), store=AsItIs())
+    for ids in PROMPTS:
+        plain, formed = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (store.plan, store))
+        assert gap(plain.logits(0), formed.logits(0)) <= (1e-12 if sliding(name) else 0)
+
+
+MIXED = [
+    Recipe(DepthPlan.full(LAYERS)),
+    replace(whole(StreamingLLM(window=9, sinks=2, every=5)), store=whole(KVInt8()).store),
+    replace(whole(TopKOracle(k=5, first=1)), plan=D3_PLAN, store=whole(KVInt8(first=2)).store),
+    replace(whole(StreamingLLM(window=7, sinks=1, every=3)), select=whole(TopKOracle(k=4, first=0)).select),
+]
+
+
+@on_backends("llama", "hybrid")
+def test_rows_with_parts_share_steps_with_others(backend: Backend, name: str) -> None:
+    """Each row of a batch, whatever parts its mates have and however its prompt is cut, is its own run."""
+    stack = backend.stack(name)
+    for chunk in (2048, 4):
+        together = run_of(backend, name, MIXED, chunk=chunk)
+        for number, recipe in enumerate(MIXED):
+            alone = decode(None, [PROMPTS[number]], recipe, NEW, stack=stack)
+            assert gap(together.logits(number), alone.logits(0)) <= (1e-6 if backend == NATIVE else backend.exact)
+
+
+@pytest.mark.parametrize("recipe", MIXED[1:], ids=["ends in bytes", "top in bytes", "top of ends"])
+@on_backends("llama", "hybrid")
+def test_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
+    """Blocks of guesses are cut where columns are rewritten, and each node reads its own columns."""
+    for ids in PROMPTS:
+        plain = decode(None, [ids], recipe, NEW, stack=backend.stack(name))
+        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
+        fast = decode(None, [ids], replace(recipe, proposer=guesses), NEW, stack=backend.stack(name))
+        assert plain.tokens == fast.tokens
+        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+
+
+@dataclass(frozen=True)
+class Halve(Reading):
+    """At the prompt's end every pair of columns becomes one, their mean, which counts for two."""
+
+    begin: int
+
+    def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
+        late, old = torch.arange(len(seen))[:, None] >= self.begin, torch.arange(len(seen)) < self.begin // 2 * 2
+        return ~(late & old & (torch.arange(len(seen)) % 2 == 1))
+
+    def bias(self, layer: int, scores: Tensor) -> Tensor | float:
+        late = torch.arange(scores.shape[-1])[:, None] >= self.begin
+        old = torch.arange(scores.shape[-1]) < self.begin // 2 * 2
+        return torch.where(late & old, 0.7, 0.0)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The same as a part: of every pair the first column stays, with a bias."""
+
+    def begin(self, stack: Any, cache: Any) -> Merger:
+        return Merger()
+
+    def most_columns(self, length: int) -> int:
+        return length
+
+
+class Merger(Keeper):
+    def next_length(self, row: Row, length: int) -> int:
+        return row.prompt_length if length < row.prompt_length else 1 << 40
+
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        for _, layer in layers:
+            stored = layer.stored(row.slot)
+            kept = torch.tensor([*range(0, stored // 2 * 2, 2), *range(stored // 2 * 2, stored)])
+            keys, values = layer.read(row.slot, stored, torch.float64)
+            bias = torch.full((len(keys), len(kept)), 0.7)
+            bias[:, stored // 2 :] = 0
+            layer.rewrite(row.slot, keys[:, kept], values[:, kept], bias)
+
+
+@on_backends("llama", "qwen3")
+def test_columns_with_a_bias(backend: Backend, name: str) -> None:
+    """Rewriting with another weight per column, rows of other lengths beside it."""
+    recipe = Recipe(D3_PLAN, keep=Merge())
+    run = run_of(backend, name, recipe)
+    check(run, [Halve(len(ids)) for ids in PROMPTS], name, backend.exact)
+
+
+@each_backend
+def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
+    run = make_run(None, [PROMPTS[3]], MIXED[1], NEW, stack=backend.stack("llama"))
+    steps = run.loop.run()
+    while len(run.rows[0].steps) < 5:
+        next(steps)
+    length = run.cache.positions[0]
+    assert length == 37 + 4 and earliest(run.cache, 0) == 40
+    assert run.cache.truncate(0, length - 1) == 0, "what was rewritten is no beginning of another text"
+
+
+def test_bad_rewrites_are_refused() -> None:
+    layer = KVLayer(1, window=8)
+    layer.append(*torch.ones(2, 1, 2, 4, 8), [0], [4])
+    with pytest.raises(ValueError, match="that are not; rewrite after a commit"):
+        KVLayer(1).keep_columns(0, torch.arange(3))
+    layer.keep(0, 4)
+    with pytest.raises(ValueError, match="sliding window of 8 positions"):
+        layer.keep_columns(0, torch.arange(3))
+    with pytest.raises(ValueError, match="has stored 4 positions; a form is set before"):
+        layer.set_form(0, Int8())

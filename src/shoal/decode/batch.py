@@ -119,18 +119,14 @@ class Batch:
         decoding = [row for row in rows if row.emitted]
         trees = self._drafting.propose(decoding)
         drafted = time.perf_counter()
-        guesses = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
-        steps: list[Step] = []
-        if len(decoding) < len(rows):
-            left = budget - sum(map(len, trees))
-            shared = bool(guesses) and left * _LEAST_SHARE >= budget
-            pieces = self._pieces(rows, left if shared else budget, most)
-            if not shared:
-                steps += self._forward(pieces)
-                pieces = []
-            guesses = sorted([*guesses, *pieces], key=lambda share: share.row.slot)
-        if guesses:
-            steps += self._forward(guesses, drafted - start)
+        shares = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
+        left = budget - sum(map(len, trees))
+        shared = left * _LEAST_SHARE >= budget
+        if shared and len(decoding) < len(rows):
+            shares = sorted([*shares, *self._pieces(rows, left, most)], key=lambda share: share.row.slot)
+        steps = self._forward(shares, drafted - start) if shares else []
+        if not shared and len(decoding) < len(rows):
+            steps += self._forward(self._pieces(rows, budget, most))  # made now: rows that ended moved the others
         self.clock.draft_seconds += drafted - start
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
