@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     much.add_argument("--share", metavar="S", type=float, help="the share of the layers that goes, such as 0.1")
     much.add_argument("--drop", metavar="I,J,...", type=_numbers, help="these layers go, the first being 0")
     parser.add_argument("--by", choices=("order", "leave_one_out", "influence"), help="what tells who goes first: the "
-                        "card's own order, if none; what is lost without a layer; its influence, as in ShortGPT")
+                        "card's own order, what is lost without a layer, or its influence, as in ShortGPT and if none")
     common.add_model(parser)
     common.add_json(parser)
     parser.set_defaults(no_card=False)
@@ -88,10 +88,10 @@ def _choose(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], dic
     from shoal.methods.d3 import D3
 
     engine = common.load_engine(args, methods=(D3(),))  # it too goes by the card: an unknown model is measured
-    card, count, by = engine.card, engine.stack.num_layers, args.by or "order"
-    if card.order is None and by == "order":
-        what = f"pruning {engine.model_name} by the order of its card"
-        raise Unsupported(what, "it has none", "Calibrate it, take another --by, or name the layers with --drop")
+    card, count, by = engine.card, engine.stack.num_layers, args.by or "influence"
+    if by not in card.layer_scores and not (by == "order" and card.order is not None):
+        remedy = "Calibrate it, take another --by, or name the layers with --drop"
+        raise Unsupported(f"pruning {engine.model_name} by {by}", "its card does not say", remedy)
     order = removal_order("auto" if by == "order" else by, count, 1, 1, card.layer_scores, card.order)[:number]
     scores = {kind: {str(layer): values[layer] for layer in order} for kind, values in card.layer_scores.items()}
     return order, {"by": by, "card": card.origin or "measured for this", "scores": scores}

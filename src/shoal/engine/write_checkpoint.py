@@ -16,12 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from shoal.engine.checkpoint import Checkpoint
-from shoal.errors import Unsupported
+from shoal.engine.transformed import Transformed
 from shoal.model.packed.source import INDEX, SINGLE, Source
 
 SHARD_BYTES = 4 * 2**30
-"""Bytes of tensors from which on the next file begins: about as much is in memory at once."""
+"""Bytes of tensors from which on a file is full: little more is in memory at once."""
 
 
 def check_free(folder: Path) -> None:
@@ -32,7 +31,7 @@ def check_free(folder: Path) -> None:
         raise ValueError(f"there is no folder {str(folder.resolve().parent)!r} to write {folder.name!r} to")
 
 
-def write(files: Checkpoint, folder: Path, dtype: torch.dtype | None = None, **notes: Mapping[str, Any]) -> None:
+def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **notes: Mapping[str, Any]) -> None:
     """Write a checkpoint.
 
     Args:
@@ -43,20 +42,15 @@ def write(files: Checkpoint, folder: Path, dtype: torch.dtype | None = None, **n
 
     Raises:
         ValueError: the folder is not free.
-        Unsupported: the weights cannot be read by their names.
         OSError: it cannot be written.
     """
-    source = files.weights()
-    if source is None:
-        remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"
-        raise Unsupported(f"writing {files.name!r} anew", "its weights cannot be read by their names", remedy)
     with _new(folder) as room:
+        told, words = files.generation_config(), files.tokenizer()
         config = copy.deepcopy(files.config())
-        config.dtype = _weights(source, room, dtype)
+        config.dtype = _weights(files.weights(), room, dtype)
         if not config.architectures:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(room)
-        told, words = files.generation_config(), files.tokenizer()
         if told is not None:  # the way that does not judge what its authors wrote
             told.to_json_file(room / "generation_config.json")
         if words is not None:
@@ -81,30 +75,23 @@ def _new(folder: Path) -> Iterator[Path]:
 
 def _weights(source: Source, room: Path, dtype: torch.dtype | None) -> torch.dtype:
     """Write the tensors, file after file; returns the dtype of the largest."""
-    files: list[list[str]] = []
+    names, total, largest = source.names(), 0, torch.empty(0)
     part: dict[str, Tensor] = {}
-    total, held, largest = 0, 0, torch.empty(0)
-
-    def flush() -> None:
-        save_file(part, room / str(len(files)), metadata={"format": "pt"})
-        files.append(list(part))
-        part.clear()
-
-    for name in source.names():
+    places: dict[str, str] = {}
+    for name in names:
         tensor = source[name]
-        tensor = tensor.to(dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
-        if part and held + tensor.nbytes > SHARD_BYTES:
-            flush()
-            held = 0
-        part[name], held, total = tensor, held + tensor.nbytes, total + tensor.nbytes
-        largest = tensor if tensor.nbytes > largest.nbytes else largest
-    flush()
-    titles = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
-    titles = [SINGLE] if len(files) == 1 else titles
-    for number, title in enumerate(titles):
-        os.replace(room / str(number), room / title)
-    if len(files) > 1:
-        places = {name: title for title, names in zip(titles, files, strict=True) for name in names}
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        part[name] = tensor.to(kind, copy=True).contiguous()
+        total += tensor.numel() * kind.itemsize
+        largest = max(largest, part[name], key=lambda one: one.nbytes)
+        if name == names[-1] or sum(one.nbytes for one in part.values()) >= SHARD_BYTES:
+            title = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(part, room / title, metadata={"format": "pt"})
+            places |= dict.fromkeys(part, title)
+            part.clear()
+    if len(set(places.values())) == 1:
+        os.replace(room / title, room / SINGLE)
+    else:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (room / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return largest.dtype
