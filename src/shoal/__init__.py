@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shoal.methods.swift import Swift
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
+    from shoal.model.transform import DropLayers
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "DepthPlan",
     "DraftAndVerify",
     "DraftModel",
+    "DropLayers",
     "EarlyExit",
     "Engine",
     "Full",
@@ -80,6 +82,7 @@ _HOME = {
     "DepthPlan": "shoal.depth.plan",
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
+    "DropLayers": "shoal.model.transform",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench-drafts": "measure what drafts bring on texts of different kinds",
     "eval": "measure quality: methods and controls beside the full model, on the same items",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
+    "prune": "write a smaller checkpoint of a model, with fewer layers",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141

@@ -22,9 +22,14 @@ class Checkpoint:
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with it may run.
 
+    Attributes:
+        changed: the weights by name where they are not those of the files, else None.
+
     Raises:
         ValueError: there is no such file or folder, or it holds no model.
     """
+
+    changed: Source | None = None
 
     def __init__(self, name: str, revision: str | None, trust_remote_code: bool) -> None:
         self.name, self.revision = name, revision

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from shoal.decode.recipe import Recipe
+    from shoal.model.packed.source import Source
     from shoal.model.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Engine:
     Attributes:
         ranks: the processes that share the model.
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
+        changed: the weights by name where a transform made them, else None.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Engine:
         self._card, self._looked = card or Card(), False
         self.misses_card = True
         self.ranks = ALONE
+        self.changed: Source | None = None
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._memory: dict[Any, Any] = {}
@@ -121,6 +124,8 @@ class Engine:
     @cached_property
     def fingerprint(self) -> str:
         """Tells this model from others, whatever the precision it was loaded in."""
+        if self.changed is not None:
+            return fingerprint.of_source(self.changed)
         return fingerprint.of_model(self.model, self.model_name)
 
     @overload

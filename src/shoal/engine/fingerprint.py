@@ -20,7 +20,7 @@ from shoal.engine.gguf_checkpoint import is_gguf
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import TensorInfo, read_header
 from shoal.model.gguf.types import GgmlType
-from shoal.model.packed.source import FileSource, has_safetensors
+from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 _VALUES = 16
 
@@ -39,11 +39,15 @@ def of_model(model: Any, name: str) -> str:
         return _hash(_of_gguf(Path(name)))
     folder = _folder(name)
     if folder is not None:
-        files = FileSource(folder)
-        return _hash(_entry(key, files[key]) for key in files.names())
+        return of_source(FileSource(folder))
     if model is None:
         raise ValueError(f"the weights of {name!r} cannot be read again to tell the model from others")
     return _hash(_entry(*pair) for pair in _unshared(model.state_dict()))
+
+
+def of_source(source: Source) -> str:
+    """The fingerprint of weights by name."""
+    return _hash(_entry(name, source[name]) for name in source.names())
 
 
 def _folder(name: str) -> Path | None:

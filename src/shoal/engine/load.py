@@ -15,6 +15,7 @@ from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
+from shoal.engine.transformed import Transformed
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.packed import build as packed
@@ -22,6 +23,7 @@ from shoal.model.packed.linear import Quant
 from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_prepacking
 from shoal.model.stack import Stack
+from shoal.model.transform import Transform
 
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
@@ -42,6 +44,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     tensor_parallel: bool = False,
+    transform: Transform | None = None,
 ) -> Engine:
     """An engine for a decoder-only language model.
 
@@ -58,6 +61,8 @@ def load(
         trust_remote_code: whether Python code that comes with a model may run.
         tensor_parallel: whether the processes that torchrun has started share one model, each holding a slice of every
             matrix; all must then make the same calls. Runs the model's own modules.
+        transform: changes config and weights between files and memory, such as `shoal.DropLayers`. The engine is that
+            of the changed model: what is exact is exact to it.
 
     Raises:
         ValueError: there is no such model, or an option is unknown.
@@ -72,14 +77,22 @@ def load(
     if model is None or isinstance(model, str | os.PathLike):
         model = catalog.find(None if model is None else os.fspath(model))
     if tensor_parallel:
-        _check_shared(model, backend, quant)
+        _check_shared(model, backend, quant, transform)
     if isinstance(model, str):
         where = device_of(device)
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
         files = Checkpoint(model, revision, trust_remote_code)
         if tensor_parallel:
             return _shared(files, tokenizer, kind, where)
-        return _from_files(files, tokenizer, kind, where, quant, backend)
+        if transform is not None:
+            _check_decoder(files.config())
+            files = Transformed(model, revision, trust_remote_code, transform)
+        engine = _from_files(files, tokenizer, kind, where, quant, backend)
+        engine.changed = files.changed
+        return engine
+    if transform is not None:
+        remedy = "Give its folder, Hub id or GGUF file"
+        raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
     if dtype is not None or device is not None:
         raise ValueError(
             "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
@@ -133,13 +146,15 @@ def open_beside(home: Engine, model: Any) -> Engine:
         raise ValueError(f"the draft model {model!r} cannot be loaded: {error}") from error
 
 
-def _check_shared(model: Any, backend: Backend, quant: Quant | None) -> None:
+def _check_shared(model: Any, backend: Backend, quant: Quant | None, transform: Transform | None) -> None:
     """Refuse what cannot be cut into slices."""
     what, remedy = "tensor parallelism", 'Use backend="hf" without quantisation'
     if quant is not None:
         raise Unsupported(f"{what} with quant={quant!r}", "transformers' plans cut plain weights", remedy)
     if backend == "packed":
         raise Unsupported(f"{what} with backend 'packed'", "packed weights are laid out for one process", remedy)
+    if transform is not None:
+        raise Unsupported(f"{what} with a transform", "transformers cuts files as they are", "Write the result down")
     if not isinstance(model, str):
         raise Unsupported(f"{what} of a loaded model", "it is cut while it is loaded", "Give its folder or Hub id")
     if model.endswith(".gguf"):
@@ -174,7 +189,8 @@ def _from_files(
     config = files.config()
     _check_decoder(config)
     words = files.tokenizer(tokenizer)
-    card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
+    layers = config.get_text_config().num_hidden_layers
+    card = read_card(files.place, layers, files.revision) if files.changed is None else Card()
     source = files.weights() if backend != "hf" else None
     stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
     if stack is None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.source import GgufSource
+from shoal.model.modules import expected, loaded
 
 _REMEDY = "Convert the model again"
 
@@ -22,19 +21,13 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         Unsupported: a tensor is missing, or not of the shape that the config asks for.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     source = GgufSource(file, config)
-    with torch.device("meta"):
-        expected = kind(copy.deepcopy(config)).state_dict()
     tensors = {
         name: _tensor(source, name, wanted.shape).to(dtype, copy=True)
-        for name, wanted in expected.items()
+        for name, wanted in expected(config).items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
-    options = {"config": copy.deepcopy(config), "state_dict": tensors, "dtype": dtype}
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        options["attn_implementation"] = "eager"  # torch's own function knows no cap, and older releases leave it out
-    return kind.from_pretrained(None, **options).eval()
+    return loaded(config, tensors, dtype)
 
 
 def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:

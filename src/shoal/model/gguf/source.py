@@ -16,6 +16,7 @@ from shoal.model.gguf.header import TensorInfo
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.names import gguf_name
 from shoal.model.gguf.types import GgmlType
+from shoal.model.modules import expected
 
 
 class GgufSource:
@@ -30,11 +31,15 @@ class GgufSource:
     """
 
     def __init__(self, file: GgufFile, config: Any) -> None:
-        self._file = file
+        self._file, self._config = file, config
         self._family = family_of(Metadata(file.header))
         self._heads = {
             "attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads,
         } if self._family.interleaved else {}
+
+    def names(self) -> list[str]:
+        """See `Source`: those of transformers' modules that the file has."""
+        return sorted(filter(self.has, expected(self._config)))
 
     def has(self, name: str) -> bool:
         """See `Source`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from shoal.errors import Unsupported
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
-from shoal.model.packed.from_file import file_packer
-from shoal.model.packed.linear import Quant, pack
+from shoal.model.packed.from_file import FilePacker, file_packer
+from shoal.model.packed.linear import Linear, Quant, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import shape_of
-from shoal.model.packed.source import HalvesPaired, Source
+from shoal.model.packed.source import FewerLayers, HalvesPaired, Source
 from shoal.model.packed.stack import PackedStack
-from shoal.model.packed.weights import DTYPES, Pack, Packer
+from shoal.model.packed.weights import DTYPES, Pack, Packer, Role
 
 QUANTS = ("int8", "int4")
 
@@ -54,17 +55,27 @@ def build(
     if kernels:
         pack_one = partial(NativeMatrix.pack, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
-    if isinstance(source, GgufSource) and quant is None and device.type == "cpu":
-        pack_file, kept = file_packer(source, dtype, kernels)
+    file = source.source if isinstance(source, FewerLayers) else source
+    if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
+        pack_file, kept = file_packer(file, dtype, kernels)
+        if isinstance(source, FewerLayers):
+            pack_file = partial(_pack_original, source, pack_file)
     try:
         weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
     except BaseException:
         if kept is not None:
             kept.abandon()
         raise
-    if kept is not None:
+    if kept is not None and file is source:
         kept.finish()
+    elif kept is not None:  # without the other layers it is no copy of the file
+        kept.abandon()
     return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)
+
+
+def _pack_original(source: FewerLayers, pack: FilePacker, names: Sequence[str], role: Role) -> Linear:
+    """Matrices by the names that the file knows them by."""
+    return pack([source.origin(name) or name for name in names], role)
 
 
 def check(dtype: torch.dtype, quant: str | None) -> None:

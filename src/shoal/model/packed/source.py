@@ -1,9 +1,10 @@
-"""Where weights come from, by their names: a loaded model, or safetensors layer by layer."""
+"""Where weights come from, by their names: a loaded model, safetensors layer by layer, or some layers of either."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +14,16 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
+"""The name of a layer's tensor: what stands before its number, the number, and what is behind it."""
 
 
 class Source(Protocol):
     """Names to tensors."""
+
+    def names(self) -> Sequence[str]:
+        """Every tensor's name."""
+        ...
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -32,6 +39,10 @@ class ModelSource:
 
     def __init__(self, model: Any) -> None:
         self._tensors: Mapping[str, Tensor] = model.state_dict()
+
+    def names(self) -> list[str]:
+        """See `Source`."""
+        return sorted(self._tensors)
 
     def has(self, name: str) -> bool:
         """See `Source`."""
@@ -54,7 +65,7 @@ class FileSource:
                 self._files = dict.fromkeys(file.keys(), folder / SINGLE)
 
     def names(self) -> list[str]:
-        """Every tensor's name."""
+        """See `Source`."""
         return sorted(self._files)
 
     def has(self, name: str) -> bool:
@@ -83,6 +94,10 @@ class HalvesPaired:
         turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
         self._order = [*turned[::2], *turned[1::2], *rest]
 
+    def names(self) -> list[str]:
+        """See `Source`."""
+        return list(self._source.names())
+
     def has(self, name: str) -> bool:
         """See `Source`."""
         return self._source.has(name)
@@ -93,6 +108,57 @@ class HalvesPaired:
             return tensor
         heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
         return heads[:, self._order].flatten(0, 1)
+
+
+class FewerLayers:
+    """Some layers of a source, numbered 0, 1, 2, ..., and all that belongs to no layer.
+
+    Args:
+        source: the checkpoint, with the layers of one stack.
+        layers: which layers there are, ascending.
+
+    Attributes:
+        source: the checkpoint itself, also where some of its layers were taken before.
+
+    Raises:
+        ValueError: tensors are numbered in more than one place.
+    """
+
+    def __init__(self, source: Source, layers: Sequence[int]) -> None:
+        stacks = {found[1] for name in source.names() if (found := _NUMBERED.fullmatch(name))}
+        if len(stacks) > 1:
+            raise ValueError(f"tensors are numbered under {', '.join(sorted(stacks))}; it must be one stack of layers")
+        below = source if isinstance(source, FewerLayers) else None
+        self.source: Source = below.source if below else source
+        self._layers: list[int] = [below._layers[layer] for layer in layers] if below else list(layers)
+
+    def names(self) -> list[str]:
+        """See `Source`."""
+        numbers = {old: new for new, old in enumerate(self._layers)}
+        return [new for name in self.source.names() if (new := _renumbered(name, numbers)) is not None]
+
+    def origin(self, name: str) -> str | None:
+        """What the checkpoint calls the tensor, or None where it is of a layer that there is not."""
+        return _renumbered(name, dict(enumerate(self._layers)))
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        place = self.origin(name)
+        return place is not None and self.source.has(place)
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self.origin(name)
+        if place is None:
+            raise KeyError(name)
+        return self.source[place]
+
+
+def _renumbered(name: str, numbers: Mapping[int, int]) -> str | None:
+    found = _NUMBERED.fullmatch(name)
+    if found is None:
+        return name
+    number = numbers.get(int(found[2]))
+    return None if number is None else f"{found[1]}{number}{found[3]}"
 
 
 @contextmanager

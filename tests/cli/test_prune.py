@@ -1,0 +1,141 @@
+"""`shoal prune depth`: which layers go, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import shoal
+from gguf_models import write_model
+from real_models import real_model
+from shoal.calibrate import layer_card
+from shoal.calibrate.layer_card import Effort
+from shoal.cli import main
+from shoal.engine import fingerprint
+
+SCORES = {"influence": [9.0, 0.1, 0.4, 0.2, 0.3, 9.0], "leave_one_out": [0.1, 0.5, 0.4, 0.3, 0.2, 0.0]}
+
+
+@pytest.fixture
+def known(tiny_folder: str, tmp_path: Path) -> str:
+    """The tiny model with a card beside it."""
+    folder = tmp_path / "known"
+    folder.mkdir()
+    for path in Path(tiny_folder).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "shoal.json").write_text(json.dumps({"layer_scores": SCORES, "order": [2, 3, 1, 4]}))
+    return str(folder)
+
+
+def pruned(capsys: Any, *words: Any) -> dict[str, Any]:
+    assert main(["prune", "depth", *map(str, words), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refusal(capsys: Any, *words: Any) -> str:
+    assert main(["prune", "depth", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return str(err)
+
+
+@pytest.mark.parametrize(("words", "by", "gone"), [
+    (["--layers", 2], "influence", [1, 3]),
+    (["--layers", 2, "--by", "leave_one_out"], "leave_one_out", [3, 4]),
+    (["--layers", 3, "--by", "order"], "order", [1, 2, 3]),
+    (["--share", 0.35], "influence", [1, 3]),
+    (["--drop", "5,0"], "hand", [0, 5]),
+])
+def test_the_layers_that_go(
+    capsys: Any, known: str, tmp_path: Path, words: list[Any], by: str, gone: list[int]
+) -> None:
+    told = pruned(capsys, "--model", known, "--out", tmp_path / "fewer", *words)
+    assert told["dropped"] == gone and told["by"] == by and told["num_layers"] == 6 and told["source"] == "known"
+    assert told["fingerprint"] == fingerprint.of_model(None, known)
+    if by != "hand":
+        assert told["scores"]["influence"] == {str(layer): SCORES["influence"][layer] for layer in gone}
+    assert told.pop("out") == str(tmp_path / "fewer")
+    assert json.loads((tmp_path / "fewer" / "shoal_prune.json").read_text()) == told
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fewer")
+    engine, wanted = shoal.load(tmp_path / "fewer", dtype="float32"), shoal.load(
+        known, dtype="float32", transform=shoal.DropLayers(tuple(gone)))
+    ids = engine.tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
+    assert model.config.num_hidden_layers == engine.stack.num_layers == 6 - len(gone)
+    answer = list(engine.generate("Once upon a time", max_new_tokens=8).tokens)
+    assert answer == list(wanted.generate("Once upon a time", max_new_tokens=8).tokens)
+    assert answer == model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def test_words_for_people(capsys: Any, known: str, tmp_path: Path) -> None:
+    assert main(["prune", "depth", "--model", known, "--layers", "1", "--out", str(tmp_path / "fewer")]) == 0
+    assert capsys.readouterr().out == f"5 of 6 layers written to {tmp_path / 'fewer'}, without 1\n"
+
+
+def test_an_unknown_model_is_measured_first(
+    capsys: Any, tiny_folder: str, tmp_path: Path, measures_layers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_card, "Effort", lambda seconds=None: Effort(seconds, 40, 12))
+    monkeypatch.setattr(layer_card, "asked", lambda engine: [[1, 2, 3], [4, 5, 6, 7]])
+    told = pruned(capsys, "--model", tiny_folder, "--layers", 2, "--out", tmp_path / "fewer", "--dtype", "float32")
+    scores = told["scores"]["influence"]
+    assert sorted(map(int, scores)) == told["dropped"] and told["card"] == "measured for this"
+    assert (tmp_path / "cards").is_dir()
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["--layers", 5], "--layers is 5; 1 to 4 of 6 layers may go"),
+    (["--share", 0.01], "--share is 0.01, 0 layers; 1 to 4 of 6 layers may go"),
+    (["--drop", "6"], "the model has layers 0 to 5, and one must stay"),
+    (["--drop", "1,1"], "each named once"),
+    (["--drop", "a"], "'a' is no list of layers such as 3,4,5"),
+    (["--drop", "1", "--by", "order"], "leave one of them out"),
+    (["--drop", "1", "--layers", "1"], "not allowed with"),
+    ([], "one of the arguments --layers --share --drop is required"),
+    (["--layers", 1, "--quant", "int8"], "--quant is no option here: the weights are written as they are"),
+])
+def test_what_is_refused_writes_nothing(capsys: Any, known: str, tmp_path: Path, words: list[Any], why: str) -> None:
+    assert why in refusal(capsys, "--model", known, "--out", tmp_path / "fewer", *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["known"]
+
+
+def test_a_model_of_which_nothing_is_known(capsys: Any, tiny_folder: str, tmp_path: Path) -> None:
+    for by in ("influence", "order"):
+        said = refusal(capsys, "--model", tiny_folder, "--layers", 1, "--by", by, "--out", tmp_path / "fewer")
+        assert f"by {by}: its card does not say" in said and "name the layers with --drop" in said
+
+
+def test_a_folder_with_something_in_it(capsys: Any, known: str) -> None:
+    before = sorted(Path(known).iterdir())
+    assert "is there already and not empty" in refusal(capsys, "--model", known, "--layers", 1, "--out", known)
+    assert sorted(Path(known).iterdir()) == before
+
+
+@pytest.mark.parametrize(("words", "dtype"), [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
+def test_a_gguf_file_becomes_a_checkpoint(capsys: Any, tmp_path: Path, words: list[str], dtype: torch.dtype) -> None:
+    write_model("qwen3", tmp_path / "tiny.gguf", "Q8_0")
+    pruned(capsys, "--model", tmp_path / "tiny.gguf", "--drop", "1", "--out", tmp_path / "fewer", *words)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fewer", dtype="auto")
+    assert model.dtype == dtype and model.config.num_hidden_layers == 3
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.slow
+def test_a_real_model_still_speaks(capsys: Any, tmp_path: Path) -> None:
+    path = real_model("smollm2")
+    told = pruned(capsys, "--model", path, "--layers", 2, "--dtype", "bfloat16", "--out", tmp_path / "fewer")
+    assert len(told["dropped"]) == 2 and "ships with Shoal" in told["card"]
+    engine = shoal.load(tmp_path / "fewer", dtype="float32")
+    twin = shoal.load(path, dtype="float32", backend="hf", transform=shoal.DropLayers(tuple(told["dropped"])))
+    assert engine.stack.num_layers == 28 and engine.fingerprint == twin.fingerprint
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    assert "Paris" in engine.generate(ids, max_new_tokens=8).text
+    assert "Paris" in twin.generate(ids, max_new_tokens=8).text
