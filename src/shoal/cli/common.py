@@ -192,6 +192,7 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     from shoal import catalog
     from shoal.engine.checkpoint import Checkpoint
 
+    _hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
 

@@ -14,6 +14,9 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
+_TINY = 2.0**-126
+"""The smallest normal float32: what is all zeros stays so."""
+
 
 @dataclass(frozen=True)
 class KVInt8(Method):
@@ -58,15 +61,12 @@ class Int8:
     kernel: ClassVar[str | None] = "int8"
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.Form`."""
-        import torch
-
+        """See `shoal.model.kv_form.KVForm`."""
         wide = values.float()
         scale = wide.abs().amax(-1) / 127
-        whole = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round()
-        return whole.to(torch.int8), scale
+        return (wide / scale.clamp_min(_TINY)[..., None]).round().char(), scale
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.Form`."""
+        """See `shoal.model.kv_form.KVForm`."""
         whole, scale = parts
         return whole.float() * scale[..., None]

@@ -85,11 +85,8 @@ class EndsKeeper(Keeper):
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Give up what lies between the ends."""
-        import torch
-
         for _, layer in layers:
             stored = layer.stored(row.slot)
             if stored > self._ends.sinks + self._ends.window:
-                columns = torch.arange(self._ends.sinks + self._ends.window)
-                columns[self._ends.sinks :] += stored - len(columns)
-                layer.keep_columns(row.slot, columns.to(layer.row_tensors(row.slot)[0].device))
+                columns = [*range(self._ends.sinks), *range(stored - self._ends.window, stored)]
+                layer.keep_columns(row.slot, columns)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.kv_form import EncodedRow, Form, KVSizes, Store, move
+from shoal.model.kv_form import EncodedRow, KVForm, KVSizes, Store, move
 
 WINDOW_SLACK = 256
 _GROWTH, _ENDLESS = 1.5, 1 << 62
@@ -260,18 +260,20 @@ class KVLayer:
             tensors = [] if self.keys is None or self.values is None else [self.keys[row], self.values[row]]
         return tensors if bias is None else [*tensors, bias]
 
-    def keep_columns(self, row: int, columns: Tensor) -> None:
+    def keep_columns(self, row: int, columns: Tensor | Sequence[int]) -> None:
         """Keep some of the row's committed columns and forget the others; the row has no scratch entries then.
 
         Args:
-            columns: ascending, int64 [n], or [heads, n] where the heads differ.
+            columns: ascending numbers [n], or int64 [heads, n] where the heads differ.
 
         Raises:
             ValueError: the layer has a sliding window, which says itself what stays, or there are uncommitted entries.
         """
-        self._check_rewrite(row, columns.shape[-1])
-        move(self.row_tensors(row), columns, to=0)
-        self._note_rewrite(row, columns.shape[-1])
+        tensors = self.row_tensors(row)
+        chosen = torch.as_tensor(columns, dtype=torch.int64, device=tensors[0].device if tensors else None)
+        self._check_rewrite(row, chosen.shape[-1])
+        move(tensors, chosen, to=0)
+        self._note_rewrite(row, chosen.shape[-1])
 
     def rewrite(self, row: int, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
         """Put other columns in the place of all that the row has committed; see `keep_columns`.
@@ -311,7 +313,7 @@ class KVLayer:
     def _note_rewrite(self, row: int, count: int) -> None:
         self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
 
-    def set_form(self, row: int, form: Form | None, reserve: int = 0) -> None:
+    def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
         """In what form an empty row is to be stored; None for the slot.
 
         Args:

@@ -14,7 +14,7 @@ KVSizes = tuple[int, int, int]
 """Heads, and head_dim of keys and of values."""
 
 
-class Form(Protocol):
+class KVForm(Protocol):
     """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten."""
 
     @property
@@ -34,12 +34,12 @@ class Form(Protocol):
 class Store(Protocol):
     """The part `store` of a recipe. Immutable."""
 
-    def form(self, layer: int) -> Form | None:
+    def form(self, layer: int) -> KVForm | None:
         """How that layer stores the row; None for as it is."""
         ...
 
 
-def column_bytes(form: Form, sizes: KVSizes) -> int:
+def column_bytes(form: KVForm, sizes: KVSizes) -> int:
     """What one position takes, keys and values together."""
     return sum(part.nbytes for dim in sizes[1:] for part in form.encode(torch.zeros(sizes[0], 1, dim)))
 
@@ -57,7 +57,7 @@ class EncodedRow:
         capacity: columns that there is room for.
     """
 
-    def __init__(self, form: Form, reserve: int = 0) -> None:
+    def __init__(self, form: KVForm, reserve: int = 0) -> None:
         self.form, self._reserve = form, reserve
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
