@@ -8,8 +8,10 @@ import pytest
 from torch import Tensor
 
 from backends import Backend, on_backends
-from drive import make_run, prompt
+from drive import decode, make_run, prompt
+from planted import Planted
 from shoal.decode.batch import Batch
+from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.stack import SequenceChunk
@@ -90,7 +92,25 @@ def test_prompts_that_are_left_too_little_get_a_forward_of_their_own(backend: Ba
     batch.step(4)
     assert stack.fed[-1] == {0: 1, 1: 1, 2: 1, 3: 1}
     batch.step(3)
-    assert stack.fed[-2:] == [{3: 3}, {0: 1, 1: 1, 2: 1}]
+    assert stack.fed[-2:] == [{0: 1, 1: 1, 2: 1}, {3: 3}]
+
+
+@on_backends("llama")
+def test_rows_that_end_in_a_step_do_not_move_what_is_to_be_fed(backend: Backend, name: str) -> None:
+    """A row that needs a forward of its own for its prompt, beside a row whose guesses fill the budget; one ends."""
+    stack = backend.stack(name)
+    for ends, stays in ((0, 1), (1, 0)):
+        truth = decode(None, [prompt(5, 2)], PLAN, 8, stack=stack).tokens[0]
+        recipe = Recipe(PLAN, proposer=Planted({0: truth, 1: truth}, error=0.0, depth=5))
+        prompts = [prompt(5, 2), prompt(5, 2)]
+        rows = make_run(None, prompts, [recipe, recipe], [8, 8], stack=stack).rows
+        rows[ends] = make_run(None, prompts, PLAN, [1, 1], stack=stack).rows[ends]
+        batch = Batch(stack)
+        batch.join(rows)
+        batch.step(64, [rows[stays]])
+        while batch.rows:
+            batch.step(5)
+        assert rows[stays].tokens[5:] == truth and rows[ends].tokens[5:] == truth[:1]
 
 
 @on_backends("llama")
