@@ -74,13 +74,6 @@ def worked_example(tmp_path: Path) -> Iterator[str]:
         yield "two_speed"
 
 
-@pytest.mark.parametrize("sampling", test_matrix.SAMPLINGS)
-@pytest.mark.parametrize("model", test_matrix.MODELS)
-def test_the_worked_example_passes_the_matrix(worked_example: str, model: str, sampling: str) -> None:
-    for options in ({"share": 1.0}, {"full": 3, "share": 0.5}):
-        test_matrix.check(methods.make({"method": worked_example, "method_args": options}), model, sampling)
-
-
 def test_the_worked_example_would_be_missed_in_the_matrix(worked_example: str) -> None:
     with pytest.raises(AssertionError, match="two_speed"):
         test_matrix.test_every_method_is_in_the_matrix()

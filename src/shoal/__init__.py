@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
+    from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
+    from shoal.methods.streaming_llm import StreamingLLM
     from shoal.methods.swift import Swift
+    from shoal.methods.topk_oracle import TopKOracle
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
     from shoal.model.transform import DropLayers
@@ -52,6 +55,7 @@ __all__ = [
     "EarlyExit",
     "Engine",
     "Full",
+    "KVInt8",
     "LayerSkip",
     "Method",
     "ModelInfo",
@@ -63,8 +67,10 @@ __all__ = [
     "SkipDecode",
     "Stats",
     "Step",
+    "StreamingLLM",
     "Swift",
     "TokenLogprob",
+    "TopKOracle",
     "UnifiedLayerSkipping",
     "Unsupported",
     "VocabTrim",
@@ -86,6 +92,7 @@ _HOME = {
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
+    "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
@@ -98,8 +105,10 @@ _HOME = {
     "SkipDecode": "shoal.methods.skipdecode",
     "Stats": "shoal.types",
     "Step": "shoal.types",
+    "StreamingLLM": "shoal.methods.streaming_llm",
     "Swift": "shoal.methods.swift",
     "TokenLogprob": "shoal.types",
+    "TopKOracle": "shoal.methods.topk_oracle",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
     "Unsupported": "shoal.errors",
     "VocabTrim": "shoal.methods.vocabtrim",

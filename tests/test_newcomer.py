@@ -1,0 +1,69 @@
+"""A newcomer's day: the examples of docs/adding_a_method.md, put into a fresh copy one file each, pass the matrix."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT, blocks
+
+PAGE = (ROOT / "docs" / "adding_a_method.md").read_text("utf-8")
+FILES = {found[1]: block.text for block in blocks(PAGE) if (found := re.match(r"# (src/\S+\.py)\n", block.text))}
+_LINES = re.compile(r"<!-- not run: part of a file -->\n```python\n(.*?)```", re.S)
+
+
+def class_of(text: str) -> str:
+    found = re.search(r"class (\w+)\((?:Drafting)?Method\)", text)
+    assert found is not None, text
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with the examples in it, and their lines in the matrix."""
+    root = tmp_path_factory.mktemp("newcomer")
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for path, text in FILES.items():
+        assert not (root / path).exists(), f"{path} is the name of a file that ships"
+        (root / path).write_text(text, "utf-8")
+    matrix = root / "tests" / "method_matrix.py"
+    imports = [f"from shoal.methods.{Path(path).stem} import {class_of(text)}\n" for path, text in FILES.items()]
+    head, body = matrix.read_text("utf-8").split("MATRIX: ")
+    (lines,) = _LINES.findall(PAGE)
+    matrix.write_text(f"{head}{''.join(imports)}MATRIX: {body.rstrip().removesuffix(')')}{lines})\n", "utf-8")
+    return root
+
+
+def test_the_examples_pass_the_matrix(copy: Path) -> None:
+    names = " or ".join([*map(class_of, FILES.values()), "in_the_matrix", "changes_nothing"])
+    found = run(copy, names)
+    assert found.returncode == 0, found.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    (lines,) = _LINES.findall(PAGE)
+    assert passed is not None and int(passed[1]) == 6 * len(lines.splitlines()) + 2
+
+
+def test_an_example_without_its_lines_is_missed(copy: Path) -> None:
+    matrix = copy / "tests" / "method_matrix.py"
+    whole = matrix.read_text("utf-8")
+    try:
+        matrix.write_text(re.sub(r"^    Echo\(.*\n", "", whole, flags=re.M), "utf-8")
+        found = run(copy, "in_the_matrix")
+        assert found.returncode == 1 and "has no line for ['echo']" in found.stdout
+    finally:
+        matrix.write_text(whole, "utf-8")
+
+
+def run(root: Path, names: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_matrix.py"]
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    words += ["-k", names]
+    return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
