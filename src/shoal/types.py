@@ -91,6 +91,8 @@ class ModelInfo:
         tokenizer: the model's tokenizer, where it has one.
         draft_engine: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
             model; None where there is no engine to work beside.
+        tensors: reads the safetensors file of a path, for methods that own trained tensors: tensors by name, on the
+            model's device; ValueError for a file that cannot be read.
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
         free: whether a method may decide by measured times; not where several processes must decide alike.
         memory: what methods have learned about the model on this machine; the engine keeps it from request to request.
@@ -107,6 +109,7 @@ class ModelInfo:
     shows_queries: bool = True
     tokenizer: Any = None
     draft_engine: Callable[[Any], Any] | None = None
+    tensors: Callable[[str], Mapping[str, Any]] | None = None
     fingerprint: Callable[[], str] | None = None
     free: bool = True
     memory: dict[Any, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.session import Session
 from shoal.engine.stream import Stream
+from shoal.engine.trained import TrainedTensors
 from shoal.methods import make
 from shoal.model.kv import KVCache
 from shoal.types import ModelInfo, Result
@@ -82,6 +83,7 @@ class Engine:
         self.changed: Source | None = None
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
+        self._tensors = TrainedTensors(stack.device)
         self._memory: dict[Any, Any] = {}
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
@@ -101,6 +103,7 @@ class Engine:
             shows_queries=self.stack.shows_queries,
             tokenizer=self.tokenizer,
             draft_engine=self._draft_models,
+            tensors=self._tensors,
             fingerprint=lambda: self.fingerprint,
             memory=self._memory,
             free=self.ranks.size == 1,

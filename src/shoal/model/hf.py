@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.model.head import through
 from shoal.model.kv import KVCache, KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
@@ -119,6 +120,16 @@ class HFStack:
         ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
         places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
         return self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """See the protocol."""
+        return self.parts.embed(ids[None], positions[None])[0]
+
+    @torch.no_grad()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See the protocol."""
+        return through(self.parts.head.chain[:-1], hidden)
 
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:

@@ -171,6 +171,14 @@ class Stack(Protocol):
         """
         ...
 
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer [N, D] for token ids [N] at positions [N], int64 both."""
+        ...
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head's matrix reads [N, D] of hidden states [N, D] as a hook is shown them: the final norm."""
+        ...
+
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, D] as a hook is shown them, through the final norm and the head."""
         ...

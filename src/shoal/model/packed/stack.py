@@ -105,6 +105,17 @@ class PackedStack:
         return self._logits(run.wanted())
 
     @torch.no_grad()
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """See the protocol; positions are turned into queries and keys, not added here."""
+        stream = self.weights.final_norm.dtype
+        return self.weights.embedding.lookup(ids).to(stream) * self.shape.embedding_scale
+
+    @torch.no_grad()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See the protocol."""
+        return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
+
+    @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""
         return self._logits(hidden)
@@ -115,13 +126,10 @@ class PackedStack:
         columns = torch.eye(self.shape.hidden, dtype=self.dtype, device=self.device).split(_PIECE)
         index = torch.tensor(ids, device=self.device)
         part = Dense(torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous())
-        return torch.no_grad()(lambda hidden: block.scaled_logits(part(self._normed(hidden)), self.shape))
+        return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return block.scaled_logits(self.weights.head(self._normed(hidden)), self.shape)
-
-    def _normed(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
+        return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape)
 
 
 class _Pass:
@@ -134,8 +142,7 @@ class _Pass:
         stack.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=stack.device)
         self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
-        stream = stack.weights.final_norm.dtype
-        self.x = stack.weights.embedding.lookup(ids).to(stream) * stack.shape.embedding_scale
+        self.x = stack.embed(ids, where)
         self.sizes = [len(chunk.tokens) for chunk in chunks]
 
     def take(self, hidden: Tensor) -> None:
