@@ -442,6 +442,9 @@ class KVBytes:
     used: int
     saved: int
 
+    def __add__(self, other: KVBytes) -> KVBytes:
+        return KVBytes(self.allocated + other.allocated, self.used + other.used, self.saved + other.saved)
+
 
 class KVCache:
     """The layers' caches of a batch of rows.
