@@ -128,7 +128,7 @@ class Batch:
             row.stop.finish_reason = row.stop.finish_reason or "cancelled"
         for search in self.searches[:]:
             if search.root.finish_reason is not None:
-                search.close()
+                search.stop()
         self.retire()
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:

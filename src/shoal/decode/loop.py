@@ -39,6 +39,6 @@ class Loop(Batch):
         finally:
             self.rollback()
             for search in self.searches[:]:
-                search.cut()
+                search.stop(left=1)
             for row in self.rows:
                 row.note_bytes(self.cache.row_bytes(row.slot))

@@ -64,7 +64,7 @@ class Branch:
         if wrong is not None:
             raise ValueError(f"force was given token id {wrong}; the model's ids are 0..{vocabulary - 1}")
         if row.recipe.proposer is not None:
-            raise Unsupported("force in a search with drafts", "they expect one new token at a time", "Leave drafts out")
+            raise Unsupported("force beside drafts", "they expect one new token at a time", "Leave the drafts out")
         for piece in row.stop.push(tokens):
             index, depth = row.emitted, row.recipe.plan.depth(row.emitted)
             row.steps.append(Step(row.number, index, piece.token, piece.text, depth, finish_reason=piece.finish_reason))
@@ -167,7 +167,7 @@ class SearchRun:
         self._check(branch)
         if len(self.branches) + count > self._most:
             raise ValueError(
-                f"{count} more branches beside {len(self.branches)}, and the search has announced {self._most} at most; "
+                f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
                 "end some, or announce more"
             )
         row, made = branch.row, range(self._made, self._made + count)
@@ -188,23 +188,20 @@ class SearchRun:
             branch.row.held, branch.row.stop.finish_reason = False, "cancelled"
             self.batch.retire()
 
-    def cut(self, left: int = 1) -> None:
+    def stop(self, left: int = 0) -> None:
         """Search no more; so many of the branches stay in the cache."""
         self._run.close()
         self.batch.searches.remove(self)
         for branch in self.branches[left:]:
             self.end(branch)
 
-    def close(self) -> None:
-        """Search no more, and give up all branches."""
-        self.cut(0)
-
     def _rests(self, row: Row) -> bool:
         return row.finish_reason is not None or (row.room == 0 and self.batch.due(row) == 0)
 
     def _check(self, branch: object) -> None:
         if branch not in self.branches:
-            raise ValueError(f"{branch!r} is none of the branches under way: it was ended, or the search returned None")
+            what = f"branch {branch.number}" if isinstance(branch, Branch) else repr(branch)
+            raise ValueError(f"{what} is none of the branches under way; fork, or return, one that was not ended")
 
     def _finish(self, winner: Branch) -> list[Step]:
         """Let the row be what the winner is; its KV is the last to stay in the cache."""

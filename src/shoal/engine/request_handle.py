@@ -66,11 +66,16 @@ class ScheduledRow:
 
     @property
     def clock(self) -> Clock:
-        """Seconds of the prompt and of decoding, other rows' share of the forwards included."""
+        """Seconds of the prompt and of decoding, other rows' share of the forwards included.
+
+        All of a search counts as decoding: its first token comes with its last.
+        """
         if self.joined is None:
             return Clock()
         now = time.monotonic() if self.ended is None else self.ended
         first = now if self.first is None else self.first
+        if self.row.recipe.search is not None:
+            first = self.joined
         return Clock(first - self.joined, now - first)
 
     @property

@@ -1,4 +1,4 @@
-"""What a row has stored, copied out of a cache, into an empty row of it or of another one of the model, or beside it."""
+"""What a row has stored, copied out of a cache, into an empty row of the same or another one, or into new rows."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def fork(cache: KVCache, row: int, count: int) -> range:
 
 
 def _fork_layer(layer: KVLayer, row: int, twin: int) -> None:
-    for counts in (layer.lengths, layer.starts, layer.released):
+    for counts in (layer.lengths, layer.starts):
         counts[twin] = counts[row]
+    layer.released[twin] = layer.released[row]
     for store in (layer.keys, layer.values):
         if store is not None:
             store[twin, :, : layer.stored(row)] = store[row, :, : layer.stored(row)]
