@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import toy_tokenizers
 from backends import HF, TORCH, Backend, on_backends
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT, Run, decode, make_run, prompt
@@ -271,15 +273,20 @@ def test_text_and_stop_strings_are_each_branch_s_own() -> None:
     assert "".join(step.text for step in run.rows[0].steps) == words.decode(run.tokens[0], skip_special_tokens=True)
 
 
-def test_a_copied_stop_state_goes_its_own_way_within_a_character() -> None:
-    words = chat_tokenizer()
-    first, second = words.encode("\u00e9", add_special_tokens=False), words.encode("\u00ea", add_special_tokens=False)
-    state = StopState(StopRules(max_new_tokens=9), words, [1])
-    state.push(first[:1])
-    twin = state.copy()
-    for one, rest, room in ((twin, second[1:], 9 - len(second)), (state, first[1:], 9 - len(first))):
-        text = "".join(piece.text for piece in one.push(rest))
-        assert one.room == room and text == ("" if not rest else words.decode([*first[:1], *rest]))
+@pytest.mark.parametrize("name", toy_tokenizers.BUILDERS)
+def test_a_copied_stop_state_goes_its_own_way(name: str) -> None:
+    """Also in the middle of a character or a run of bytes."""
+    words, draw = toy_tokenizers.BUILDERS[name](), random.Random(4)
+    tokens = [token for token in range(3, len(words)) if token > 130 or token % 7 == 0]
+    for _ in range(60):
+        start, *ends = [[draw.choice(tokens) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
+        state = StopState(StopRules(max_new_tokens=99), words, [1])
+        begun = [piece.text for piece in state.push(start)]
+        for one, rest in zip((state.copy(), state), ends, strict=True):
+            whole = StopState(StopRules(max_new_tokens=99), words, [1])
+            expected = "".join(piece.text for piece in whole.push([*start, *rest]))
+            assert "".join([*begun, *(piece.text for piece in one.push(rest))]) == expected
+            assert one.room == 99 - len(start) - len(rest)
 
 
 def test_leaving_early_leaves_a_cache_row_for_each_row() -> None:

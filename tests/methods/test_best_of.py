@@ -78,7 +78,7 @@ def test_it_is_the_likeliest_of_separate_runs(model: str, inner: Method | None) 
 
 
 @pytest.mark.parametrize(
-    "drafting", [DraftModel(draft_of("llama")), LayerSkip(4, 3), DEL((4, 5), 4, head=0.0)], ids=repr
+    "drafting", [DraftModel(draft_of("llama")), LayerSkip(4, 3), DEL((4, 5), window=0, head=0.0)], ids=repr
 )
 def test_drafts_change_no_sample(drafting: Method) -> None:
     engine = engine_of("llama")
