@@ -20,8 +20,9 @@ from shoal.decode.search import Branch, branch_seed
 from shoal.decode.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods.kv_int8 import Bytes
 from shoal.methods.prompt_lookup import NGrams, PromptLookup
-from shoal.model.kv_copy import fork
+from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Sampling
 
@@ -76,7 +77,7 @@ def test_a_fork_is_bit_equal(backend: Backend, name: str, plan: DepthPlan) -> No
         next(steps)
     assert (name == "llama") or any(layer.starts[0] for layer in cache.layers)
     assert (plan is FULL) != any(layer.released[0] for layer in cache.layers)
-    assert list(fork(cache, 0, 2)) == [1, 2]
+    assert list(cache.fork(0, 2)) == [1, 2]
     assert cache.first_shallow(1) == cache.first_shallow(0)
     token = row.tokens[-1]
     for step in range(8, 20):
@@ -361,3 +362,26 @@ def _forces(root: Branch) -> Steps:
     root.force([1])
     return root
     yield
+
+
+def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
+    """Fewer columns than positions, a bias on them, and a form: none is shared with the row that it was copied from."""
+    cache = KVCache([None, 4], rows=1)
+    cache.set_store(0, Bytes(1))
+    for layer in cache.layers:
+        layer.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), [0], [6])
+    cache.commit(0, range(6))
+    keys, values = torch.randn(2, 2, 3, 4)
+    cache.layers[0].rewrite(0, keys, values, torch.randn(2, 3))
+    cache.mark_shallow(0, 2)
+    cache.fork(0, 1)
+    assert cache.row_bytes(1) == cache.row_bytes(0) and cache.first_shallow(1) == 2
+    for layer in cache.layers:
+        assert (layer.stored(1), layer.rewritten[1]) == (layer.stored(0), layer.rewritten[0])
+        for ours, theirs in zip(layer.row_tensors(0), layer.row_tensors(1), strict=True):
+            count = layer.stored(0)
+            assert torch.equal(ours[:, :count], theirs[:, :count])
+            ours[:, :count] = 0
+            assert theirs[:, :count].any()
+    cache.select([1])
+    assert cache.layers[0].bias[0] is not None and cache.stores == [Bytes(1)]

@@ -28,8 +28,11 @@ from shoal.methods.d3 import D3
 from shoal.methods.del_ import DEL
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
+from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import Result
 from test_matrix import engine_of
 
@@ -61,7 +64,13 @@ def _mean(result: Result) -> float:
     return sum(one.logprob for one in result.logprobs) / len(result.logprobs)
 
 
-@pytest.mark.parametrize("inner", [None, SHALLOW, PromptLookup(min_ngram=1, inner=SHALLOW)], ids=repr)
+INNER = (
+    None, SHALLOW, PromptLookup(min_ngram=1, inner=SHALLOW), StreamingLLM(window=3, sinks=1, every=2), KVInt8(first=1),
+    TopKOracle(k=3, first=1),
+)
+
+
+@pytest.mark.parametrize("inner", INNER, ids=repr)
 @pytest.mark.parametrize("model", ["llama", "hybrid", "packed hybrid"])
 def test_it_is_the_likeliest_of_separate_runs(model: str, inner: Method | None) -> None:
     engine, options = engine_of(model), {**WARM, "top_p": 0.9, "repetition_penalty": 1.2}
@@ -130,6 +139,7 @@ JOBS: list[Job] = [
     (prompt(13, 3), {"max_new_tokens": 9, "method": BestOf(2, inner=SHALLOW), "temperature": 1.0, "seed": 2}),
     (prompt(1, 4), {"max_new_tokens": 5, "method": BestOf(3), "temperature": 1.0, "seed": 3, "stop_token_ids": [5, 9]}),
     (prompt(21, 5), {"max_new_tokens": 9, "method": SHALLOW, "temperature": 1.0, "seed": 4}),
+    (prompt(7, 7), {"max_new_tokens": 9, "method": BestOf(2, inner=KVInt8()), "temperature": 1.0, "seed": 6}),
     (prompt(6, 6), {"max_new_tokens": 1, "method": BestOf(3), "temperature": 1.0, "seed": 5}),
 ]
 

@@ -21,7 +21,6 @@ from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
 from shoal.model.kv import KVCache
-from shoal.model.kv_copy import fork
 from shoal.model.stack import SequenceChunk, Stack
 from shoal.types import Step
 
@@ -99,7 +98,7 @@ class Batch:
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """Take in rows that go on from where `row` stands."""
-        for twin, slot in zip(twins, fork(self.cache, row.slot, len(twins)), strict=True):
+        for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
             twin.slot = slot
         self._take(twins)
 

@@ -42,14 +42,14 @@ class BestOf(Method):
         """The inner method's recipe with the search put in.
 
         Raises:
-            Unsupported: the inner method searches as well, or alters the KV.
+            Unsupported: the inner method searches as well.
         """
         recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.n == 1:
             return recipe
-        if self.inner is not None and (recipe.search is not None or recipe.alters_kv):
-            why = "searches itself" if recipe.search is not None else "alters the KV, which branches would share"
-            raise Unsupported(f"{self.inner.name} as inner of {self.name}", f"it {why}", "Give another, such as d3")
+        if self.inner is not None and recipe.search is not None:
+            what = f"{self.inner.name} as inner of {self.name}"
+            raise Unsupported(what, "it searches itself", "Give another, such as d3")
         return replace(recipe, search=MeanLogprob(self.n))
 
 

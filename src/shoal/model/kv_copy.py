@@ -1,4 +1,4 @@
-"""What a row has stored, copied out of a cache, into an empty row of the same or another one, or into new rows."""
+"""What a row has stored, copied out of a cache, and into an empty row of the same or another cache of the model."""
 
 from __future__ import annotations
 
@@ -78,30 +78,3 @@ def _layer_in(layer: KVLayer, row: int, copied: LayerCopy, length: int) -> None:
     layer.keys[row, :, :count] = copied.keys[:, :count]
     layer.values[row, :, :count] = copied.values[:, :count]
     layer.lengths[row] = length
-
-
-def fork(cache: KVCache, row: int, count: int) -> range:
-    """Add rows that hold what `row` does, bit for bit; it must have no scratch entries.
-
-    Returns:
-        Their numbers.
-    """
-    twins = range(cache.rows, cache.rows + count)
-    cache.extend(count)
-    shallow = cache.first_shallow(row)
-    for twin in twins:
-        for layer in cache.layers:
-            _fork_layer(layer, row, twin)
-        cache.positions[twin] = cache.positions[row]
-        if shallow < cache.positions[row]:
-            cache.mark_shallow(twin, shallow)
-    return twins
-
-
-def _fork_layer(layer: KVLayer, row: int, twin: int) -> None:
-    for counts in (layer.lengths, layer.starts):
-        counts[twin] = counts[row]
-    layer.released[twin] = layer.released[row]
-    for store in (layer.keys, layer.values):
-        if store is not None:
-            store[twin, :, : layer.stored(row)] = store[row, :, : layer.stored(row)]
