@@ -10,6 +10,7 @@ from drafts import draft_of
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
@@ -50,6 +51,9 @@ MATRIX: tuple[Method, ...] = (
     Calibrated(Full()),
     Calibrated(Schedule((3, 2), (2, 5))),
     Auto(),
+    BestOf(1),
+    BestOf(3, inner=D3(alpha=0.9, core=2)),
+    BestOf(2, inner=DraftModel(draft_of("llama"), inner=D3(alpha=0.9, core=2))),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
     ADED(),

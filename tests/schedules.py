@@ -103,8 +103,8 @@ def follow(
 
 def _turn(scheduler: Scheduler) -> None:
     scheduler.turn()
-    needs = [entry.need for entry in scheduler._running]
-    assert scheduler.running <= scheduler.max_rows
+    needs = [need for entry in scheduler._running for need in entry.needs]
+    assert scheduler._batch.cache.rows <= len(needs) <= scheduler.max_rows
     assert max(scheduler._batch.cache.bytes().allocated, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
 
 

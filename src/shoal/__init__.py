@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.methods.aded import ADED
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
+    from shoal.methods.best_of import BestOf
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
@@ -47,6 +48,7 @@ __all__ = [
     "DEL",
     "RSD",
     "Auto",
+    "BestOf",
     "D3Spec",
     "DepthPlan",
     "DraftAndVerify",
@@ -82,6 +84,7 @@ __all__ = [
 _HOME = {
     "ADED": "shoal.methods.aded",
     "Auto": "shoal.methods.auto",
+    "BestOf": "shoal.methods.best_of",
     "D3": "shoal.methods.d3",
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",

@@ -16,6 +16,7 @@ from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
+from shoal.decode.search import SearchRun, score_forced
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
@@ -40,7 +41,8 @@ class Batch:
         release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
 
     Attributes:
-        rows: rows still under way, in the order of their slots.
+        rows: rows still under way, in the order of their slots; in place of one that is searched its branches.
+        searches: those under way.
         clock: seconds spent.
     """
 
@@ -53,7 +55,8 @@ class Batch:
         prefixes: Prefixes | None = None,
         release: bool = True,
     ) -> None:
-        self.stack, self.rows = stack, [row for row in rows if row.finish_reason is None]
+        self.stack, self.searches = stack, list[SearchRun]()
+        self.rows = [self._begun(row) for row in rows if row.finish_reason is None]
         self.cache = KVCache(stack.windows, 0) if cache is None else cache
         self.clock = Clock()
         self._owns_cache, self._release = cache is None, release
@@ -67,8 +70,8 @@ class Batch:
 
     @property
     def reading(self) -> list[Row]:
-        """Rows whose prompt is not read to its end, first come first."""
-        return [row for row in self._came if not row.emitted]
+        """Rows whose prompt, or what was forced upon them, is not read to its end, first come first."""
+        return [row for row in self._came if self._reads(row)]
 
     @property
     def decoding(self) -> list[Row]:
@@ -81,11 +84,10 @@ class Batch:
         self.cache.extend(len(rows))
         for slot, row in enumerate(rows, start=first):
             row.slot = slot
-            self.rows.append(row)
-            self._came.append(row)
             self._set_store(row, None if columns is None else columns[slot - first])
             if not row.recipe.alters_kv:
                 row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
+            self._take([self._begun(row)])
 
     def _set_store(self, row: Row, columns: Sequence[int] | None = None) -> None:
         """Let what the row stores have the form that its recipe names; what it holds in another way is read anew."""
@@ -94,11 +96,39 @@ class Batch:
             self.cache.truncate(slot, 0)
             self.cache.set_store(slot, store, columns)
 
+    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+        """Take in rows that go on from where `row` stands."""
+        for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
+            twin.slot = slot
+        self._take(twins)
+
+    def _take(self, rows: Sequence[Row]) -> None:
+        self.rows += rows
+        self._came += rows
+
+    def _begun(self, row: Row) -> Row:
+        """The row that decodes for `row`: itself, or the first branch of its search."""
+        if row.recipe.search is None:
+            return row
+        self.searches.append(SearchRun(self, row, row.recipe.search))
+        return self.searches[-1].branches[0].row
+
+    def due(self, row: Row) -> int:
+        """How many of the row's tokens are to be fed; a row that rests keeps its last one back."""
+        return len(row.tokens) - (row.room == 0) - self.cache.positions[row.slot]
+
+    def _reads(self, row: Row) -> bool:
+        """Whether more is to be fed than the last token that the row has emitted."""
+        return self.due(row) > (row.emitted > 0 and row.room > 0)
+
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go before their end: they count as cancelled, and what they stored is free."""
         for row in rows:
             row.stop.finish_reason = row.stop.finish_reason or "cancelled"
-        self._retire()
+        for search in self.searches[:]:
+            if search.root.finish_reason is not None:
+                search.stop()
+        self.retire()
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
         """One forward: the guesses of every row that decodes, and pieces of prompts in what they leave of `budget`.
@@ -109,27 +139,36 @@ class Batch:
         Args:
             budget: tokens of the forward, of all rows together; only guesses may exceed it. Where they leave prompts
                 too little, these get a forward of their own.
-            rows: which rows, in the order of their slots; None for all.
+            rows: which rows, in the order of their slots; None for all. A row that is searched stands for its branches.
             most: prompt tokens of a row; None for as many as fit.
         """
         start = time.perf_counter()
-        rows = self.rows if rows is None else rows
-        if not rows:
-            return []
-        decoding = [row for row in rows if row.emitted]
+        steps, rows = self._search(rows)
+        reading = [row for row in rows if self._reads(row)]
+        decoding = [row for row in rows if row.room and not self._reads(row)]
+        if not (reading or decoding):
+            return steps
         trees = self._drafting.propose(decoding)
         drafted = time.perf_counter()
         shares = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
         left = budget - sum(map(len, trees))
         shared = left * _LEAST_SHARE >= budget
-        if shared and len(decoding) < len(rows):
-            shares = sorted([*shares, *self._pieces(rows, left, most)], key=lambda share: share.row.slot)
-        steps = self._forward(shares, drafted - start) if shares else []
-        if not shared and len(decoding) < len(rows):
-            steps += self._forward(self._pieces(rows, budget, most))  # made now: rows that ended moved the others
+        if shared and reading:
+            shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.row.slot)
+        if shares:
+            steps += self._forward(shares, drafted - start)
+        if not shared and reading:
+            steps += self._forward(self._pieces(reading, budget, most))  # made now: rows that ended moved the others
         self.clock.draft_seconds += drafted - start
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
+
+    def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[Row]]:
+        """Let searches go on, all or those of `rows`: what they emit, and the rows that may run now."""
+        chosen = None if rows is None else {id(row) for row in rows}
+        steps = [step for search in self.searches[:] if chosen is None or search.among(chosen)
+                 for step in search.go_on()]
+        return steps, [row for row in self.rows if chosen is None or {id(row), id(row.root)} & chosen]
 
     def rollback(self) -> None:
         """Forget what a forward that failed has left unfinished; no row has moved on by it."""
@@ -143,7 +182,7 @@ class Batch:
         for row in self.reading:
             if id(row) in chosen and budget > 0:
                 first = self.cache.positions[row.slot]
-                size = min(len(row.tokens) - first, budget, most or budget, self._drafting.ahead(row, first) or budget)
+                size = min(self.due(row), budget, most or budget, self._drafting.ahead(row, first) or budget)
                 pieces.append(_piece(row, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.row.slot)
@@ -159,10 +198,12 @@ class Batch:
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
+            if share.forced:
+                score_forced(share.row, self.cache.positions[share.row.slot], values)
             if share.tree is None:
                 self._commit(share.row, range(len(share.chunk.tokens)))
             else:
-                ended.append((share, RowTarget(share.row, share.tree, values)))
+                ended.append((share, RowTarget(share.row, share.tree, values[-len(share.tree) :])))
         outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
         mixed = len({share.guesses for share in shares}) > 1
         self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
@@ -188,8 +229,8 @@ class Batch:
             emitted = _emit(share.row, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
             self._commit(share.row, [*range(first), *(first + node for node in kept)])
-            steps.extend(emitted)
-        self._retire()
+            steps.extend(emitted if share.row.root is None else ())
+        self.retire()
         return steps
 
     def _commit(self, row: Row, path: Sequence[int]) -> None:
@@ -200,19 +241,20 @@ class Batch:
             self.cache.mark_shallow(row.slot, before)
             self._drafting.rewrite(row, before)
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
         for row in self.rows:
-            if row.finish_reason is not None or row.emitted == 1:  # beyond its prompt a plan may give layers up
+            ended = row.leaves and not (row.root is not None and row.finish_reason == "cancelled")
+            if ended or row.emitted == 1:  # beyond its prompt a plan may give layers up
                 self._prefixes.keep(self.cache, row.slot, row.tokens)
         for row in self.rows:
-            if row.finish_reason is not None:
-                row.bytes = self.cache.row_bytes(row.slot)
+            if row.leaves:
+                row.note_bytes(self.cache.row_bytes(row.slot))
             elif self._release and row.recipe.proposer is None:
-                self.cache.release(row.slot, row.recipe.plan.dropped(row.emitted))
-        if self._came:
-            self._came = [row for row in self.reading if row.finish_reason is None]
-        alive = [row for row in self.rows if row.finish_reason is None]
+                fed = self.cache.positions[row.slot] - row.prompt_length
+                self.cache.release(row.slot, row.recipe.plan.dropped(max(0, fed + 1)))
+        self._came = [row for row in self._came if not row.leaves]
+        alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
         if done:
             self._drafting.keep(alive)
@@ -248,17 +290,23 @@ class _Share:
         """Whether the row decodes."""
         return self.row.emitted > 0
 
+    @property
+    def forced(self) -> bool:
+        """Whether there are tokens among them that were forced upon the row."""
+        return self.guesses and (self.tree is None or self.before > 0)
+
     def count(self) -> None:
         """Note the work in the row's ledger."""
         ledger, plan, size = self.row.ledger, self.chunk.plan, len(self.chunk.tokens)
         ledger.target_forwards += 1
-        if not self.guesses or self.tree is None:
+        if not self.guesses:
             ledger.prefill_forwards += 1
             ledger.prefill_tokens += size
             ledger.prefill_layer_tokens += size * plan.num_layers
             return
-        ledger.drafted += size - 1
-        ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
+        if self.tree is not None:
+            ledger.drafted += len(self.tree) - 1
+            ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
         ledger.decode_layer_tokens += sum(plan.depth(step) for step in self.chunk.steps)
         ledger.read(plan.depth(min(self.chunk.steps)))
 
@@ -273,10 +321,12 @@ def _guesses(row: Row, tree: TokenTree) -> _Share:
 
 
 def _piece(row: Row, first: int, size: int) -> _Share:
-    """`size` tokens of a row's prompt from position `first` on."""
+    """`size` tokens of a row's prompt, or of what was forced upon it, from position `first` on."""
     tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
-    return _Share(row, SequenceChunk(row.slot, tokens, [0] * size, row.recipe.plan, wanted=int(ends)), tree, size - 1)
+    steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + size)]
+    chunk = SequenceChunk(row.slot, tokens, steps, row.recipe.plan, wanted=size if row.emitted else int(ends))
+    return _Share(row, chunk, tree, size - 1)
 
 
 def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:

@@ -120,7 +120,7 @@ class Drafting:
         if row.recipe.proposer is None:
             return 0
         ahead = self.ahead(row, self._cache.positions[row.slot])
-        return min(row.stop.room, ahead or row.stop.room) - 1
+        return min(row.room, ahead or row.room) - 1
 
     def _all_at_work(self, rows: Sequence[Row]) -> list[tuple[Worker, Sequence[Row]]]:
         return [pair for part in _PARTS for pair in self._at_work(rows, part)]

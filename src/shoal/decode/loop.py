@@ -37,6 +37,8 @@ class Loop(Batch):
             while self.rows:
                 yield self.step(self.stack.prefill_chunk, self.reading or None, self._chunk)
         finally:
+            self.rollback()
+            for search in self.searches[:]:
+                search.stop(left=1)
             for row in self.rows:
-                self.cache.rollback(row.slot)
-                row.bytes = self.cache.row_bytes(row.slot)
+                row.note_bytes(self.cache.row_bytes(row.slot))

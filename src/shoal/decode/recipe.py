@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from shoal.depth.plan import DepthPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
     from shoal.decode.accept import Outcome, Target
+    from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
 Exactness = Literal["full", "plan", "none"]
-PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select")
+PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search")
 """The parts of a recipe that methods fill: each answers one question."""
 
 
@@ -34,6 +37,26 @@ class Rule(Protocol):
         ...
 
 
+class Search(Protocol):
+    """Plain Python over branches, of which one becomes the row's answer. Immutable."""
+
+    @property
+    def branches(self) -> int:
+        """The most branches that it has at once: so many rows, and their KV, are counted for it."""
+        ...
+
+    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+        """The search for one row: yields the branches for which it waits, and returns the one that won.
+
+        It goes on when each of those has ended, or has what it was told to `advance`, and nothing but that may decide
+        when: so what it finds depends on no other row. A winner that has not ended goes on to its end.
+
+        Args:
+            root: has read the prompt but for its last token, and emitted nothing.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The parts of a method.
@@ -46,6 +69,7 @@ class Recipe:
         keep: which of the KV stays (None: all).
         store: in what form it lies in memory (None: as the model computes it).
         select: which of it a query reads (None: all that the model's own attention does).
+        search: who chooses among several continuations (None: there is one).
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
         self_metered: whether the proposer sees to it itself that guessing brings something.
@@ -58,6 +82,7 @@ class Recipe:
     keep: Keep | None = None
     store: Store | None = None
     select: Select | None = None
+    search: Search | None = None
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False
@@ -65,7 +90,7 @@ class Recipe:
     @property
     def exact_to(self) -> Exactness:
         """`full`: equal to the full model. `plan`: equal to its own plan run token by token. `none`: neither."""
-        if self.alters_kv or (self.rule is not None and not self.rule.exact):
+        if self.alters_kv or self.search is not None or (self.rule is not None and not self.rule.exact):
             return "none"
         return "full" if self.plan.is_full else "plan"
 

@@ -27,6 +27,9 @@ class Row:
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
         cached: those of them whose KV was there already.
+        root: the row of which this one is a branch, in a search; else None.
+        until: how many tokens a branch may have emitted before it rests; None for as many as its stop rules allow.
+        held: whether a branch stays in the cache after its end.
         recipe: plan, proposer, rule.
         stop: where the row ends and what its text is.
         steps: what was emitted.
@@ -49,6 +52,9 @@ class Row:
     cached: int = 0
     bytes: KVBytes | None = None
     record: Callable[[Tensor, Tensor], None] | None = None
+    root: Row | None = None
+    until: int | None = None
+    held: bool = False
 
     @property
     def emitted(self) -> int:
@@ -59,6 +65,24 @@ class Row:
     def finish_reason(self) -> FinishReason | None:
         """Why the row ended; None while it runs."""
         return self.stop.finish_reason
+
+    @property
+    def room(self) -> int:
+        """How many tokens the row may emit now; 0 for a branch that rests, and for a row that has ended."""
+        if self.finish_reason is not None:
+            return 0
+        return self.stop.room if self.until is None else min(self.stop.room, max(0, self.until - self.emitted))
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the row has ended and its KV is not needed any more."""
+        return self.finish_reason is not None and not self.held
+
+    def note_bytes(self, stored: KVBytes) -> None:
+        """Note what the row has stored; a row that is searched has stored what all its branches have."""
+        self.bytes = stored
+        if self.root is not None:
+            self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
 
     @property
     def rule(self) -> Rule:

@@ -6,6 +6,7 @@ be the beginning of a stop string is held back, so that no reader ever sees a pa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,12 @@ class StopState:
             limits.append(rules.max_length - len(self._ids))
         self.room = max(0, min(limits))
         self.finish_reason: FinishReason | None = None if self.room else "length"
+
+    def copy(self) -> StopState:
+        """The same state for a row that goes another way from here."""
+        twin = copy.copy(self)
+        twin._ids, twin._detokenizer = list(self._ids), self._detokenizer.copy()
+        return twin
 
     def push(self, tokens: Sequence[int]) -> list[Piece]:
         """The pieces of an accepted block, cut after the first token that ends the row; [] once it has ended."""

@@ -8,6 +8,7 @@ one bad byte turns the whole run into replacement characters. Knows nothing abou
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from typing import Any
 
@@ -32,6 +33,12 @@ class Detokenizer:
         self._given = 0  # characters of decode(context + open) given out
         self._run: _ByteRun | None = None
         self._kinds: dict[int, bytes | None] = {}
+
+    def copy(self) -> Detokenizer:
+        """The same state for other tokens to come."""
+        twin = copy.copy(self)
+        twin._context, twin._open, twin._run = list(self._context), list(self._open), copy.deepcopy(self._run)
+        return twin
 
     @property
     def tail(self) -> str:

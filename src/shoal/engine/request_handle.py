@@ -28,7 +28,7 @@ class ScheduledRow:
     Attributes:
         row: the row.
         handle: whose it is.
-        need: the KV that it may come to store.
+        need: the KV that it may come to store; so does each branch of a row that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
         told: steps handed to the handle.
         gaps: seconds between the moments at which it was handed any.
@@ -47,6 +47,12 @@ class ScheduledRow:
     _last: float | None = None
     error: BaseException | None = None
 
+    @property
+    def needs(self) -> list[Need]:
+        """What each of the rows that it has in the batch at once may come to store."""
+        search = self.row.recipe.search
+        return [self.need] * (1 if search is None else search.branches)
+
     def hand_out(self, now: float) -> list[Step]:
         """The steps that the handle has not been told of, and from now on has."""
         steps = self.row.steps[self.told :]
@@ -60,11 +66,16 @@ class ScheduledRow:
 
     @property
     def clock(self) -> Clock:
-        """Seconds of the prompt and of decoding, other rows' share of the forwards included."""
+        """Seconds of the prompt and of decoding, other rows' share of the forwards included.
+
+        All of a search counts as decoding: its first token comes with its last.
+        """
         if self.joined is None:
             return Clock()
         now = time.monotonic() if self.ended is None else self.ended
         first = now if self.first is None else self.first
+        if self.row.recipe.search is not None:
+            first = self.joined
         return Clock(first - self.joined, now - first)
 
     @property

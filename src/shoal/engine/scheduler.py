@@ -41,7 +41,7 @@ class Scheduler:
 
     Args:
         engine: the model.
-        max_rows: most rows under way.
+        max_rows: most rows under way; a row that is searched counts as so many as it may have branches.
         max_waiting: most rows that wait.
         kv_bytes: most bytes of KV; None for half of the memory that is free now.
         prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
@@ -101,7 +101,8 @@ class Scheduler:
             **options: see `Request`.
 
         Raises:
-            ValueError: an unknown or impossible option or prompt; Unsupported where it could never fit into the KV.
+            ValueError: an unknown or impossible option or prompt; Unsupported where it could never fit into the KV, or
+                has more branches than `max_rows`.
             QueueFull: too many rows wait.
             Closed: the scheduler takes no more requests.
         """
@@ -120,7 +121,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Rows under way."""
+        """Rows under way, each once however many branches it has."""
         return len(self._running)
 
     @property
@@ -131,7 +132,7 @@ class Scheduler:
     @property
     def kv_use(self) -> float:
         """Share of the KV memory that is set apart for rows under way."""
-        return self._room.bytes([entry.need for entry in list(self._running)]) / self.kv_bytes
+        return self._room.bytes(_needs(list(self._running))) / self.kv_bytes
 
     @property
     def alive(self) -> bool:
@@ -171,11 +172,17 @@ class Scheduler:
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
         need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, guesses, keep, recipe.store)
-        if self._room.bytes([need]) > self.kv_bytes:
+        branches = 1 if row.recipe.search is None else row.recipe.search.branches
+        if branches > self.max_rows:
             raise Unsupported(
-                f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}",
-                f"its KV can take {self._room.bytes([need])} bytes, and there are {self.kv_bytes}",
-                "Use a smaller max_new_tokens or a shorter prompt",
+                f"a search of {branches} branches", f"there is room for {self.max_rows} rows", "Search fewer at a time"
+            )
+        if self._room.bytes([need] * branches) > self.kv_bytes:
+            beside = f" in {branches} branches" if branches > 1 else ""
+            raise Unsupported(
+                f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}{beside}",
+                f"its KV can take {self._room.bytes([need] * branches)} bytes, and there are {self.kv_bytes}",
+                f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if beside else ''}",
             )
         return need
 
@@ -250,14 +257,15 @@ class Scheduler:
             for entry in admitted:
                 entry.joined = time.monotonic()
             self._running += admitted
-            self._room.prepare(self._batch.cache, [entry.need for entry in self._running])
+            self._room.prepare(self._batch.cache, _needs(self._running))
             self._batch.join([entry.row for entry in admitted], [entry.need.columns for entry in admitted])
 
     def _fits(self, entries: list[ScheduledRow], new: ScheduledRow) -> bool:
+        needs = _needs([*entries, new])
         return (
-            len(entries) < self.max_rows
+            len(needs) <= self.max_rows
             and self._policy.admits(self._batch.rows, time.monotonic() - new.arrived)
-            and self._room.bytes([*(entry.need for entry in entries), new.need]) <= self.kv_bytes
+            and self._room.bytes(needs) <= self.kv_bytes
         )
 
     def _forward(self) -> None:
@@ -318,6 +326,10 @@ class Scheduler:
                 handle.deliver(item)
         except Exception:  # nobody listens any more
             self._cancel(handle)
+
+
+def _needs(entries: Iterable[ScheduledRow]) -> list[Need]:
+    return [need for entry in entries for need in entry.needs]
 
 
 def _check_positive(**numbers: int | None) -> None:

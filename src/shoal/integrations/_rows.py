@@ -20,8 +20,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from shoal.errors import Unsupported
 
 
-def check_processors(processors: Iterable[Any], drafting: bool) -> None:
-    """Refuse processors whose state follows one sequence in a way that Shoal cannot keep up."""
+def check_processors(processors: Iterable[Any], repeats: bool) -> None:
+    """Refuse processors whose state follows one sequence in a way that Shoal cannot keep up.
+
+    Args:
+        processors: those of a call.
+        repeats: whether they are asked about tokens that are not kept.
+    """
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
             raise Unsupported(
@@ -29,11 +34,11 @@ def check_processors(processors: Iterable[Any], drafting: bool) -> None:
                 "it runs the whole model a second time for every token, with a cache of its own",
                 "Leave guidance_scale out",
             )
-        if drafting and isinstance(processor, hf.SynthIDTextWatermarkLogitsProcessor):
+        if repeats and isinstance(processor, hf.SynthIDTextWatermarkLogitsProcessor):
             raise Unsupported(
-                "a SynthID watermark with a method that drafts tokens",
-                "the watermark counts its calls, and drafted tokens that are not kept would be counted too",
-                "Use a method without drafts, or WatermarkingConfig",
+                "a SynthID watermark with a method that drafts tokens or searches",
+                "the watermark counts its calls, and tokens that are not kept would be counted too",
+                "Use a method without drafts or search, or WatermarkingConfig",
             )
 
 

@@ -15,6 +15,7 @@ A row may have storage of its own beside the slots, in another form. The cache k
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -386,6 +387,18 @@ class KVLayer:
                 store[first : min(last, self._touched)] = 0
         self._touched = max(self._touched, last)
 
+    def fork(self, row: int, twin: int) -> None:
+        """Let an empty row hold what another one does, bit for bit; neither has scratch entries."""
+        for name in ("lengths", "starts", "released", "rewritten"):
+            getattr(self, name)[twin] = getattr(self, name)[row]
+        self.encoded[twin], self.bias[twin] = copy.deepcopy((self.encoded[row], self.bias[row]))
+        if self.encoded[row] is not None or self.bias[row] is not None:
+            self.version += 1
+            self._note_beside()
+        stored = self.stored(row) if self.encoded[row] is None else 0
+        for store in (store for store in (self.keys, self.values) if store is not None):
+            store[twin, :, :stored] = store[row, :, :stored]
+
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
         self.released[row] = True
@@ -441,6 +454,9 @@ class KVBytes:
     allocated: int
     used: int
     saved: int
+
+    def __add__(self, other: KVBytes) -> KVBytes:
+        return KVBytes(self.allocated + other.allocated, self.used + other.used, self.saved + other.saved)
 
 
 class KVCache:
@@ -559,6 +575,17 @@ class KVCache:
         self.positions.extend([0] * rows)
         self._marks.extend([None] * rows)
         self.stores.extend([None] * rows)
+
+    def fork(self, row: int, count: int) -> range:
+        """Add rows that hold what `row` does, bit for bit, and has committed; returns their numbers."""
+        twins = range(self.rows, self.rows + count)
+        self.extend(count)
+        for twin in twins:
+            self.positions[twin], self._marks[twin] = self.positions[row], self._marks[row]
+            self.stores[twin] = self.stores[row]
+            for layer in self.layers:
+                layer.fork(row, twin)
+        return twins
 
     def release(self, row: int, layers: Sequence[int]) -> None:
         """Give up what `layers` store of a row that will not run them again."""

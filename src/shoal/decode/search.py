@@ -1,0 +1,233 @@
+"""Searches: plain Python over branches of one row, each of them a row of the batch like any other.
+
+A search never asks for a forward. It says how far its branches shall go and waits; the batch runs them beside all other
+rows. What wins is emitted as if the row had decoded it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shoal.decode import sampling
+from shoal.errors import Unsupported
+from shoal.types import FinishReason, Step
+
+if TYPE_CHECKING:
+    from shoal.decode.batch import Batch
+    from shoal.decode.recipe import Search
+    from shoal.decode.row import Row
+
+
+def branch_seed(seed: int, row: int, branch: int) -> int:
+    """The seed of a branch's draws, by the request's seed, the row's number in it, and the branch's own.
+
+    Branch 0 has the request's: it draws what the row would draw without a search.
+    """
+    return int(sampling.uniform(seed, row, branch, "branch") * 2**53) if branch else seed
+
+
+class Branch:
+    """One continuation of a row: what a search may know of it and do with it.
+
+    Attributes:
+        number: counts the branches of a search in the order in which they were made.
+        row: the branch as a row of the batch; its work is counted in the ledger of the row that is searched.
+    """
+
+    def __init__(self, search: SearchRun, row: Row, number: int) -> None:
+        self._search, self.row, self.number = search, row, number
+
+    def fork(self, count: int = 1) -> list[Branch]:
+        """New branches that have emitted what this one has, and draw random numbers of their own; they rest.
+
+        Raises:
+            ValueError: there would be more branches than the search has announced, or this one was ended.
+        """
+        return self._search.fork(self, count)
+
+    def advance(self, count: int | None = None) -> None:
+        """Let the branch emit so many more tokens; None for as many as come before its end. Returns at once."""
+        self.row.until = None if count is None else self.row.emitted + count
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Append given tokens; they count as emitted, as far as a stop rule allows, and are fed with the next forward.
+
+        Raises:
+            ValueError: an id that the model does not have; Unsupported with a method that drafts.
+        """
+        row, vocabulary = self.row, self._search.batch.stack.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"force was given token id {wrong}; the model's ids are 0..{vocabulary - 1}")
+        if row.recipe.proposer is not None:
+            raise Unsupported("force beside drafts", "they expect one new token at a time", "Leave the drafts out")
+        for piece in row.stop.push(tokens):
+            index, depth = row.emitted, row.recipe.plan.depth(row.emitted)
+            row.steps.append(Step(row.number, index, piece.token, piece.text, depth, finish_reason=piece.finish_reason))
+            row.tokens.append(piece.token)
+            row.until = None if row.until is None else row.until + 1
+
+    def end(self) -> None:
+        """Give the branch up: what it stored is free."""
+        self._search.end(self)
+
+    @property
+    def score(self) -> float:
+        """Mean log-probability (nats) of the emitted tokens; 0.0 while there are none.
+
+        By the distribution from which they were drawn, before temperature and truncation. Forced tokens count once
+        they were fed: after a wait that follows `advance`, by 0 tokens too.
+        """
+        found = [step.logprob.logprob for step in self.row.steps if step.logprob is not None]
+        return sum(found) / len(found) if found else 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was emitted."""
+        return self.row.tokens[self.row.prompt_length :]
+
+    @property
+    def text(self) -> str:
+        """The text of what was emitted, as far as it is certain; without a stop string."""
+        return "".join(step.text for step in self.row.steps)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the branch ended; None while it goes on."""
+        return self.row.finish_reason
+
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens are chosen without a draw: then all branches of one text are alike."""
+        return self.row.sampling.greedy
+
+
+class SearchRun:
+    """One row's search under way.
+
+    Args:
+        batch: has the branches as rows.
+        root: the row, which is not in the batch itself.
+        search: what to do.
+
+    Attributes:
+        root: the row.
+        branches: those that were not ended.
+
+    Raises:
+        Unsupported: something follows each token of the row.
+    """
+
+    def __init__(self, batch: Batch, root: Row, search: Search) -> None:
+        if root.record is not None:
+            raise Unsupported(
+                "scores and logits of every token with a search",
+                "they would be those of all branches",
+                "Leave output_scores and output_logits out",
+            )
+        self.batch, self.root = batch, root
+        wanted = replace(root.sampling, logprobs=root.sampling.logprobs or 0)
+        trunk = replace(root, tokens=list(root.tokens), stop=root.stop.copy(), sampling=wanted, root=root, until=0,
+                        held=True, steps=[])
+        self.branches = [Branch(self, trunk, 0)]
+        self._most, self._made = search.branches, 1
+        self._run = search.run(self.branches[0])
+        self._awaited: Sequence[Branch] = self.branches[:]
+        self._winner: Branch | None = None
+        self._error: BaseException | None = None
+
+    def among(self, rows: set[int]) -> bool:
+        """Whether the row or one of its branches has one of these ids."""
+        return id(self.root) in rows or any(id(branch.row) in rows for branch in self.branches)
+
+    def go_on(self) -> list[Step]:
+        """Run the search as far as what it waits for is there: the winner's steps at its end, else nothing."""
+        if self._error is not None:
+            raise self._error
+        while all(self._rests(branch.row) for branch in self._awaited):
+            if self._winner is not None:
+                return self._finish(self._winner)
+            try:
+                self._awaited = list(next(self._run))
+            except StopIteration as end:
+                self._check(end.value)
+                self._winner, self._awaited = end.value, [end.value]
+                end.value.advance()
+            except BaseException as error:
+                self._error = error
+                raise
+        return []
+
+    def fork(self, branch: Branch, count: int) -> list[Branch]:
+        """See `Branch.fork`."""
+        self._check(branch)
+        if len(self.branches) + count > self._most:
+            raise ValueError(
+                f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
+                "end some, or announce more"
+            )
+        row, made = branch.row, range(self._made, self._made + count)
+        twins = [
+            Branch(self, replace(row, tokens=list(row.tokens), steps=list(row.steps), stop=row.stop.copy(),
+                                 seed=branch_seed(self.root.seed, row.number, number), until=row.emitted), number)
+            for number in made
+        ]
+        self.batch.fork(row, [twin.row for twin in twins])
+        self.branches += twins
+        self._made = made.stop
+        return twins
+
+    def end(self, branch: Branch) -> None:
+        """See `Branch.end`."""
+        if branch in self.branches:
+            self.branches.remove(branch)
+            branch.row.held, branch.row.stop.finish_reason = False, "cancelled"
+            self.batch.retire()
+
+    def stop(self, left: int = 0) -> None:
+        """Search no more; so many of the branches stay in the cache."""
+        self._run.close()
+        self.batch.searches.remove(self)
+        for branch in self.branches[left:]:
+            self.end(branch)
+
+    def _rests(self, row: Row) -> bool:
+        return row.finish_reason is not None or (row.room == 0 and self.batch.due(row) == 0)
+
+    def _check(self, branch: object) -> None:
+        if branch not in self.branches:
+            what = f"branch {branch.number}" if isinstance(branch, Branch) else repr(branch)
+            raise ValueError(f"{what} is none of the branches under way; fork, or return, one that was not ended")
+
+    def _finish(self, winner: Branch) -> list[Step]:
+        """Let the row be what the winner is; its KV is the last to stay in the cache."""
+        for branch in [one for one in self.branches if one is not winner]:
+            self.end(branch)
+        root, row = self.root, winner.row
+        plain = root.sampling.logprobs is None
+        root.tokens[:], root.stop = row.tokens, row.stop
+        root.steps += [replace(step, logprob=None) for step in row.steps] if plain else row.steps
+        row.held = False
+        self.batch.searches.remove(self)
+        self.batch.retire()
+        return root.steps
+
+
+def score_forced(row: Row, first: int, logits: Tensor) -> None:
+    """Note the log-probabilities of tokens that were forced upon a row.
+
+    Args:
+        row: the row.
+        first: the position of the first token that was fed.
+        logits: [fed, V].
+    """
+    wanted = row.sampling.logprobs or 0
+    for place, values in enumerate(logits, start=first + 1):
+        index = place - row.prompt_length
+        if 0 <= index < len(row.steps):
+            scores = sampling.scores(values, row.tokens[:place], row.prompt_length, row.sampling, row.processors)
+            row.steps[index] = replace(row.steps[index], logprob=sampling.logprob(scores, row.tokens[place], wanted))

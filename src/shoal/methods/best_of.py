@@ -1,0 +1,77 @@
+"""Best of n: several samples, of which the one that the model itself finds most likely is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.search import Branch
+
+
+@dataclass(frozen=True)
+class BestOf(Method):
+    """n samples are decoded side by side; the one with the best mean log-probability per token is the answer.
+
+    Needs a temperature above 0: greedy samples would all be alike, so a greedy request is decoded once. The prompt is
+    read once. The answer comes as a whole, when the last sample has ended, and the statistics count the work of all.
+
+    Attributes:
+        n: samples; 1 changes nothing.
+        inner: the method by which each sample is decoded; None for full depth.
+    """
+
+    name: ClassVar[str] = "best_of"
+
+    n: int = 4
+    inner: Method | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}; it must be at least 1, the number of samples")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The inner method's recipe with the search put in.
+
+        Raises:
+            Unsupported: the inner method searches as well.
+        """
+        recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+        if self.n == 1:
+            return recipe
+        if self.inner is not None and recipe.search is not None:
+            what = f"{self.inner.name} as inner of {self.name}"
+            raise Unsupported(what, "it searches itself", "Give another, such as d3")
+        return replace(recipe, search=MeanLogprob(self.n))
+
+
+@dataclass(frozen=True)
+class MeanLogprob:
+    """All samples to their ends; of two that are equally likely the earlier wins.
+
+    Attributes:
+        branches: samples.
+    """
+
+    branches: int
+
+    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+        """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
+        samples = [root] if root.greedy else [root, *root.fork(self.branches - 1)]
+        for sample in samples:
+            sample.advance()
+        best = samples[0]
+        yield [best]
+        for sample in samples[1:]:
+            yield [sample]
+            best, worse = (sample, best) if sample.score > best.score else (best, sample)
+            worse.end()
+        return best

@@ -1,0 +1,387 @@
+"""Branches of a row: forked bit by bit, moved on as told, and gone without a trace; other rows notice nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import toy_tokenizers
+from backends import HF, TORCH, Backend, on_backends
+from chat_tokenizer import chat_tokenizer
+from drive import SHORT, Run, decode, make_run, prompt
+from shoal.decode.batch import Batch
+from shoal.decode.recipe import Recipe
+from shoal.decode.search import Branch, branch_seed
+from shoal.decode.stop import StopRules, StopState
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.kv_int8 import Bytes
+from shoal.methods.prompt_lookup import NGrams, PromptLookup
+from shoal.model.kv import KVCache
+from shoal.model.stack import SequenceChunk
+from shoal.types import Sampling
+
+FULL = DepthPlan.full(6)
+SHALLOW = DepthPlan.whole_layers([NEVER, 9, 2, 3, 7, NEVER])
+WARM = Sampling(temperature=1.0)
+two = on_backends("llama", "hybrid", "gemma3", backends=(HF, TORCH))
+
+Steps = Generator[Sequence[Branch], None, Branch]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A search written down in a test."""
+
+    branches: int
+    steps: Callable[[Branch], Steps]
+
+    def run(self, root: Branch) -> Steps:
+        return self.steps(root)
+
+
+def searched(branches: int, plan: DepthPlan = FULL) -> Callable[[Callable[[Branch], Steps]], Recipe]:
+    return lambda steps: Recipe(plan, search=Script(branches, steps))
+
+
+def likeliest(root: Branch) -> Steps:
+    """Three samples that part after two tokens, one of which is forked once more."""
+    root.advance(2)
+    yield [root]
+    second, third = root.fork(2)
+    for branch in (root, second, third):
+        branch.advance(3)
+    yield [second]
+    yield [root, third]
+    third.end()
+    fourth = second.fork()[0]
+    for branch in (root, second, fourth):
+        branch.advance()
+    yield [root, second, fourth]
+    return max((root, second, fourth), key=lambda branch: branch.score)
+
+
+@pytest.mark.parametrize("plan", [FULL, SHALLOW], ids=["full", "shallow"])
+@on_backends("llama", "hybrid", "gemma3")
+def test_a_fork_is_bit_equal(backend: Backend, name: str, plan: DepthPlan) -> None:
+    """Behind dropped layers and moved windows, and for as long as both are fed the same."""
+    stack = backend.stack(name)
+    run = make_run(None, [prompt(20, 3)], plan, 30, stack=stack)
+    steps, cache, row = run.loop.run(), run.cache, run.rows[0]
+    while row.emitted < 8:
+        next(steps)
+    assert (name == "llama") or any(layer.starts[0] for layer in cache.layers)
+    assert (plan is FULL) != any(layer.released[0] for layer in cache.layers)
+    assert list(cache.fork(0, 2)) == [1, 2]
+    assert cache.first_shallow(1) == cache.first_shallow(0)
+    token = row.tokens[-1]
+    for step in range(8, 20):
+        logits = []
+        for twin in range(3):
+            logits.append(stack.forward([SequenceChunk(twin, [token], [step], plan)], cache))
+            cache.commit(twin, [0])
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+        token = int(logits[0][-1].argmax())
+    assert cache.row_bytes(1) == cache.row_bytes(0)
+
+
+@two
+def test_a_branch_draws_what_a_row_with_its_seed_draws(backend: Backend, name: str) -> None:
+    stack, found = backend.stack(name), dict[int, tuple[list[int], float]]()
+
+    def steps(root: Branch) -> Steps:
+        branches = [root, *root.fork(2)]
+        for branch in branches:
+            branch.advance()
+        yield branches
+        found.update({branch.number: (branch.tokens, branch.score) for branch in branches})
+        return branches[1]
+
+    run = decode(None, [SHORT[0]], searched(3, SHALLOW)(steps), stack=stack, sampling=WARM, seed=5)
+    for number, (tokens, score) in found.items():
+        wanted = replace(WARM, logprobs=0)
+        alone = decode(None, [SHORT[0]], SHALLOW, stack=stack, sampling=wanted, seed=branch_seed(5, 0, number))
+        logprobs = [step.logprob.logprob for step in alone.rows[0].steps if step.logprob is not None]
+        assert tokens == alone.tokens[0]
+        assert score == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-9)
+    assert run.tokens[0] == found[1][0] and len({tuple(tokens) for tokens, _ in found.values()}) == 3
+    assert [step.token for step in run.rows[0].steps] == found[1][0]
+    assert all(step.logprob is None and step.row == 0 for step in run.rows[0].steps)
+    assert run.loop.cache.rows == 1 and not run.loop.searches
+
+
+@two
+def test_rows_beside_searches_give_what_they_give_alone(backend: Backend, name: str) -> None:
+    stack = backend.stack(name)
+    recipes = [Recipe(FULL), searched(4)(likeliest), Recipe(SHALLOW), searched(4, SHALLOW)(likeliest)]
+    prompts, together = [*SHORT, prompt(12, 9)], list[list[int]]()
+    run = decode(None, prompts, recipes, stack=stack, sampling=WARM, seed=3, chunk=4)
+    for number, (ids, recipe) in enumerate(zip(prompts, recipes, strict=True)):
+        alone = decode(None, [ids], recipe, stack=stack, sampling=WARM, seed=3, numbers=[number], chunk=4)
+        together.append(run.tokens[number])
+        assert alone.tokens[0] == together[-1]
+        assert alone.rows[0].ledger == run.rows[number].ledger
+    assert len(set(map(tuple, together))) == len(prompts)
+
+
+@two
+def test_any_arrival_and_any_budget(backend: Backend, name: str) -> None:
+    stack, prompts = backend.stack(name), [*SHORT, prompt(12, 9)]
+    recipes = [searched(4)(likeliest), Recipe(FULL), searched(4, SHALLOW)(likeliest), Recipe(SHALLOW)]
+
+    def rows() -> list[Any]:
+        return make_run(None, prompts, recipes, stack=stack, sampling=WARM, seed=3, watch=False).rows
+
+    expected = [decode(None, [ids], recipe, stack=stack, sampling=WARM, seed=3, numbers=[number], watch=False).tokens[0]
+                for number, (ids, recipe) in enumerate(zip(prompts, recipes, strict=True))]
+    for budget in (3, 64):
+        batch, coming = Batch(stack), rows()
+        for row in coming:
+            batch.join([row])
+            for _ in range(3):
+                batch.step(budget)
+            assert batch.cache.rows <= 10
+        while batch.rows:
+            batch.step(budget)
+        assert [row.tokens[row.prompt_length :] for row in coming] == expected
+        assert batch.cache.rows == 0 and batch.cache.bytes().allocated == 0
+
+
+@pytest.mark.parametrize("plan", [FULL, SHALLOW], ids=["full", "shallow"])
+@two
+def test_forced_tokens_are_as_if_they_had_been_drawn(backend: Backend, name: str, plan: DepthPlan) -> None:
+    """At the beginning, in the middle, in one piece and in many; depth and log-probabilities included."""
+    stack, wanted = backend.stack(name), Sampling(logprobs=0)
+    plain = decode(None, [SHORT[1]], plan, 14, stack=stack, sampling=wanted).rows[0]
+    drawn = plain.tokens[plain.prompt_length :]
+    scores = list[float]()
+
+    def steps(root: Branch) -> Steps:
+        root.force(drawn[:3])
+        root.advance(2)
+        yield [root]
+        other = root.fork()[0]
+        other.force([drawn[5] + 1, 7, 8])
+        other.advance(2)
+        root.force(drawn[5:9])
+        assert root.tokens == drawn[:9]
+        root.advance(0)
+        yield [root, other]
+        scores.append(root.score)
+        assert len(root.tokens) == 9 and len(other.tokens) == 10 and other.tokens[:6] != drawn[:6]
+        other.end()
+        return root
+
+    for chunk in (2, 2048):
+        run = decode(None, [SHORT[1]], searched(2, plan)(steps), 14, stack=stack, sampling=wanted, chunk=chunk)
+        assert run.tokens[0] == drawn
+        assert [step.depth for step in run.rows[0].steps] == [step.depth for step in plain.steps]
+        expected = [step.logprob.logprob for step in plain.steps if step.logprob is not None]
+        found = [step.logprob.logprob for step in run.rows[0].steps if step.logprob is not None]
+        assert found == pytest.approx(expected, abs=1e-9)
+        assert scores.pop() == pytest.approx(sum(expected[:9]) / 9, abs=1e-9)
+
+
+@two
+def test_forcing_at_full_depth_is_a_longer_prompt(backend: Backend, name: str) -> None:
+    stack, forced = backend.stack(name), [3, 14, 15, 92, 65]
+
+    def steps(root: Branch) -> Steps:
+        root.force(forced)
+        return root
+        yield
+
+    run = decode(None, [SHORT[0]], searched(1)(steps), 12, stack=stack)
+    longer = decode(None, [[*SHORT[0], *forced]], FULL, 7, stack=stack)
+    assert run.tokens[0] == [*forced, *longer.tokens[0]]
+
+
+def test_advance_stops_to_the_token_and_a_winner_goes_on_to_its_end() -> None:
+    """With guesses too, of which none goes beyond."""
+    counts = list[int]()
+
+    def steps(root: Branch) -> Steps:
+        for count in (1, 3, 2):
+            root.advance(count)
+            yield [root]
+            counts.append(len(root.tokens))
+        yield [root]
+        return root
+
+    ids, stack = [4, 8, 15, 8] * 6, HF.stack("llama")
+    for proposer in (None, NGrams(PromptLookup(min_ngram=1))):
+        recipe = Recipe(FULL, proposer=proposer, search=Script(1, steps))
+        run = decode(None, [ids], recipe, 20, stack=stack)
+        assert run.tokens[0] == decode(None, [ids], FULL, 20, stack=stack).tokens[0]
+        assert counts == [1, 4, 6]
+        assert (run.rows[0].ledger.accepted > 0) == (proposer is not None)
+        counts.clear()
+
+
+def test_all_work_is_counted_once() -> None:
+    def steps(root: Branch) -> Steps:
+        branches = [root, *root.fork(3)]
+        for branch in branches:
+            branch.advance(5)
+        yield branches
+        for branch in branches[2:]:
+            branch.end()
+        return branches[1]
+
+    run = decode(None, [SHORT[1]], searched(4, SHALLOW)(steps), 9, stack=HF.stack("llama"), sampling=WARM)
+    row, depths = run.rows[0], [SHALLOW.depth(step) for step in range(9)]
+    layers = 4 * sum(depths[1:5]) + sum(depths[5:])
+    assert (row.ledger.decode_layer_tokens, row.ledger.layers_read) == (layers, layers)
+    assert row.ledger.prefill_tokens == len(SHORT[1]) - 1 + 4
+    assert row.ledger.target_forwards - row.ledger.prefill_forwards == 4 * 4 + 4
+    assert row.bytes is not None and row.bytes.used > 0
+    assert [step.depth for step in row.steps] == depths
+
+
+def test_text_and_stop_strings_are_each_branch_s_own() -> None:
+    """What one branch holds back, or ends on, says nothing about another."""
+    words = chat_tokenizer()
+    ids = words.encode("Hello there", add_special_tokens=False)
+    letters = {letter: words.encode(letter, add_special_tokens=False) for letter in ("x", "y", "z", "xyz")}
+    assert letters["xyz"] == [*letters["x"], *letters["y"], *letters["z"]]
+    seen = dict[str, tuple[str, str | None]]()
+
+    def steps(root: Branch) -> Steps:
+        root.force(letters["x"])
+        ends, goes_on = root.fork(2)
+        ends.force([*letters["y"], *letters["z"], *letters["x"]])
+        goes_on.force([*letters["y"], *letters["y"]])
+        seen.update({"root": (root.text, root.finish_reason), "ends": (ends.text, ends.finish_reason),
+                     "goes on": (goes_on.text, goes_on.finish_reason)})
+        root.end()
+        ends.advance()
+        yield [ends]
+        assert len(ends.tokens) == 3
+        return goes_on
+
+    run = make_run(None, [ids], searched(3)(steps), stack=HF.stack("llama"), tokenizer=words,
+                   rules=lambda _: StopRules(stop_strings=("xyz",), max_new_tokens=5))
+    for _ in run.loop.run():
+        pass
+    assert seen == {"root": ("", None), "ends": ("", "stop"), "goes on": ("xyy", None)}
+    assert run.tokens[0][:3] == [*letters["x"], *letters["y"], *letters["y"]]
+    assert run.rows[0].finish_reason == "length" and len(run.tokens[0]) == 5
+    assert "".join(step.text for step in run.rows[0].steps) == words.decode(run.tokens[0], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", toy_tokenizers.BUILDERS)
+def test_a_copied_stop_state_goes_its_own_way(name: str) -> None:
+    """Also in the middle of a character or a run of bytes."""
+    words, draw = toy_tokenizers.BUILDERS[name](), random.Random(4)
+    tokens = [token for token in range(3, len(words)) if token > 130 or token % 7 == 0]
+    for _ in range(60):
+        start, *ends = [[draw.choice(tokens) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
+        state = StopState(StopRules(max_new_tokens=99), words, [1])
+        begun = [piece.text for piece in state.push(start)]
+        for one, rest in zip((state.copy(), state), ends, strict=True):
+            whole = StopState(StopRules(max_new_tokens=99), words, [1])
+            expected = "".join(piece.text for piece in whole.push([*start, *rest]))
+            assert "".join([*begun, *(piece.text for piece in one.push(rest))]) == expected
+            assert one.room == 99 - len(start) - len(rest)
+
+
+def test_leaving_early_leaves_a_cache_row_for_each_row() -> None:
+    run = _half_way()
+    assert run.cache.rows == 5
+    steps = run.loop.run()
+    next(steps)
+    steps.close()
+    assert run.cache.rows == 2 and not run.loop.searches
+    assert all(row.finish_reason is None for row in run.rows) and run.rows[1].steps == []
+    assert run.rows[1].bytes is not None
+
+
+def test_a_row_that_leaves_takes_its_branches_along() -> None:
+    run = _half_way()
+    run.loop.leave([run.rows[1]])
+    assert run.cache.rows == 1 and not run.loop.searches and run.rows[1].finish_reason == "cancelled"
+    for _ in run.loop.run():
+        pass
+    assert run.tokens[0] == decode(None, [SHORT[0]], FULL, stack=HF.stack("llama"), sampling=WARM).tokens[0]
+
+
+def _half_way() -> Run:
+    def steps(root: Branch) -> Steps:
+        branches = [root, *root.fork(3)]
+        for branch in branches:
+            branch.advance()
+        yield branches
+        return root
+
+    run = make_run(None, SHORT[:2], [Recipe(FULL), searched(4)(steps)], stack=HF.stack("llama"), sampling=WARM)
+    for _ in range(6):
+        run.loop.step(64)
+    return run
+
+
+def test_what_a_search_may_not_do() -> None:
+    stack = HF.stack("llama")
+
+    def greedy_for_more(root: Branch) -> Steps:
+        root.fork(2)
+        return root
+        yield
+
+    def nothing(root: Branch) -> Any:
+        return None
+        yield
+
+    def back_from_the_dead(root: Branch) -> Steps:
+        other = root.fork()[0]
+        other.end()
+        return other
+        yield
+
+    def beyond_words(root: Branch) -> Steps:
+        root.force([97])
+        return root
+        yield
+
+    for steps, words in ((greedy_for_more, "announced 2 at most"), (nothing, "none of the branches under way"),
+                         (back_from_the_dead, "none of the branches under way"), (beyond_words, "ids are 0..96")):
+        with pytest.raises(ValueError, match=words):
+            decode(None, [SHORT[0]], searched(2)(steps), stack=stack)
+    drafting = Recipe(FULL, proposer=NGrams(PromptLookup()), search=Script(1, lambda root: _forces(root)))
+    with pytest.raises(Unsupported, match="Leave the drafts out"):
+        decode(None, [SHORT[0]], drafting, stack=stack)
+    assert Recipe(FULL, search=Script(1, nothing)).exact_to == "none"
+    assert Recipe(FULL, search=Script(1, nothing)).parts == ("search",)
+
+
+def _forces(root: Branch) -> Steps:
+    root.force([1])
+    return root
+    yield
+
+
+def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
+    """Fewer columns than positions, a bias on them, and a form: none is shared with the row that it was copied from."""
+    cache = KVCache([None, 4], rows=1)
+    cache.set_store(0, Bytes(1))
+    for layer in cache.layers:
+        layer.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), [0], [6])
+    cache.commit(0, range(6))
+    keys, values = torch.randn(2, 2, 3, 4)
+    cache.layers[0].rewrite(0, keys, values, torch.randn(2, 3))
+    cache.mark_shallow(0, 2)
+    cache.fork(0, 1)
+    assert cache.row_bytes(1) == cache.row_bytes(0) and cache.first_shallow(1) == 2
+    for layer in cache.layers:
+        assert (layer.stored(1), layer.rewritten[1]) == (layer.stored(0), layer.rewritten[0])
+        for ours, theirs in zip(layer.row_tensors(0), layer.row_tensors(1), strict=True):
+            count = layer.stored(0)
+            assert torch.equal(ours[:, :count], theirs[:, :count])
+            ours[:, :count] = 0
+            assert theirs[:, :count].any()
+    cache.select([1])
+    assert cache.layers[0].bias[0] is not None and cache.stores == [Bytes(1)]
