@@ -16,6 +16,10 @@ from shoal.model.packed.source import FewerLayers, Source
 from shoal.model.probe import find_layers
 
 
+_BY_PLACE = ("scale_attn_by_inverse_layer_idx",)
+"""Flags of configs by which a layer computes with its own number as it runs, which its attributes do not tell."""
+
+
 class Transform(Protocol):
     """Changes what is loaded; sizes may differ from layer to layer where the executor bears it."""
 
@@ -87,8 +91,9 @@ def _check_alike(config: Any, fewer: Any, kept: list[int]) -> None:
         after = find_layers(empty(type(config).from_dict(fewer.to_dict())), len(kept))
     except (ValueError, IndexError, KeyError) as error:
         raise _misfit(config, f"its config does not fit fewer layers ({str(error).strip()})") from error
+    counts = any(getattr(config, flag, False) for flag in _BY_PLACE)
     for new, old in enumerate(kept):
-        if dict(_traits(before[old], old)) != dict(_traits(after[new], new)):
+        if (counts and new != old) or dict(_traits(before[old], old)) != dict(_traits(after[new], new)):
             raise _misfit(config, f"its layer {old} would be another one as layer {new}")
 
 
