@@ -15,7 +15,6 @@ from shoal.model.modules import empty
 from shoal.model.packed.source import FewerLayers, Source
 from shoal.model.probe import find_layers
 
-
 _BY_PLACE = ("scale_attn_by_inverse_layer_idx",)
 """Flags of configs by which a layer computes with its own number as it runs, which its attributes do not tell."""
 
