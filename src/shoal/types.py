@@ -165,7 +165,7 @@ class Stats:
         tokens_per_forward: generated tokens, corrections and bonus included, per forward after the prefill.
         horizon: the number of tokens over which the depth schedule was laid out.
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
-        kv_bytes_saved: what the dropped layers did not store, against every layer storing every position.
+        kv_bytes_saved: what was not stored, against every layer storing every position as the model computes it.
     """
 
     prompt_tokens: int

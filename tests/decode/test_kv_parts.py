@@ -12,12 +12,16 @@ from torch import Tensor
 
 from attention_oracle import Reading, reading_model
 from backends import HF, NATIVE, TORCH, Backend, each_backend, on_backends, reference
+from chat_tokenizer import chat_tokenizer
 from drive import SHORT, Run, decode, gap, make_run, oracle_logits, prompt
+from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.engine.load import engine_for
+from shoal.engine.request import chat_ids
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import Int8, KVInt8
@@ -25,6 +29,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.model.kv import KVLayer
 from shoal.model.rewind import earliest
+from shoal.model.stack import QueryHook, SequenceChunk
 from shoal.types import ModelInfo
 
 NEW, LAYERS = 24, 6
@@ -269,6 +274,59 @@ def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
     length = run.cache.positions[0]
     assert length == 37 + 4 and earliest(run.cache, 0) == 40
     assert run.cache.truncate(0, length - 1) == 0, "what was rewritten is no beginning of another text"
+
+
+class Listening(Merger):
+    """Also keeps what it is shown."""
+
+    def __init__(self, shown: list[tuple[int, tuple[int, ...], int]]) -> None:
+        self._shown = shown
+
+    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        return [None if row.emitted else self._note for row in rows]
+
+    def _note(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
+        self._shown.append((layer, tuple(queries.shape), keys.shape[1]))
+
+
+@dataclass(frozen=True)
+class Listen(Merge):
+    """A part `keep` that looks at the prompt's queries before it rewrites."""
+
+    shown: list[tuple[int, tuple[int, ...], int]]
+
+    def begin(self, stack: Any, cache: Any) -> Merger:
+        return Listening(self.shown)
+
+
+@each_backend
+def test_a_keeper_is_shown_the_prompts_queries(backend: Backend) -> None:
+    """Looking changes nothing; it sees each piece of the prompt in each layer, with all columns up to it."""
+    stack, part = backend.stack("llama"), Listen([])
+    recipes = [Recipe(D3_PLAN, keep=keep) for keep in (Merge(), part)]
+    runs = [decode(None, PROMPTS[3:], recipe, NEW, stack=stack, chunk=20) for recipe in recipes]
+    assert gap(runs[0].logits(0), runs[1].logits(0)) <= backend.exact
+    assert part.shown == [(layer, (4, size, 8), end) for size, end in ((20, 20), (17, 37)) for layer in range(LAYERS)]
+
+
+def test_the_room_that_is_set_aside_is_what_is_kept() -> None:
+    engine = engine_for(tiny("llama"))
+    ids, method = prompt(200, 1), StreamingLLM(window=20, sinks=2, every=8)
+    plain, ends = (engine.generate(ids, method=one, max_new_tokens=40).stats for one in ("full", method))
+    assert ends.kv_bytes_allocated * 239 <= plain.kv_bytes_allocated * 30
+    assert ends.kv_bytes_used * 239 <= plain.kv_bytes_used * 30 and plain.kv_bytes_saved == 0
+    assert ends.kv_bytes_used + ends.kv_bytes_saved == plain.kv_bytes_used
+
+
+def test_the_turns_of_a_chat() -> None:
+    """What a turn has altered is no beginning of the next: the second answer is that of a fresh conversation."""
+    engine = engine_for(tiny("llama"), chat_tokenizer())
+    for method in (StreamingLLM(window=6, sinks=1, every=4), KVInt8(), TopKOracle(k=4, first=0)):
+        chat = engine.session(method=method, max_new_tokens=12)
+        chat.send("one two three")
+        second = chat.send("four five")
+        ids = chat_ids(chat.messages[:3], engine.tokenizer)
+        assert second.tokens == engine.generate(ids, method=method, max_new_tokens=12).tokens
 
 
 def test_bad_rewrites_are_refused() -> None:

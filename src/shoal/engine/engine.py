@@ -235,6 +235,9 @@ class Engine:
         drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
         room = _DRAFT if any(row.recipe.proposer is not None for row in rows) else 0
         reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
+        keeps = [row.recipe.keep for row in rows if row.recipe.keep is not None]
+        if len(keeps) == len(rows):
+            reserve = [room + max(keep.most_columns(columns) for keep in keeps) for columns in reserve]
         return KVCache(self.stack.windows, len(rows), reserve)
 
     def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
