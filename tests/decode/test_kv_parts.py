@@ -27,7 +27,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import Int8, KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv import KVLayer
+from shoal.model.kv_layer import KVLayer
 from shoal.model.rewind import earliest
 from shoal.model.stack import QueryHook, SequenceChunk
 from shoal.types import ModelInfo

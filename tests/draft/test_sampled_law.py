@@ -21,7 +21,7 @@ from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
-from shoal.model.kv import KVLayer
+from shoal.model.kv_layer import KVLayer
 
 VOCABULARY, HORIZON, ROWS, ROUNDS = 5, 4, 250, 4
 PROMPT = [1, 4, 2, 1]

@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import exhausted
 from shoal.errors import OutOfMemory
 from shoal.methods.d3 import D3
-from shoal.model.kv import KVLayer
+from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import build as build_module
 
 CPU_MESSAGE = (

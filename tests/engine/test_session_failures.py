@@ -23,7 +23,7 @@ from shoal.engine.session import Session
 from shoal.methods.d3 import D3
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.hf import HFStack
-from shoal.model.kv import KVLayer
+from shoal.model.kv_layer import KVLayer
 
 WORDS = chat_tokenizer()
 LETTERS_ONLY = dict.fromkeys(range(len(SPECIALS)), -1e4)

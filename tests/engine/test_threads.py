@@ -20,7 +20,7 @@ from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
-from shoal.model.kv import KVLayer
+from shoal.model.kv_layer import KVLayer
 
 NEW = 14
 CALLS: list[tuple[Any, dict[str, Any]]] = [

@@ -17,7 +17,8 @@ from families import fingerprint, tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView
 from shoal.model.stack import SequenceChunk
 

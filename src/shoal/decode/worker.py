@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.model.kv import KVLayer
+    from shoal.model.kv_layer import KVLayer
     from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk
 
 

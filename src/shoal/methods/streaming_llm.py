@@ -14,7 +14,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.kv import KVLayer
+    from shoal.model.kv_layer import KVLayer
 
 
 @dataclass(frozen=True)

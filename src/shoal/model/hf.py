@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.head import through
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView, mask
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
 from shoal.model.probe import find_layers, take_apart

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_GROWTH = 1.5
+GROWTH = 1.5
 
 KVSizes = tuple[int, int, int]
 """Heads, and head_dim of keys and of values."""
@@ -94,7 +94,7 @@ class EncodedRow:
     def make_room(self, columns: int) -> None:
         """Let that many columns fit; replaces the tensors where they are too small."""
         if columns > self.capacity:
-            more = max(columns, int(self.capacity * _GROWTH) + 16) - self.capacity
+            more = max(columns, int(self.capacity * GROWTH) + 16) - self.capacity
             self.keys, self.values = (tuple(torch.cat([part, part.new_zeros(part.shape[0], more, *part.shape[2:])], 1)
                                             for part in parts) for parts in (self.keys, self.values))
             self.capacity += more

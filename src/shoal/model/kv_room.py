@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import WINDOW_SLACK, KVCache, KVLayer
+from shoal.model.kv import KVCache
 from shoal.model.kv_form import Store, column_bytes
+from shoal.model.kv_layer import WINDOW_SLACK, KVLayer
 from shoal.model.stack import Stack
 
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 from shoal.model.reading import chosen_columns, row_mask, visible
 from shoal.model.stack import LayerWork, SequenceChunk
 from shoal.model.twin import twin_of

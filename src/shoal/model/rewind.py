@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for

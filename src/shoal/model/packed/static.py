@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from shoal.model.kv import KVCache, KVLayer
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import block
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape

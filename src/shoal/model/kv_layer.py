@@ -1,0 +1,438 @@
+"""Keys and values of one layer, with a length of its own for every row.
+
+In each row, *committed* entries stay and are followed by *scratch* entries, which a draft may still take back. Because
+depth plans are nested, the positions that a layer has processed are always a prefix of the row's sequence, so a length
+says all.
+
+Storage is one tensor pair [slots, heads, capacity, head_dim]; row r lives in slot r, and slots behind the last row are
+free. Rows stay side by side, as attention over all of them reads them. A layer with a sliding window drops what the
+window has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer
+without one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
+*positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, move
+
+WINDOW_SLACK = 256
+ENDLESS = 1 << 62
+
+
+def contiguous(rows: Sequence[int]) -> slice | None:
+    """`rows` as a slice, if they follow one another."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if tuple(rows) == tuple(range(first, last + 1)) else None
+
+
+def oldest_seen(window: int | None, length: int) -> int:
+    """The first position that a query at position `length` sees."""
+    return 0 if window is None else max(0, length - window + 1)
+
+
+class KVLayer:
+    """Keys and values of one layer.
+
+    Attributes:
+        window: number of positions that a query sees, itself included; None where it sees all.
+        lengths: committed positions per row.
+        starts: positions per row that are not stored any more. Where a window left them behind, or nothing was
+            rewritten, column c of row r holds position `starts[r] + c`.
+        scratch: entries per row that await commit or rollback.
+        rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
+        encoded: per row, what holds its columns in a form of its own; None for the slot.
+        bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
+        beside: whether a row has either.
+        released: rows whose entries were given up; their lengths still tell which positions were processed.
+        bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
+        slots: rows that the storage has room for.
+        limit: spare columns are not made beyond this many.
+        capacity: columns of the storage.
+        version: counts how often the tensors were replaced.
+    """
+
+    def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
+        self.window = window
+        self.reserve = reserve if window is None else min(reserve, window + WINDOW_SLACK)
+        self.lengths, self.starts, self.scratch = [0] * rows, [0] * rows, [0] * rows
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.released = [False] * rows
+        self.rewritten = [0] * rows
+        self.encoded: list[EncodedRow | None] = [None] * rows
+        self.bias: list[Tensor | None] = [None] * rows
+        self.beside = False
+        self.slots, self.limit = rows, ENDLESS
+        self.bytes_per_position = self.capacity = self.version = self._touched = 0
+
+    def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Write scratch entries and return what the attention of these rows reads.
+
+        Args:
+            keys: [len(rows), heads, nodes, head_dim], values likewise.
+            rows: ascending row numbers.
+            counts: how many of the nodes are real in each row; the others are padding and are not kept.
+
+        Returns:
+            Keys and values [len(rows), heads, columns, head_dim]; columns beyond a row's own end hold finite junk.
+        """
+        if any(self.released[row] for row in rows):
+            raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
+        self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), rows, counts)
+        if any(self.encoded[row] for row in rows):
+            return self._append_apart(keys, values, rows, counts)
+        assert self.keys is not None and self.values is not None
+        ends = self._ends(rows)
+        span = contiguous(rows)
+        columns = max(end + count for end, count in zip(ends, counts, strict=True))
+        self._write(keys, values, rows, span, ends, counts)
+        for row, count in zip(rows, counts, strict=True):
+            self.scratch[row] += count
+        if span is not None:
+            return self.keys[span, :, :columns], self.values[span, :, :columns]
+        index = torch.tensor(rows, device=keys.device)
+        return self.keys[index, :, :columns], self.values[index, :, :columns]
+
+    def _append_apart(
+        self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`append` where rows have storage of their own: what is read is put together."""
+        ends = [end + count for end, count in zip(self._ends(rows), counts, strict=True)]
+        read = [[tensor.new_zeros(len(rows), tensor.shape[1], max(ends), tensor.shape[3]) for tensor in (keys, values)]]
+        for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
+            self.write(row, keys[index, :, :count], values[index, :, :count])
+            for whole, part in zip(read[0], self.read(row, end, keys.dtype), strict=True):
+                whole[index, :, :end] = part
+        return read[0][0], read[0][1]
+
+    def write(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Write scratch entries [heads, n, head_dim] of one row, for which `prepare` has made room."""
+        (end,), count, own = self._ends([row]), keys.shape[1], self.encoded[row]
+        if own is not None:
+            own.write(end, keys, values)
+        else:
+            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
+                store[:, end : end + count] = new
+        self.scratch[row] += count
+
+    def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The row's first columns, keys and values [heads, columns, head_dim]."""
+        own = self.encoded[row]
+        if own is not None:
+            return own.read(columns, dtype)
+        assert self.keys is not None and self.values is not None
+        return self.keys[row, :, :columns], self.values[row, :, :columns]
+
+    def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
+
+        Args:
+            like: a tensor of the dtype and on the device in which the model computes keys.
+            rows, counts: as in `append`.
+        """
+        if self.keys is None and not all(self.encoded[row] for row in rows):
+            self.allocate(like, (sizes[0], sizes[1]), max(counts), sizes[2])
+        for row, count in zip(rows, counts, strict=True):
+            own = self.encoded[row]
+            if own is not None and not own.capacity:
+                own.allocate(like, sizes, max(count, self.reserve))
+                self.version += 1
+                self.bytes_per_position = sizes[0] * (sizes[1] + sizes[2]) * like.element_size()
+        self.make_room(rows, counts)
+
+    def _write(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: Sequence[int],
+        span: slice | None,
+        ends: list[int],
+        counts: Sequence[int],
+    ) -> None:
+        assert self.keys is not None and self.values is not None
+        nodes = keys.shape[2]
+        if span is not None and len(set(ends)) == 1 and min(counts) == nodes:
+            self.keys[span, :, ends[0] : ends[0] + nodes] = keys
+            self.values[span, :, ends[0] : ends[0] + nodes] = values
+            return
+        for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
+            self.keys[row, :, end : end + count] = keys[index, :, :count]
+            self.values[row, :, end : end + count] = values[index, :, :count]
+
+    def _ends(self, rows: Sequence[int]) -> list[int]:
+        return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
+
+    def allocate(self, like: Tensor, sizes: tuple[int, int], count: int, value_dim: int | None = None) -> None:
+        """Make the storage, for `count` entries at least.
+
+        Zeros, not empty memory: what a mask hides must still be finite.
+
+        Args:
+            like: a tensor of the dtype and on the device that the storage shall have.
+            sizes: heads and head_dim.
+            count: entries of the first call.
+            value_dim: head_dim of the values where it is another than that of the keys.
+        """
+        heads, head_dim = sizes
+        value_dim = head_dim if value_dim is None else value_dim
+        shape = (self.slots, heads, max(count, self.reserve))
+        self.replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
+        self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
+
+    def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Take other tensors as storage; None frees it."""
+        self.keys, self.values = keys, values
+        self.capacity = 0 if keys is None else keys.shape[2]
+        self._touched = len(self.lengths)
+        self.version += 1
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Move what the rows store to storage of that size; where there is none, it will have that many slots."""
+        if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
+            moved = [_moved(store, len(self.lengths), slots, capacity) for store in (self.keys, self.values)]
+            self.replace(*moved)
+        self.slots = slots
+
+    def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
+        for row, count in zip(rows, counts, strict=True):
+            self._make_own_room(row, count)
+        slots = [(row, count) for row, count in zip(rows, counts, strict=True) if self.encoded[row] is None]
+        if slots and self.keys is not None:
+            self._make_slot_room(*zip(*slots, strict=True))
+
+    def _make_own_room(self, row: int, count: int) -> None:
+        """For what a row stores beside the slots; the bias of new entries is nothing."""
+        own, bias = self.encoded[row], self.bias[row]
+        if own is not None and own.capacity and self._ends([row])[0] + count > own.capacity:
+            self._evict(row)
+            own.make_room(self._ends([row])[0] + count)
+            self.version += 1
+        if bias is not None:
+            end = self._ends([row])[0]
+            if end + count > bias.shape[1]:
+                grown = bias.new_zeros(len(bias), int((end + count) * GROWTH) + 16)
+                grown[:, :end] = bias[:, :end]
+                self.bias[row], self.version = grown, self.version + 1
+            else:
+                bias[:, end : end + count] = 0
+
+    def _make_slot_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        assert self.keys is not None
+        if self._needed(rows, counts) <= self.keys.shape[2]:
+            return
+        spare = 0
+        if self.window is not None:
+            for row, own in enumerate(self.encoded):
+                if own is None:
+                    self._evict(row)
+            spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
+        needed = self._needed(rows, counts) + spare
+        if needed > self.keys.shape[2]:
+            self.resize(self.slots, max(needed, min(int(self.keys.shape[2] * GROWTH) + 16, self.limit)))
+
+    def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
+        return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
+
+    def _evict(self, row: int) -> None:
+        """Shift out the committed positions that no later query can see."""
+        gone = self.lengths[row] - ((self.window or ENDLESS) - 1) - self.starts[row]
+        if gone > 0 and not self.released[row]:
+            (end,) = self._ends([row])
+            tensors = self.row_tensors(row)
+            move(tensors, torch.arange(gone, end, device=tensors[0].device), to=0)
+            self.starts[row] += gone
+
+    def row_tensors(self, row: int) -> list[Tensor]:
+        """All that is stored per column of a row: tensors [heads, capacity, ...], keys before values."""
+        own, bias = self.encoded[row], self.bias[row]
+        if own is not None:
+            tensors = [*own.tensors]
+        else:
+            tensors = [] if self.keys is None or self.values is None else [self.keys[row], self.values[row]]
+        return tensors if bias is None else [*tensors, bias]
+
+    def keep_columns(self, row: int, columns: Tensor | Sequence[int]) -> None:
+        """Keep some of the row's committed columns and forget the others; the row has no scratch entries then.
+
+        Args:
+            columns: ascending numbers [n], or int64 [heads, n] where the heads differ.
+
+        Raises:
+            ValueError: the layer has a sliding window, which says itself what stays, or there are uncommitted entries.
+        """
+        tensors = self.row_tensors(row)
+        chosen = torch.as_tensor(columns, dtype=torch.int64, device=tensors[0].device if tensors else None)
+        self._check_rewrite(row, chosen.shape[-1])
+        move(tensors, chosen, to=0)
+        self._note_rewrite(row, chosen.shape[-1])
+
+    def rewrite(self, row: int, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        """Put other columns in the place of all that the row has committed; see `keep_columns`.
+
+        Args:
+            keys, values: [heads, n, head_dim], at most as many as are stored.
+            bias: float32 [heads, n], added to the scores of every query; None for nothing.
+        """
+        count = keys.shape[1]
+        self._check_rewrite(row, count)
+        own = self.encoded[row]
+        if own is not None:
+            own.write(0, keys, values)
+        else:
+            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
+                store[:, :count] = new
+        self._set_bias(row, bias)
+        self._note_rewrite(row, count)
+
+    def _set_bias(self, row: int, bias: Tensor | None) -> None:
+        if bias is not None or self.bias[row] is not None:
+            self.bias[row], self.version = None if bias is None else bias.clone(), self.version + 1
+            self._note_beside()
+
+    def _note_beside(self) -> None:
+        self.beside = any(self.encoded) or any(bias is not None for bias in self.bias)
+
+    def _check_rewrite(self, row: int, count: int) -> None:
+        if self.window is not None:
+            raise ValueError(f"a layer with a sliding window of {self.window} positions keeps what that says; leave it")
+        if self.scratch[row] or count > self.stored(row):
+            raise ValueError(
+                f"{count} columns for row {row}, which has {self.stored(row)} committed ones and {self.scratch[row]} "
+                "that are not; rewrite after a commit, and never to more columns"
+            )
+
+    def _note_rewrite(self, row: int, count: int) -> None:
+        self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
+
+    def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
+        """In what form an empty row is to be stored; None for the slot.
+
+        Args:
+            reserve: columns for which room of its own is made at once.
+        """
+        if self.lengths[row] or self.scratch[row]:
+            raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
+        if form is not None or self.encoded[row] is not None:
+            self.encoded[row], self.version = None if form is None else EncodedRow(form, reserve), self.version + 1
+            self._note_beside()
+
+    def keep(self, row: int, count: int) -> None:
+        """Keep the row's first `count` scratch entries, or all if there are fewer, and forget the others."""
+        scratch = self.scratch[row]
+        if scratch:
+            self.lengths[row] += min(count, scratch)
+            self.scratch[row] = 0
+
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
+        kept = [node for node in path if node < self.scratch[row]]
+        tensors = self.row_tensors(row)
+        if kept and kept[-1] != len(kept) - 1 and tensors:
+            first = self.lengths[row] - self.starts[row]
+            move(tensors, torch.tensor(kept, device=tensors[0].device) + first, to=first)
+        self.lengths[row] += len(kept)
+        self.scratch[row] = 0
+
+    def restorable(self, row: int, length: int) -> bool:
+        """Whether decoding could go on from `length` positions: all that a next query would see is stored as it was."""
+        if length == 0:
+            return True
+        enough = self.starts[row] <= oldest_seen(self.window, length) and length <= self.lengths[row]
+        return enough and not self.released[row] and not self.rewritten[row]
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget every position from `length` on."""
+        self.lengths[row], self.scratch[row] = length, 0
+        if length == 0:
+            self.starts[row] = self.rewritten[row] = 0
+            self.released[row] = False
+            self._set_bias(row, None)
+
+    def select(self, order: Sequence[int]) -> None:
+        """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
+        if self.beside:
+            self.version += 1
+        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "bias"):
+            setattr(self, name, [getattr(self, name)[row] for row in order])
+        self._note_beside()
+        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
+            self.replace(None, None)
+        self.slots = self.slots if order else 0
+        for store in (store for store in (self.keys, self.values) if store is not None):
+            for row, former in enumerate(order):
+                if row != former:
+                    store[row] = store[former]
+
+    def extend(self, rows: int, slots: int) -> None:
+        """Add empty rows to storage of `slots` slots, which are enough."""
+        first, last = len(self.lengths), len(self.lengths) + rows
+        self.resize(slots, self.capacity)
+        for counts in (self.lengths, self.starts, self.scratch, self.rewritten):
+            counts.extend([0] * rows)
+        self.released.extend([False] * rows)
+        self.encoded.extend([None] * rows)
+        self.bias.extend([None] * rows)
+        for store in (self.keys, self.values):
+            if store is not None and first < self._touched:  # infinities that another row left would reach its mates
+                store[first : min(last, self._touched)] = 0
+        self._touched = max(self._touched, last)
+
+    def fork(self, row: int, twin: int) -> None:
+        """Let an empty row hold what another one does, bit for bit; neither has scratch entries."""
+        for name in ("lengths", "starts", "released", "rewritten"):
+            getattr(self, name)[twin] = getattr(self, name)[row]
+        self.encoded[twin], self.bias[twin] = copy.deepcopy((self.encoded[row], self.bias[row]))
+        if self.encoded[row] is not None or self.bias[row] is not None:
+            self.version += 1
+            self._note_beside()
+        stored = self.stored(row) if self.encoded[row] is None else 0
+        for store in (store for store in (self.keys, self.values) if store is not None):
+            store[twin, :, :stored] = store[row, :, :stored]
+
+    def release(self, row: int) -> None:
+        """Give up a row that will not run this layer again; the storage goes with the last one."""
+        self.released[row] = True
+        own = self.encoded[row]
+        if own is not None and own.capacity:
+            own.clear()
+            self.version += 1
+        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
+            self.replace(None, None)
+
+    def stored(self, row: int) -> int:
+        """Positions kept of a row."""
+        return 0 if self.released[row] else self.lengths[row] - self.starts[row]
+
+    def row_bytes(self, row: int) -> int:
+        """Bytes that are allocated for a row: its slot, or what it has beside the slots."""
+        own, bias = self.encoded[row], self.bias[row]
+        slot = self._slot_bytes // self.slots if own is None else own.nbytes
+        return slot + (0 if bias is None else bias.nbytes)
+
+    def column_bytes(self, row: int) -> int:
+        """Bytes of what a row stores per position that it keeps."""
+        own = self.encoded[row]
+        return self.bytes_per_position if own is None else own.column_bytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors."""
+        beside = sum(own.nbytes for own in self.encoded if own) + sum(b.nbytes for b in self.bias if b is not None)
+        return self._slot_bytes + beside
+
+    @property
+    def _slot_bytes(self) -> int:
+        return sum(store.nbytes for store in (self.keys, self.values) if store is not None)
+
+
+def _moved(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
+    moved, columns = store.new_zeros(slots, store.shape[1], capacity, store.shape[3]), min(store.shape[2], capacity)
+    moved[:rows, :, :columns] = store[:rows, :, :columns]
+    return moved
