@@ -35,6 +35,7 @@ def test_a_process_of_its_own(worker: SystemProcess) -> None:
     assert not worker.alive
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_ends_the_process(worker: SystemProcess) -> None:
     assert worker.call("threads") == 1
     with pytest.raises(NotMeasured, match="sleep took longer than 0 s"):

@@ -85,6 +85,7 @@ def test_nothing_is_measured_twice(capsys, tmp_path, tiny_folder, problems, monk
     assert evaluated(capsys, *words)["suites"] == first["suites"]
 
 
+@pytest.mark.slow
 def test_a_suite_that_does_not_exercise_a_method_is_named(capsys, tiny_folder, problems):
     words = ["eval", "--model", tiny_folder, "--suite", problems, "--method", "d3", "--horizon", "400", "--mean", "0.8",
              "--measure", "answers", *SMALL]

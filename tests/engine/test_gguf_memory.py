@@ -18,6 +18,7 @@ HIDDEN, FFN, LAYERS, VOCAB = 512, 2048, 4, 64000
 """An embedding of 35 MB, read and woven in one go it would take 70, and as many small matrices as make 18 MB."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 def test_the_peak_is_little_more_than_the_file(tmp_path: Path) -> None:

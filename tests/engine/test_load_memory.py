@@ -27,6 +27,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return small, load_peak.write(folder / "large", HIDDEN, FFN, LAYERS, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["torch", "native"])
 @pytest.mark.parametrize(
     ("dtype", "quant"),

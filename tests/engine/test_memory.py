@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import shoal.model.kv as kv
+import shoal.model.kv_layer as kv_layer
 from drive import decode, make_run, prompt
 from families import HEADS, HIDDEN, WINDOW, tiny
 from shoal.depth.plan import NEVER, DepthPlan
@@ -50,7 +50,7 @@ def test_rows_add_up() -> None:
         assert total.allocated == sum(t.nbytes for layer in run.cache.layers for t in tensors(layer)) >= total.used
 
 
-def tensors(layer: kv.KVLayer) -> list[Tensor]:
+def tensors(layer: kv_layer.KVLayer) -> list[Tensor]:
     return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
@@ -86,13 +86,13 @@ def test_stats_report_them() -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that growing has copied."""
     counts: list[int] = []
-    move = kv._moved
+    move = kv_layer._moved
 
     def counted(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
         counts.append(store.shape[2])
         return move(store, rows, slots, capacity)
 
-    monkeypatch.setattr(kv, "_moved", counted)
+    monkeypatch.setattr(kv_layer, "_moved", counted)
     return counts
 
 
@@ -140,13 +140,13 @@ def test_windows_stay_bounded(name: str, chunk: int) -> None:
 def shifted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries moved by each shift of a window."""
     counts: list[int] = []
-    evict = kv.KVLayer._evict
+    evict = kv_layer.KVLayer._evict
 
-    def counted(self: kv.KVLayer, window: int) -> None:
-        evict(self, window)
-        counts.append(sum(self.stored(row) for row in range(len(self.lengths))))
+    def counted(self: kv_layer.KVLayer, row: int) -> None:
+        evict(self, row)
+        counts.append(self.stored(row))
 
-    monkeypatch.setattr(kv.KVLayer, "_evict", counted)
+    monkeypatch.setattr(kv_layer.KVLayer, "_evict", counted)
     return counts
 
 

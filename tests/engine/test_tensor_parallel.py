@@ -38,6 +38,7 @@ def reports(folders: dict[str, Path]) -> list[dict[str, Any]]:
     return [json.loads(Path(f"{target}.{rank}").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_processes_say_what_one_says(
@@ -51,10 +52,12 @@ def test_two_processes_say_what_one_says(
         assert shared["held"] < 0.7 * held(engine.model), "the weights are not shared"
 
 
+@pytest.mark.slow
 def test_processes_agree_on_what_each_would_draw_for_itself(reports: list[dict[str, Any]]) -> None:
     assert reports[0]["drawn"] == reports[1]["drawn"]
 
 
+@pytest.mark.slow
 def test_what_would_part_the_processes_is_refused(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert "measures time" in report["refused"]["controller"]

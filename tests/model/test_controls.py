@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shoal.model.hf as hf
-import shoal.model.kv as kv
+import shoal.model.kv_layer as kv_layer
 import shoal.model.masks as masks
 from drive import decode, gap, make_run, oracle_logits, prompt, stack_of
 from families import fingerprint, tiny
@@ -141,7 +141,13 @@ def test_a_commit_that_keeps_the_wrong_nodes_is_seen(monkeypatch: pytest.MonkeyP
 
 def test_a_window_that_drops_one_position_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = KVLayer._evict
-    monkeypatch.setattr(KVLayer, "_evict", lambda self, window: right(self, window - 1))
+
+    def wrong(self: KVLayer, row: int) -> None:
+        with pytest.MonkeyPatch.context() as narrower:
+            narrower.setattr(self, "window", (self.window or 0) - 1)
+            right(self, row)
+
+    monkeypatch.setattr(KVLayer, "_evict", wrong)
     ids = prompt(5)
     run = decode(tiny("mistral"), [ids], FULL, 40)
     assert gap(run.logits(0), oracle_logits(tiny("mistral"), ids, FULL, run.tokens[0])) > FAR
@@ -151,7 +157,7 @@ def test_growth_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(store: torch.Tensor, rows: int, slots: int, capacity: int) -> torch.Tensor:
         return store.new_zeros(slots, store.shape[1], capacity, store.shape[3])
 
-    monkeypatch.setattr(kv, "_moved", forgets)
+    monkeypatch.setattr(kv_layer, "_moved", forgets)
     assert error("llama") > FAR
 
 
