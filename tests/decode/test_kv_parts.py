@@ -327,6 +327,9 @@ def test_the_turns_of_a_chat() -> None:
         second = chat.send("four five")
         ids = chat_ids(chat.messages[:3], engine.tokenizer)
         assert second.tokens == engine.generate(ids, method=method, max_new_tokens=12).tokens
+        third = chat.send("six", method="full")
+        ids = chat_ids(chat.messages[:5], engine.tokenizer)
+        assert third.tokens == engine.generate(ids, max_new_tokens=12).tokens
 
 
 def test_bad_rewrites_are_refused() -> None:
@@ -347,11 +350,12 @@ def test_new_columns_have_no_bias() -> None:
     layer.append(*entries, [0], [6])
     layer.keep(0, 6)
     layer.rewrite(0, entries[0, 0], entries[1, 0], torch.full((2, 6), 0.5))
+    assert not layer.restorable(0, 6), "other columns are no beginning of another text"
     layer.keep_columns(0, [1, 4])
-    for _ in range(2):
-        layer.append(*entries, [0], [6])
+    for count in (3, 6):
+        layer.append(*entries[..., :count, :], [0], [count])
         bias = layer.bias[0]
-        assert bias is not None and bias[:, :8].tolist() == [[0.5, 0.5, *[0.0] * 6]] * 2
+        assert bias is not None and bias[:, : 2 + count].tolist() == [[0.5, 0.5, *[0.0] * count]] * 2
         layer.scratch[0] = 0
 
 
