@@ -11,12 +11,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 @pytest.fixture(autouse=True)
-def _cards_of_nobody(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's cards; only those marked measure a model that is not known."""
+def _cards_of_nobody(request, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test, nor a process of one, reads or writes the user's cards; only those marked measure an unknown model."""
     from shoal.cli import common
     from shoal.engine import cards
+    from shoal.model.packed.native.build import cache_folder
 
     monkeypatch.setattr(cards, "cached", lambda: tmp_path / "cards")
+    own = tmp_path_factory.mktemp("cache")
+    (own / "shoal").mkdir()
+    (own / "shoal" / "native").symlink_to(cache_folder(), target_is_directory=True)  # what was compiled serves all
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
     if "measures_layers" not in request.fixturenames:
         monkeypatch.setattr(common, "_know_layers", lambda *_: None)
 
