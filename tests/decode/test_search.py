@@ -384,4 +384,4 @@ def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
             ours[:, :count] = 0
             assert theirs[:, :count].any()
     cache.select([1])
-    assert cache.layers[0].bias[0] is not None and cache.stores == [Bytes(1)]
+    assert cache.layers[0].bias[0] is not None and cache.layers[0].encoded[0] is not None

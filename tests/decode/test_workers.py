@@ -130,7 +130,7 @@ def test_a_worker_of_another_kind_is_refused() -> None:
         def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
             return []
 
-    with pytest.raises(TypeError, match=r"Duck.begin gives a Duck; it must be a worker: derive it from Drafter"):
+    with pytest.raises(TypeError, match=r"Duck.begin gives a Duck; it must be a worker: derive it from a class in"):
         decode(tiny("llama"), IDS[:1], Recipe(FULL, Duck()), 3)
 
 

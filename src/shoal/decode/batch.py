@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.decode.accept import Outcome
-from shoal.decode.drafting import Drafting
 from shoal.decode.ledger import Clock
+from shoal.decode.parts import PartsAtWork
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
 from shoal.decode.search import SearchRun, score_forced
@@ -61,7 +61,7 @@ class Batch:
         self.clock = Clock()
         self._owns_cache, self._release = cache is None, release
         self._prefixes = prefixes or Prefixes(0)
-        self._drafting = Drafting(stack, self.cache)
+        self._parts = PartsAtWork(stack, self.cache)
         self._came = list(self.rows)
         for row in self.rows:
             self._set_store(row)
@@ -92,7 +92,7 @@ class Batch:
     def _set_store(self, row: Row, columns: Sequence[int] | None = None) -> None:
         """Let what the row stores have the form that its recipe names; what it holds in another way is read anew."""
         slot, store = row.slot, row.recipe.store
-        if row.recipe.alters_kv or self.cache.stores[slot] is not None:
+        if row.recipe.alters_kv or self.cache.has_store(slot):
             self.cache.truncate(slot, 0)
             self.cache.set_store(slot, store, columns)
 
@@ -148,7 +148,7 @@ class Batch:
         decoding = [row for row in rows if row.room and not self._reads(row)]
         if not (reading or decoding):
             return steps
-        trees = self._drafting.propose(decoding)
+        trees = self._parts.propose(decoding)
         drafted = time.perf_counter()
         shares = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
         left = budget - sum(map(len, trees))
@@ -182,7 +182,7 @@ class Batch:
         for row in self.reading:
             if id(row) in chosen and budget > 0:
                 first = self.cache.positions[row.slot]
-                size = min(self.due(row), budget, most or budget, self._drafting.ahead(row, first) or budget)
+                size = min(self.due(row), budget, most or budget, self._parts.ahead(row, first) or budget)
                 pieces.append(_piece(row, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.row.slot)
@@ -192,8 +192,8 @@ class Batch:
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
-        watched = self._drafting.watch(rows, chunks)
-        fed = self._drafting.shown(rows, chunks)
+        watched = self._parts.watch(rows, chunks)
+        fed = self._parts.shown(rows, chunks)
         logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
@@ -220,7 +220,7 @@ class Batch:
             some = [item[1:] for item in told if item[0] == guesses]
             if some:
                 rows, trees, kept = zip(*some, strict=True)
-                self._drafting.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
+                self._parts.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
 
     def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted."""
@@ -239,7 +239,7 @@ class Batch:
         self.cache.commit(row.slot, path)
         if row.recipe.alters_kv:
             self.cache.mark_shallow(row.slot, before)
-            self._drafting.rewrite(row, before)
+            self._parts.rewrite(row, before)
 
     def retire(self) -> None:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
@@ -257,7 +257,7 @@ class Batch:
         alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
         if done:
-            self._drafting.keep(alive)
+            self._parts.keep(alive)
             if alive or self._owns_cache:
                 self._keep_slots()
 

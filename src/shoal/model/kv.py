@@ -38,7 +38,6 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
-        stores: in what form each row is stored; None for its slot.
         most_slots: spare slots are not made beyond this many.
 
     Args:
@@ -51,7 +50,6 @@ class KVCache:
         reserves = reserve or [0] * len(windows)
         self.layers = [KVLayer(rows, window, room) for window, room in zip(windows, reserves, strict=True)]
         self.positions = [0] * rows
-        self.stores: list[Store | None] = [None] * rows
         self.most_slots = ENDLESS
         self._marks: list[int | None] = [None] * rows
 
@@ -71,9 +69,12 @@ class KVCache:
         Args:
             reserve: columns per layer for which room is made at once where it is not the slot's.
         """
-        self.stores[row] = store
         for number, layer in enumerate(self.layers):
             layer.set_form(row, None if store is None else store.form(number), reserve[number] if reserve else 0)
+
+    def has_store(self, row: int) -> bool:
+        """Whether a layer stores the row in another form than its slot's."""
+        return any(layer.encoded[row] is not None for layer in self.layers)
 
     def mark_shallow(self, row: int, position: int) -> None:
         """Note that `position` of `row` was not run as the model itself runs it: every sublayer, on all of the KV."""
@@ -135,7 +136,6 @@ class KVCache:
             layer.select(order)
         self.positions = [self.positions[row] for row in order]
         self._marks = [self._marks[row] for row in order]
-        self.stores = [self.stores[row] for row in order]
         return order
 
     def extend(self, rows: int) -> None:
@@ -147,7 +147,6 @@ class KVCache:
             layer.extend(rows, slots)
         self.positions.extend([0] * rows)
         self._marks.extend([None] * rows)
-        self.stores.extend([None] * rows)
 
     def fork(self, row: int, count: int) -> range:
         """Add rows that hold what `row` does, bit for bit, and has committed; returns their numbers."""
@@ -155,7 +154,6 @@ class KVCache:
         self.extend(count)
         for twin in twins:
             self.positions[twin], self._marks[twin] = self.positions[row], self._marks[row]
-            self.stores[twin] = self.stores[row]
             for layer in self.layers:
                 layer.fork(row, twin)
         return twins

@@ -104,22 +104,29 @@ class KVLayer:
     ) -> tuple[Tensor, Tensor]:
         """`append` where rows have storage of their own: what is read is put together."""
         ends = [end + count for end, count in zip(self._ends(rows), counts, strict=True)]
-        read = [[tensor.new_zeros(len(rows), tensor.shape[1], max(ends), tensor.shape[3]) for tensor in (keys, values)]]
+        all_keys, all_values = (
+            new.new_zeros(len(rows), new.shape[1], max(ends), new.shape[3]) for new in (keys, values)
+        )
         for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
             self.write(row, keys[index, :, :count], values[index, :, :count])
-            for whole, part in zip(read[0], self.read(row, end, keys.dtype), strict=True):
-                whole[index, :, :end] = part
-        return read[0][0], read[0][1]
+            all_keys[index, :, :end], all_values[index, :, :end] = self.read(row, end, keys.dtype)
+        return all_keys, all_values
 
     def write(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Write scratch entries [heads, n, head_dim] of one row, for which `prepare` has made room."""
-        (end,), count, own = self._ends([row]), keys.shape[1], self.encoded[row]
+        (end,) = self._ends([row])
+        self._put(row, end, keys, values)
+        self.scratch[row] += keys.shape[1]
+
+    def _put(self, row: int, at: int, keys: Tensor, values: Tensor) -> None:
+        """Write [heads, n, head_dim] into the row's columns from `at` on, for which there is room."""
+        own = self.encoded[row]
         if own is not None:
-            own.write(end, keys, values)
-        else:
-            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
-                store[:, end : end + count] = new
-        self.scratch[row] += count
+            own.write(at, keys, values)
+            return
+        assert self.keys is not None and self.values is not None
+        span = slice(at, at + keys.shape[1])
+        self.keys[row, :, span], self.values[row, :, span] = keys, values
 
     def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The row's first columns, keys and values [heads, columns, head_dim]."""
@@ -282,12 +289,7 @@ class KVLayer:
         """
         count = keys.shape[1]
         self._check_rewrite(row, count)
-        own = self.encoded[row]
-        if own is not None:
-            own.write(0, keys, values)
-        else:
-            for store, new in zip(self.row_tensors(row), (keys, values), strict=False):
-                store[:, :count] = new
+        self._put(row, 0, keys, values)
         self._set_bias(row, bias)
         self._note_rewrite(row, count)
 

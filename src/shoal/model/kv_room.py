@@ -73,7 +73,8 @@ class KVRoom:
             for end, window in zip(ends, self._windows, strict=True)
         ]
         forms = [None if store is None else store.form(layer) for layer in range(len(columns))]
-        own = [form and column_bytes(form, sizes) or 0 for form, sizes in zip(forms, self._kv_sizes, strict=True)]
+        own = [0 if form is None else column_bytes(form, sizes)
+               for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         return Need(tuple(columns), tuple(own))
 
     def bytes(self, needs: Sequence[Need]) -> int:

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
+from shoal.model.masks import RowView
 from shoal.model.reading import chosen_columns, row_mask, visible
 from shoal.model.stack import LayerWork, SequenceChunk
 from shoal.model.twin import twin_of
@@ -154,11 +155,7 @@ class PrepackedCall:
         window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
         key = ("masks", window, starts, piece.first, piece.last)
         if key not in self._memo:
-            views = [
-                self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
-                for i, start in zip(rows, starts, strict=True)
-            ]
-            self._memo[key] = [self.stack.attention_mask([view], window) for view in views]
+            self._memo[key] = [self.stack.attention_mask([self._view(piece, i, store)], window) for i in rows]
         return cast("list[Tensor | None]", self._memo[key])
 
     def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
@@ -167,9 +164,7 @@ class PrepackedCall:
         hook, bias = chunk.reads, store.bias[chunk.row]
         if hook is None and bias is None:
             return None
-        base, start = self.cache.positions[chunk.row], store.starts[chunk.row]
-        view = chunk.view(base, start, piece.first[index], piece.last[index])
-        seen = visible(view, store.window, stack.device)
+        seen = visible(self._view(piece, index, store), store.window, stack.device)
 
         def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
             chosen = None if hook is None else chosen_columns(hook, layer, queries, keys, seen)
@@ -179,6 +174,11 @@ class PrepackedCall:
             return stack.as_added(row_mask(chosen, added, seen, len(queries), queries.dtype))
 
         return read
+
+    def _view(self, piece: LayerWork, index: int, store: KVLayer) -> RowView:
+        chunk = self.chunks[index]
+        base, start = self.cache.positions[chunk.row], store.starts[chunk.row]
+        return chunk.view(base, start, piece.first[index], piece.last[index])
 
     def padded(self) -> Tensor:
         """The hidden states as [chunks, widest, D]."""

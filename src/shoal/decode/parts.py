@@ -17,7 +17,7 @@ from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack
 W = TypeVar("W", bound=Worker)
 
 
-class Drafting:
+class PartsAtWork:
     """The workers of all parts that the rows' recipes name.
 
     Args:
@@ -138,7 +138,7 @@ class Drafting:
             worker = part.begin(self._stack, self._cache)
             if not isinstance(worker, Worker):
                 raise TypeError(f"{type(part).__name__}.begin gives a {type(worker).__name__}; it must be a worker: "
-                                "derive it from Drafter or DraftLengthPolicy in shoal.decode.worker")
+                                "derive it from a class in shoal.decode.worker")
             self._workers[id(part)] = worker
         return cast("W", self._workers[id(part)])
 
@@ -160,7 +160,7 @@ def _select(row: Row) -> Select | None:
 
 
 def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
-    """One hook for several; the last that chooses has its way."""
+    """One hook for several, which all see the queries; what the last one chooses is read, as `select` comes last."""
     if len(hooks) == 1:
         return hooks[0]
 
