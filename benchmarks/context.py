@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shoal.bench.roof import read_bandwidth
 
+from shoal.bench.bandwidth import read_bandwidth
 from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import traffic_of
 from shoal.engine.device import as_dtype

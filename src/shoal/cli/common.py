@@ -8,6 +8,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shoal import compat
 from shoal.cli.parser import Parser, parse
 from shoal.errors import Unsupported
 
@@ -143,7 +144,7 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, meth
     """
     from shoal import load
 
-    _hush_libraries()
+    compat.hush_libraries()
     try:
         engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
                     revision=args.revision, trust_remote_code=args.trust_remote_code,
@@ -192,20 +193,9 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     from shoal import catalog
     from shoal.engine.checkpoint import Checkpoint
 
-    _hush_libraries()
+    compat.hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
-
-
-def _hush_libraries() -> None:
-    """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ class HFGenerate:
         """Load the model."""
         if self.setting.quant not in (None, FILE):
             raise NotMeasured(f"transformers runs these weights in {self.setting.dtype}, not in {self.setting.quant}")
+        compat.hush_libraries()
         self.model = self.subject.hf_model(self.dtype, self.setting.device)
         traffic = self._traffic()
         weight_bytes = traffic.layer * len(traffic.windows) + traffic.head

@@ -216,23 +216,23 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
     meet(&r->team);
 }
 
-/* This thread's share of all tasks of a layer. */
+/* The tasks of a layer, as many as this thread comes to. */
 static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
     const Run *r = w->run;
     const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
     int total = 0;
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
-    int first = share(total, w->id, w->threads), last = share(total, w->id + 1, w->threads), task = 0;
-    for (const Segment *s = segments; s < segments + count; task += s->splits * kv_heads, s++) {
-        int from = max_int(0, first - task), to = min_int(s->splits * kv_heads, last - task);
-        for (int k = from; k < to; k++) {
+    const Segment *s = segments;
+    int before = 0; /* tasks of earlier segments */
+    for (int first, taken; (first = take(&w->run->team, QUEUE_TASKS, total, 1, &taken)) >= 0;)
+        for (int k = first; k < first + taken; k++) {
+            while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
             Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .number = number};
-            one.head = k / s->splits, one.split = k % s->splits;
+            one.head = (k - before) / s->splits, one.split = (k - before) % s->splits;
             one.low = max_int(0, (s->first_split + one.split) * SPLIT - s->start);
             one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);
             run_task(w, &one);
         }
-    }
 }
 
 /* The attention's output of token number i, all heads: the splits' sums brought to their common peak. */

@@ -1,5 +1,6 @@
 /* A whole forward in one parallel region: a handful of tokens through some layers of a Llama-shaped decoder. */
 #include <omp.h>
+#include <time.h>
 
 #include "layer.h"
 #include "lookup.h"
@@ -36,7 +37,7 @@ static void run_head(const Worker *w) {
         c.token[i] = r->b->wanted[i];
         prepare(&w->acts, &m->head, r->x + c.token[i] * r->x_line, m->norm, m->eps, i, c.count);
     }
-    if (c.count) multiply_share(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
+    if (c.count) multiply_all(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }
 
 static int deepest(const ShoalModel *m) {
@@ -94,14 +95,24 @@ int64_t shoal_scratch_bytes(const ShoalModel *m, const ShoalBatch *b, int thread
     return lay_out(&r, NULL, threads);
 }
 
-/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. */
-void shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
+static double seconds(clockid_t clock) {
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. Returns how
+   many processors the threads had: their number, or less where the machine was busy. */
+double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
     Run r = {.m = m, .b = b, .logits = logits};
     lay_out(&r, scratch, threads);
+    const double start = seconds(CLOCK_MONOTONIC);
+    double worked = 0;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         r.team.threads = omp_get_num_threads();
+        const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
         const Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
         embed(&w);
         meet(&r.team);
@@ -112,7 +123,11 @@ void shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char
         }
         copy_states(&w, b->active_count);
         run_head(&w);
+        const double spent = seconds(CLOCK_THREAD_CPUTIME_ID) - begun;
+#pragma omp atomic
+        worked += spent;
     }
+    return worked / (seconds(CLOCK_MONOTONIC) - start);
 }
 
 /* Bytes of scratch memory of one thread, for shoal_matmul. */
@@ -122,7 +137,7 @@ int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) { return round_up
 void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, char *scratch, int threads) {
     const int64_t own = shoal_matmul_scratch(w, tokens);
     const ShoalModel model = {.vocab = w->rows, .logit_scale = 1.0f};
-    Run r = {.m = &model};
+    Run r = {.m = &model, .team.threads = threads};
 #pragma omp parallel num_threads(threads)
     {
         Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};
@@ -130,7 +145,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
         worker.sums = (float *)(scratch + worker.id * own);
         worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
         for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
-        multiply_share(&worker, w, &c, NULL, finish_logits, out);
+        multiply_all(&worker, w, &c, NULL, finish_logits, out);
     }
 }
 

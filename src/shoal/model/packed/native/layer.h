@@ -8,30 +8,32 @@
    matrix is a part of. */
 typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to);
 
-/* This thread's row blocks of one matrix, which stands `offset` row blocks below the first; paired blocks stay together. */
-static void multiply_part(const Worker *w, const ShoalWeight *weight, int offset, const Chosen *c, const float *bias,
-                          Finish *finish, void *to) {
-    const int unit = weight->paired ? 2 : 1, pieces = weight->blocks / unit;
-    const int last = share(pieces, w->id + 1, w->threads) * unit;
-    for (int block = share(pieces, w->id, w->threads) * unit, count; block < last; block += count) {
-        count = min_int(last - block, PANEL - block % PANEL);
-        multiply(weight, &w->acts, c->count, block, count, w->sums);
-        finish(w, c, bias, offset + block, count, to);
-    }
+/* Row blocks of a matrix, as many as this thread comes to; the first of them stands `offset` row blocks below what the
+   matrix is a part of. Paired blocks stay together. */
+static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight, int offset, const Chosen *c,
+                          const float *bias, Finish *finish, void *to) {
+    Team *team = &w->run->team;
+    for (int first, taken; (first = take(team, queue, weight->blocks, weight->paired ? 2 : 1, &taken)) >= 0;)
+        for (int block = first, count; block < first + taken; block += count) {
+            count = min_int(first + taken - block, PANEL - block % PANEL);
+            multiply(weight, &w->acts, c->count, block, count, w->sums);
+            finish(w, c, bias, offset + block, count, to);
+        }
 }
 
-static void multiply_share(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, Finish *finish,
-                           void *to) {
-    multiply_part(w, weight, 0, c, bias, finish, to);
+static void multiply_all(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, Finish *finish,
+                         void *to) {
+    multiply_part(w, 0, weight, 0, c, bias, finish, to);
 }
 
 /* Two matrices of equal size whose row blocks alternate, as in a paired one. */
 static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish) {
-    const int step = c->count * 2 * LANES, last = share(pair->blocks, w->id + 1, w->threads);
-    for (int block = share(pair->blocks, w->id, w->threads); block < last; block++) {
-        for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
-        finish(w, c, bias, 2 * block, 2, NULL);
-    }
+    const int step = c->count * 2 * LANES;
+    for (int first, taken; (first = take(&w->run->team, 0, pair->blocks, 1, &taken)) >= 0;)
+        for (int block = first; block < first + taken; block++) {
+            for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
+            finish(w, c, bias, 2 * block, 2, NULL);
+        }
 }
 
 /* Row block b of the `count` at hand, for chosen token i, with its bias. */
@@ -118,7 +120,7 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
 
 /* A sublayer's last matrix: its result goes into the states, by way of a norm if there is one. */
 static void multiply_into_states(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
-    multiply_share(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
+    multiply_all(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
     meet(&w->run->team);
     if (!norm) return;
     add_normed(w, c, norm);
@@ -137,7 +139,7 @@ static void run_attention(const Worker *w, int entry) {
         const int shared = part > layer->qkv && form_of(part->kind) == form_of(part[-1].kind);
         for (int i = 0; i < c.count && !shared; i++)
             prepare(&w->acts, part, r->x + c.token[i] * r->x_line, layer->input_norm, r->m->eps, i, c.count);
-        multiply_part(w, part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
+        multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
     meet(&r->team);
     if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
@@ -158,7 +160,7 @@ static void run_mlp(const Worker *w, int entry) {
     if (!c.count) return;
     for (int i = 0; i < c.count; i++)
         prepare(&w->acts, layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
-    if (layer->gate_up->paired) multiply_share(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
+    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
     else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated);
     meet(&r->team);
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);

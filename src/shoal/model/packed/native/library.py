@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 
 from shoal.model.packed.native.build import BuildError, build
 from shoal.model.packed.native.structs import BatchStruct, Model, Weight
@@ -23,7 +23,7 @@ _SIGNATURES = {
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
     "shoal_check": (c_int, [POINTER(Model), POINTER(BatchStruct), c_char_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
-    "shoal_forward": (None, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
+    "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int32, c_void_p
 from dataclasses import dataclass, fields
@@ -25,6 +26,7 @@ from shoal.model.packed.native.structs import (
     Model,
     Weight,
 )
+from shoal.model.packed.native.threads import MACHINE
 from shoal.model.packed.native.weights import PackedWeight, share_inputs
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -203,7 +205,7 @@ class NativeModel:
         Args:
             batch: the tokens.
             kv: the cache.
-            threads: at most how many; None for as many as torch uses.
+            threads: how many; None for as many as torch uses, or fewer beside other work.
             taps: float32 [running layers + 1, tokens, hidden], filled with the states that enter each running layer,
                 and those after the last one.
             choose: called for each running layer with its number in `batch.layers` and the queries, float32
@@ -216,7 +218,7 @@ class NativeModel:
         Raises:
             ValueError: an index of the batch is out of range; nothing was touched then.
         """
-        count = min(threads or torch.get_num_threads(), MAX_THREADS)
+        count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         struct = batch.struct(self.num_layers, kv)
         if taps is not None:
             shape = (struct.active_count + 1, struct.tokens, self.spec.hidden)
@@ -234,7 +236,10 @@ class NativeModel:
             needed = self._library.shoal_scratch_bytes(model, reference, count)
             if needed > self._scratch.numel():
                 self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
-            self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+            start = time.perf_counter()
+            had = self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+            if threads is None:
+                MACHINE.note(had, time.perf_counter() - start)
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits

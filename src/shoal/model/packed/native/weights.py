@@ -16,6 +16,7 @@ from shoal.model.gguf.types import GgmlType
 from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Weight
+from shoal.model.packed.native.threads import MACHINE
 
 Kind = Literal[
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"
@@ -191,7 +192,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
         raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.cols}]")
     if weight.paired:
         raise ValueError("a paired matrix is multiplied only inside the gated MLP; pack its halves one by one")
-    library, threads, struct = require(), torch.get_num_threads(), weight.struct()
+    library, threads, struct = require(), MACHINE.choose(), weight.struct()
     source = x.float().contiguous()
     out = torch.empty(x.shape[0], weight.rows)
     scratch = torch.empty(threads * library.shoal_matmul_scratch(ctypes.byref(struct), x.shape[0]), dtype=torch.uint8)
