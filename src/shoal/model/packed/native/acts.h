@@ -1,13 +1,11 @@
 /* Activations as a matrix kernel wants them: normalised, rounded or quantised, and woven. A word is what one lane of a
-   kernel takes at a time: one fp32, two bf16 or four s8. Tokens go in tiles of 8; in a tile, word 0 of all its tokens
+   kernel takes at a time: one fp32, two bf16 or four s8. Tokens go in tiles of TILE_TOKENS; in a tile, word 0 of all its tokens
    comes first, then word 1, and so on: one stream through the cache, where a line for each token would be eight.
    Every thread prepares its own copy: that costs less than a barrier and keeps it in the thread's own cache. */
 #ifndef SHOAL_ACTS_H
 #define SHOAL_ACTS_H
 
 #include "layout.h"
-
-#define TILE_TOKENS 8 /* tokens of one pass over a row block: their accumulators fill half of the registers */
 
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */

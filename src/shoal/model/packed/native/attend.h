@@ -211,9 +211,9 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
         ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, r->b->position[t], line);
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
-    meet(&r->team);
+    meet(&r->team, w->id);
     if (w->id == 0) r->b->select(entry); /* the calling thread, as Python needs it */
-    meet(&r->team);
+    meet(&r->team, w->id);
 }
 
 /* The tasks of a layer, as many as this thread comes to. */
@@ -224,7 +224,7 @@ static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segm
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
     const Segment *s = segments;
     int before = 0; /* tasks of earlier segments */
-    for (int first, taken; (first = take(&w->run->team, QUEUE_TASKS, total, 1, &taken)) >= 0;)
+    for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;)
         for (int k = first; k < first + taken; k++) {
             while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
             Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .number = number};

@@ -115,7 +115,7 @@ double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, ch
         const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
         const Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
         embed(&w);
-        meet(&r.team);
+        meet(&r.team, w.id);
         for (int entry = 0; entry < b->active_count; entry++) {
             copy_states(&w, entry);
             run_attention(&w, entry);

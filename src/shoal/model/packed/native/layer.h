@@ -12,10 +12,10 @@ typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int blo
    matrix is a part of. Paired blocks stay together. */
 static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight, int offset, const Chosen *c,
                           const float *bias, Finish *finish, void *to) {
-    Team *team = &w->run->team;
-    for (int first, taken; (first = take(team, queue, weight->blocks, weight->paired ? 2 : 1, &taken)) >= 0;)
-        for (int block = first, count; block < first + taken; block += count) {
-            count = min_int(first + taken - block, PANEL - block % PANEL);
+    const int unit = weight->paired ? 2 : 1;
+    for (int first, taken; (first = take(&w->run->team, w->id, queue, weight->blocks / unit, PANEL / unit, &taken)) >= 0;)
+        for (int block = first * unit, last = (first + taken) * unit, count; block < last; block += count) {
+            count = min_int(last - block, PANEL - block % PANEL);
             multiply(weight, &w->acts, c->count, block, count, w->sums);
             finish(w, c, bias, offset + block, count, to);
         }
@@ -29,7 +29,7 @@ static void multiply_all(const Worker *w, const ShoalWeight *weight, const Chose
 /* Two matrices of equal size whose row blocks alternate, as in a paired one. */
 static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish) {
     const int step = c->count * 2 * LANES;
-    for (int first, taken; (first = take(&w->run->team, 0, pair->blocks, 1, &taken)) >= 0;)
+    for (int first, taken; (first = take(&w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
         for (int block = first; block < first + taken; block++) {
             for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
             finish(w, c, bias, 2 * block, 2, NULL);
@@ -121,10 +121,10 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
 /* A sublayer's last matrix: its result goes into the states, by way of a norm if there is one. */
 static void multiply_into_states(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
     multiply_all(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
-    meet(&w->run->team);
+    meet(&w->run->team, w->id);
     if (!norm) return;
     add_normed(w, c, norm);
-    meet(&w->run->team);
+    meet(&w->run->team, w->id);
 }
 
 static void run_attention(const Worker *w, int entry) {
@@ -141,10 +141,10 @@ static void run_attention(const Worker *w, int entry) {
             prepare(&w->acts, part, r->x + c.token[i] * r->x_line, layer->input_norm, r->m->eps, i, c.count);
         multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
-    meet(&r->team);
+    meet(&r->team, w->id);
     if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
     attend_layer(w, entry, &c, segments, count);
-    meet(&r->team);
+    meet(&r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++)
         for (int i = s->first; i < s->last; i++) {
             merge_splits(r, s, i, w->line);
@@ -162,7 +162,7 @@ static void run_mlp(const Worker *w, int entry) {
         prepare(&w->acts, layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
     if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
     else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated);
-    meet(&r->team);
+    meet(&r->team, w->id);
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);
     multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
 }

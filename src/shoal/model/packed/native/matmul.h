@@ -40,7 +40,4 @@ INLINE Vf sum_at(const float *sums, int tokens, int b, int t) {
     return vf_add(vf_load(at), vf_load(at + LANES));
 }
 
-/* The share of `count` equal pieces of work that falls to thread `id` of `threads`. */
-INLINE int share(int count, int id, int threads) { return (int)((int64_t)count * id / threads); }
-
 #endif

@@ -20,13 +20,26 @@ INLINE Vf add_word(Vf sum, Vi row, int32_t word, const int kind) {
    are known to the compiler. */
 INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int T, const int kind) {
     const int W = width_of(T);
+    if (T > TILE_TOKENS / 2 && TILE_TOKENS < 8) { /* one chain after the other, as both do not fit the registers */
+        UNROLL for (int side = 0; side < 2; side++) {
+            Vf sum[8];
+            UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + (2 * t + side) * LANES);
+            for (int64_t k = side; k < words; k += 2) {
+                Vi row = vi_held(line_of(lines, k, kind));
+                if (ahead && !side) _mm_prefetch(ahead + k * line_bytes(kind) / 2, _MM_HINT_T0);
+                UNROLL for (int t = 0; t < T; t++) sum[t] = add_word(sum[t], row, x[k * W + t], kind);
+            }
+            UNROLL for (int t = 0; t < T; t++) vf_store(sums + (2 * t + side) * LANES, sum[t]);
+        }
+        return;
+    }
     Vf even[8], odd[8];
     UNROLL for (int t = 0; t < T; t++) {
         even[t] = vf_load(sums + 2 * t * LANES);
         odd[t] = vf_load(sums + (2 * t + 1) * LANES);
     }
     for (int64_t k = 0; k < words; k += 2) {
-        Vi row = line_of(lines, k, kind), next = line_of(lines, k + 1, kind);
+        Vi row = vi_held(line_of(lines, k, kind)), next = vi_held(line_of(lines, k + 1, kind));
         if (ahead) _mm_prefetch(ahead + k * line_bytes(kind) / 2, _MM_HINT_T0);
         UNROLL for (int t = 0; t < T; t++) even[t] = add_word(even[t], row, x[k * W + t], kind);
         UNROLL for (int t = 0; t < T; t++) odd[t] = add_word(odd[t], next, x[(k + 1) * W + t], kind);

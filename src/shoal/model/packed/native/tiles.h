@@ -1,11 +1,11 @@
-/* The kernels of all kinds, for 1 to 8 tokens each. They are compiled in files of their own, side by side. */
+/* The kernels of all kinds, for 1 to TILE_TOKENS tokens each. They are compiled in files of their own, side by side. */
 #ifndef SHOAL_TILES_H
 #define SHOAL_TILES_H
 
 #include "acts.h"
 
-/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16]; 8 tokens also fetch half as much
-   from `ahead`, unless that is NULL. */
+/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16]; TILE_TOKENS tokens also fetch half as
+   much from `ahead`, unless that is NULL. */
 typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums, const char *ahead);
 
 #define DECLARE(kind) extern Tile *const tiles_##kind[TILE_TOKENS] __attribute__((visibility("hidden")));
@@ -19,9 +19,15 @@ DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6
         if (tokens == TILE_TOKENS && ahead) tile_##kind(w, p, a, first, x, sums, ahead, tokens);                       \
         else tile_##kind(w, p, a, first, x, sums, NULL, tokens);                                                       \
     }
+#if TILE_TOKENS == 4
+#define TILES(kind)                                                                                                    \
+    TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4)                                                            \
+    Tile *const tiles_##kind[TILE_TOKENS] = {kind##_1, kind##_2, kind##_3, kind##_4};
+#else
 #define TILES(kind)                                                                                                    \
     TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4)                                                            \
     TILE(kind, 5) TILE(kind, 6) TILE(kind, 7) TILE(kind, 8)                                                            \
     Tile *const tiles_##kind[TILE_TOKENS] = {kind##_1, kind##_2, kind##_3, kind##_4, kind##_5, kind##_6, kind##_7, kind##_8};
+#endif
 
 #endif

@@ -3,6 +3,8 @@
 #ifndef SHOAL_VECTOR_AVX2_H
 #define SHOAL_VECTOR_AVX2_H
 
+#define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
+
 typedef struct {
     __m256 a, b;
 } Vf;
@@ -144,6 +146,14 @@ INLINE void vi_store_u8(void *to, Vi v) {
     _mm_storeu_si128((__m128i *)to, _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
+/* What is in a register before the compiler goes on. Left alone, gcc makes all products of a loop before it adds them up,
+   for which there are not enough registers, and reads a row again for every token. */
+INLINE __m256i held(__m256i x) {
+    __asm__("" : "+x"(x));
+    return x;
+}
+INLINE Vi vi_held(Vi x) { return EACH2(Vi, held, x); }
+
 /* The low and the high four bits of every byte. */
 INLINE Vi vi_low_nibbles(Vi x) { return vi_and(x, vi_all(0x0f0f0f0f)); }
 INLINE Vi vi_high_nibbles(Vi x) {
@@ -163,7 +173,7 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
 INLINE __m256i dot_bytes_of(__m256i sum, __m256i row, __m256i x) {
     const __m256i centred = _mm256_xor_si256(row, _mm256_set1_epi8(-128));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return held(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_bytes_of, sum, row, x); }
 INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); }
@@ -171,7 +181,7 @@ INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); 
 /* Products of unsigned bytes of `row` with signed ones of `x`, summed in halves of 16 bits, and what becomes of a few of
    them: per lane the sum of all. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
 INLINE __m256i dot_narrow_of(__m256i sum, __m256i row, __m256i x) {
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x));
+    return held(_mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x)));
 }
 INLINE Vi dot_narrow(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_narrow_of, sum, row, x); }
 INLINE __m256i widen_of(__m256i sum, __m256i narrow) {

@@ -2,6 +2,8 @@
 #ifndef SHOAL_VECTOR_AVX512_H
 #define SHOAL_VECTOR_AVX512_H
 
+#define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
+
 typedef __m512 Vf;      /* 16 floats */
 typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
 typedef __mmask16 Mask; /* bit i: lane i takes part */
@@ -54,6 +56,8 @@ INLINE Vi vi_shift_up(Vi x, const int bits) { return _mm512_slli_epi32(x, bits);
 INLINE Vi vi_shift_right(Vi x, const int bits) { return _mm512_srli_epi32(x, bits); }
 INLINE Vi vi_shift_down(Vi x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
 INLINE int32_t vi_sum(Vi x) { return _mm512_reduce_add_epi32(x); }
+
+INLINE Vi vi_held(Vi x) { return x; } /* see vector_avx2.h */
 
 /* The low and the high four bits of every byte. */
 INLINE Vi vi_low_nibbles(Vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
