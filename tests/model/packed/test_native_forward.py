@@ -196,3 +196,20 @@ def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: 
             logits = twin.native.forward(as_batch([alone], {0: base + index}, one), singles, threads=1)
             assert torch.equal(logits[0], together[index])
         base += count
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int4"])
+@pytest.mark.parametrize("threads", [2, 3, 8, 64])
+def test_any_number_of_threads_gives_the_same_bits(kind: str, threads: int) -> None:
+    """More threads than processors wait for each other and take of each other's shares."""
+    case = Case(kind=kind, hidden=320, ffn=352, heads=6, kv_heads=3, vocab=700, windows=(None, 7, None))
+    twin = make_twin(case)
+    tokens = chain(0, 0, 9) + chain(1, 0, 1) + chain(2, 0, 14) + chain(4, 0, 2)
+    batch = as_batch(tokens, dict.fromkeys(range(5), 0), {layer: [BOTH] * len(tokens) for layer in range(3)})
+    stored = [storage(case, 5, 40) for _ in range(2)]
+    kept = [twin.native.bind(*one) for one in stored]
+    alone = twin.native.forward(batch, kept[0], threads=1)
+    for _ in range(10):
+        assert torch.equal(twin.native.forward(batch, kept[1], threads=threads), alone)
+        for ours, theirs in zip(stored[0], stored[1], strict=True):
+            assert all(map(torch.equal, ours, theirs))

@@ -222,9 +222,9 @@ static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segm
     const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
     int total = 0;
     for (int i = 0; i < count; i++) total += segments[i].splits * kv_heads;
-    const Segment *s = segments;
-    int before = 0; /* tasks of earlier segments */
-    for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;)
+    for (int first, taken; (first = take(&w->run->team, w->id, QUEUE_TASKS, total, 1, &taken)) >= 0;) {
+        const Segment *s = segments;
+        int before = 0; /* tasks of earlier segments */
         for (int k = first; k < first + taken; k++) {
             while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
             Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .number = number};
@@ -233,6 +233,7 @@ static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segm
             one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);
             run_task(w, &one);
         }
+    }
 }
 
 /* The attention's output of token number i, all heads: the splits' sums brought to their common peak. */

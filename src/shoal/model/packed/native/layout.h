@@ -20,7 +20,7 @@
 #include "simd.h"
 
 #define PANEL 4        /* row blocks that share a tile of activations */
-#define TILE_WORDS 64 /* at most: 4 KiB of weights, and 2 KiB of activations for each 8 tokens, stay in the first-level cache */
+#define TILE_WORDS 160 /* at most: 10 KiB of weights of 8 bits, and 2.5 KiB of activations for each 4 tokens; short tiles cost a start each */
 
 INLINE int is_integer(int kind) { return kind >= KIND_INT8; }
 INLINE int is_super(int kind) { return kind >= KIND_Q4_K; }
@@ -45,10 +45,10 @@ typedef struct {
     int first, words;
 } Part;
 
-/* Tiles of even length, whole groups each. */
-INLINE int tile_words(int words) {
+/* Tiles of even length, whole groups each, or whole super-blocks. */
+INLINE int tile_words(int kind, int words) {
     const int tiles = (words + TILE_WORDS - 1) / TILE_WORDS;
-    return (int)round_up((words + tiles - 1) / tiles, LANES);
+    return (int)round_up((words + tiles - 1) / tiles, is_super(kind) ? GROUP_K / 4 : LANES);
 }
 
 INLINE Part part_of(const ShoalWeight *w, int64_t block, int first) {

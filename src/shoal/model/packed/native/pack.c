@@ -10,7 +10,7 @@ void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
     const int step = whole ? record_inputs(w->kind) : LANES * values_per_word(w->kind);
     w->depth = (int)round_up(w->cols, step);
     w->blocks = w->paired ? 2 * ((half + LANES - 1) / LANES) : (w->rows + LANES - 1) / LANES;
-    w->tile = tile_words(words_of(w));
+    w->tile = tile_words(w->kind, words_of(w));
     *data_bytes = (int64_t)w->blocks * words_of(w) * line_bytes(w->kind);
     *scale_bytes = whole ? (int64_t)w->blocks * (w->depth / step) * record_bytes(w->kind) : 0;
 }
