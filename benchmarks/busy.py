@@ -93,7 +93,7 @@ def made(args: argparse.Namespace) -> Iterator[tuple[str, Decode]]:
 
 def peer(model: str, threads: int) -> Decode:
     """llama.cpp on the same file."""
-    system = LlamaCpp(MeasuredModel(model), Setting("float32", FILE, threads=threads))
+    system = LlamaCpp(MeasuredModel(model=model), Setting("float32", FILE, threads=threads))
     system.prepare()
 
     def decode(count: int) -> float:

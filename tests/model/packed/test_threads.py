@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from shoal.model.packed.native.threads import LOST, REST, WINDOW, ThreadCount
+from shoal.model.packed.native.threads import LOST, REST, WINDOW, ThreadCount, idle_seconds
 
 
 class Machine:
     """A number of processors that `busy` processes and the threads share evenly, and its clock."""
 
-    def __init__(self, processors: int) -> None:
-        self.processors, self.busy, self.now = processors, 0, 0.0
-        self.threads = ThreadCount(lambda: self.now)
+    def __init__(self, processors: int, tells_idle: bool = True) -> None:
+        self.processors, self.busy, self.now, self.idle = processors, 0, 0.0, 0.0
+        self.threads = ThreadCount(lambda: self.now, lambda: self.idle if tells_idle else None)
 
     def run(self, seconds: float, step: float = 0.005) -> list[int]:
         """Forwards for that long; how many threads each had."""
@@ -20,6 +20,7 @@ class Machine:
             count = self.threads.choose(self.processors)
             share = min(1.0, self.processors / (count + self.busy))
             self.now += step
+            self.idle += step * max(0, self.processors - count - self.busy)
             self.threads.note(count * share, step)
             counts.append(count)
         return counts
@@ -29,20 +30,38 @@ def test_an_idle_machine_gives_all() -> None:
     assert set(Machine(8).run(5.0)) == {8}
 
 
-def test_beside_a_busy_process_there_are_fewer_and_later_all_again() -> None:
-    machine = Machine(2)
+@pytest.mark.parametrize("tells_idle", [True, False])
+def test_beside_a_busy_process_there_are_fewer_and_later_all_again(tells_idle: bool) -> None:
+    machine = Machine(2, tells_idle)
     machine.run(1.0)
     machine.busy = 1
     beside = machine.run(20.0)
     assert beside.index(1) <= WINDOW / 0.005
     tail = beside[len(beside) // 2 :]
-    assert 1 <= tail.count(2) <= 0.02 * len(tail)  # trials, ever rarer
+    assert tail.count(2) <= (0 if tells_idle else 0.02 * len(tail))  # trials: none where no processor is idle
     machine.busy = 0
-    after = machine.run(REST[1] + 1)
+    after = machine.run(2 * REST[0] if tells_idle else REST[1] + 1)
     assert after[-1] == 2
     machine.busy = 1
-    again = machine.run(1.0)
-    assert again.count(2) > tail.count(2)  # what was learned of the earlier neighbour is forgotten
+    assert machine.run(1.0)[-1] == 1
+
+
+def test_a_quota_that_idle_processors_do_not_show_makes_trials_rare() -> None:
+    now = [0.0]
+    threads = ThreadCount(lambda: now[0], lambda: 10 * now[0])  # ten idle ones that this process must not use
+    counts = []
+    for _ in range(6000):
+        counts.append(threads.choose(4))
+        now[0] += 0.005
+        threads.note(min(1.0, counts[-1]), 0.005)
+    assert counts[:4] == [4, 4, 4, 4]
+    assert 0 < counts[3000:].count(4) <= 0.02 * 3000
+
+
+def test_the_machine_says_how_long_it_was_idle() -> None:
+    idle = idle_seconds()
+    assert idle is not None
+    assert idle > 0
 
 
 def test_the_number_is_what_is_left() -> None:
@@ -61,7 +80,7 @@ def test_never_below_one() -> None:
 
 
 def test_what_is_short_or_small_changes_nothing() -> None:
-    threads = ThreadCount(lambda: 0.0)
+    threads = ThreadCount(lambda: 0.0, lambda: 0.0)
     for _ in range(50):
         assert threads.choose(4) == 4
         threads.note(4 - 0.9 * LOST, WINDOW)
