@@ -340,7 +340,8 @@ def _chooser(
         layer, chosen = work.layers[entry], []
         for chunk, part, count in zip(chunks, queries.split([len(c.tokens) for c in chunks]), work.counts[entry],
                                       strict=True):
-            columns = _columns(layer, chunk, part[:count].to(dtype).transpose(0, 1), cache) if count else None
+            own = part[:count].to(dtype, copy=True)  # the kernels fill the buffer anew in each layer
+            columns = _columns(layer, chunk, own.transpose(0, 1), cache) if count else None
             read = [None] * count if columns is None else list(columns.int().unbind(1))
             chosen += [*read, *[None] * (len(chunk.tokens) - count)]
         return chosen
