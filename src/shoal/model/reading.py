@@ -27,13 +27,14 @@ def visible(view: RowView, window: int | None, device: torch.device) -> Tensor:
 
 
 def chosen_columns(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
-    """What a hook chooses, -1 in the place of what a query may not see; None for all.
+    """What a hook chooses, each column once, -1 in the place of what a query may not see; None for all.
 
     Args:
         hook: see `QueryHook`, the other arguments likewise.
 
     Raises:
-        ValueError: the hook names columns that there are not, or for another number of heads or queries.
+        ValueError: the hook names columns that there are not, or for another number of heads or queries, or leaves a
+            query nothing to read.
     """
     columns = hook(layer, queries, keys, seen)
     if columns is None:
@@ -46,7 +47,26 @@ def chosen_columns(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, s
         raise ValueError(f"the chosen columns are {int(columns.min())}..{int(columns.max())}; they must be in "
                          f"[0, {count - 1}], or -1 for none")
     open_ = seen[torch.arange(sizes[1], device=seen.device)[:, None], columns.clamp_min(0)]
-    return columns.where(open_, -1).sort(-1).values
+    return _each_once(_some_for_all(columns.where(open_, -1), layer).sort(-1).values)
+
+
+def _some_for_all(columns: Tensor, layer: int) -> Tensor:
+    """The same; softmax over no column at all has no value."""
+    none = ~(columns >= 0).any(-1)
+    if none.any():
+        head, node = none.nonzero()[0].tolist()
+        raise ValueError(f"of the columns chosen in layer {layer}, KV head {head}, node {node} sees none; choose at "
+                         "least one that it sees, its own for example, or give None for all")
+    return columns
+
+
+def _each_once(columns: Tensor) -> Tensor:
+    """-1 for what ascending columns name again."""
+    again = (columns.diff() == 0) & (columns[..., 1:] >= 0)
+    if not again.any():
+        return columns
+    columns[..., 1:][again] = -1
+    return columns.sort(-1).values
 
 
 def as_mask(columns: Tensor, count: int) -> Tensor:

@@ -26,9 +26,9 @@ HiddenStateHook = Callable[[int, Tensor], None]
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Called in a layer's attention for one row, with the layer's number, queries [heads, nodes, head_dim] and keys
 [kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
-bool [nodes, columns]. Returns the columns that each node reads, int64 [kv_heads, nodes, any number], ascending behind
--1s that fill up; what a node may not see is taken out. None for all. The queries may be kept; the keys may be a view of
-what is stored, which later forwards overwrite."""
+bool [nodes, columns]. Returns the columns that each node reads, int64 [kv_heads, nodes, any number], in any order, with
+-1s that fill up; what a node may not see, or what is named again, is taken out, and something must be left to each.
+None for all. The queries may be kept; the keys may be a view of what is stored, which later forwards overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
