@@ -405,6 +405,7 @@ class KVLayer:
         if own is not None and own.capacity:
             own.clear()
             self.version += 1
+        self._set_bias(row, None)
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
 

@@ -181,13 +181,15 @@ class NativeStack(PackedStack):
                         raise _refusal(layer, row, chunks, cache)
                     full = full or base - store.starts[row] + fed + count > store.capacity
             if full or store.beside:
-                self._enlarge(store, [row for row, _, _ in places], counts)
+                self._enlarge(store, [(row, count) for (row, _, _), count in zip(places, counts, strict=True) if count])
             evicted = evicted or any(store.starts)
         return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if evicted else None
 
-    def _enlarge(self, store: KVLayer, rows: list[int], counts: Sequence[int]) -> None:
-        head_dim = self.shape.head_dim
-        store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
+    def _enlarge(self, store: KVLayer, new: Sequence[tuple[int, int]]) -> None:
+        """Let that many more entries fit into these rows; one that runs this layer no more is not among them."""
+        if new:
+            head_dim, (rows, counts) = self.shape.head_dim, zip(*new, strict=True)
+            store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None

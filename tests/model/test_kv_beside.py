@@ -1,0 +1,72 @@
+"""What a row has in a layer beside its slot: another form, and a bias on the scores of its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends import NATIVE, Backend, each_backend
+from drive import prompt
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.methods.kv_int8 import Bytes
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
+from shoal.model.stack import SequenceChunk
+
+SIZES = (2, 8, 8)
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A form that stores what it is given, in its dtype."""
+
+    kernel = None
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        return (values,)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+
+def entries(count: int, seed: int = 0) -> Tensor:
+    """Keys and values [2, 1, heads, count, head_dim] of one row."""
+    return torch.randn(2, 1, 2, count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(count: int, form: AsItIs | None = None) -> KVLayer:
+    """One row that has committed so many columns."""
+    layer = KVLayer(1)
+    layer.set_form(0, form)
+    layer.append(*entries(count), [0], [count])
+    layer.keep(0, count)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@each_backend
+def test_what_was_released_stays_free(backend: Backend, bias: bool) -> None:
+    """Another row still runs the layer; nothing is made for the released one, and nothing looked up anew."""
+    stack = backend.stack("llama")
+    cache, full = KVCache(stack.windows, 2, [64] * 6), DepthPlan.full(6)
+    cache.set_store(0, Bytes(0), [64] * 6)
+    stack.forward([SequenceChunk(row, prompt(9, row), [0] * 9, full) for row in range(2)], cache)
+    for row in range(2):
+        cache.commit(row, range(9))
+    layer = cache.layers[3]
+    if bias:
+        layer.rewrite(0, *layer.read(0, 9, stack.dtype), torch.ones(stack.kv_sizes[3][0], 9))
+    cache.release(0, [3])
+    assert layer.row_bytes(0) == 0
+    plans, versions = [DepthPlan.whole_layers([*[NEVER] * 3, 1, NEVER, NEVER]), full], []
+    for step in range(1, 4):
+        stack.forward([SequenceChunk(row, [step + 4], [step], plans[row]) for row in range(2)], cache)
+        for row in range(2):
+            cache.commit(row, [0])
+        versions.append(layer.version)
+    assert layer.row_bytes(0) == 0 and len(set(versions)) == 1
+    assert layer.lengths == [9, 12]
