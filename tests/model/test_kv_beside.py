@@ -70,3 +70,55 @@ def test_what_was_released_stays_free(backend: Backend, bias: bool) -> None:
         versions.append(layer.version)
     assert layer.row_bytes(0) == 0 and len(set(versions)) == 1
     assert layer.lengths == [9, 12]
+
+
+@pytest.mark.parametrize("form", [None, AsItIs()], ids=["slot", "form"])
+def test_views_of_what_is_stored_may_be_written_over_it(form: AsItIs | None) -> None:
+    layer = layer_of(8, form)
+    keys, values = layer.read(0, 8, torch.float32)
+    expected = keys.mT.clone(), values.mT.clone()
+    layer.rewrite(0, keys.mT, values.mT)
+    assert all(map(torch.equal, layer.read(0, 8, torch.float32), expected))
+
+
+@pytest.mark.parametrize("form", [None, AsItIs()], ids=["slot", "form"])
+def test_reading_in_another_dtype(form: AsItIs | None) -> None:
+    layer = layer_of(5, form)
+    for found, stored in zip(layer.read(0, 5, torch.float64), entries(5), strict=True):
+        assert found.dtype == torch.float64 and torch.equal(found, stored[0].double())
+
+
+@pytest.mark.parametrize("bias", [
+    torch.arange(10.0).view(5, 2).mT,
+    torch.arange(10).view(2, 5),
+    torch.arange(10.0).view(2, 5).bfloat16(),
+    torch.arange(10.0).view(2, 5).double(),
+    torch.arange(5.0).expand(2, 5),
+], ids=["transposed", "int", "bfloat16", "float64", "expanded"])
+def test_a_bias_is_kept_as_the_kernels_take_it(bias: Tensor) -> None:
+    layer = layer_of(6)
+    layer.rewrite(0, *entries(5)[:, 0], bias)
+    kept = layer.bias[0]
+    assert kept is not None and kept.dtype == torch.float32 and kept.is_contiguous()
+    assert torch.equal(kept, bias.float()) and kept.data_ptr() != bias.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5,), (2, 6), (5, 2)], ids=str)
+def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    layer = layer_of(6)
+    with pytest.raises(ValueError, match=r"the bias is \[.*\]; it must be \[2, 5\]"):
+        layer.rewrite(0, *entries(5)[:, 0], torch.zeros(shape))
+    assert layer.stored(0) == 6 and not layer.rewritten[0]
+
+
+def test_the_kernels_take_a_bias_of_any_dtype() -> None:
+    stack = NATIVE.stack("llama")
+    outcomes = []
+    for dtype in (torch.float32, torch.float64):
+        cache, full = KVCache(stack.windows, 1), DepthPlan.full(6)
+        stack.forward([SequenceChunk(0, prompt(9), [0] * 9, full)], cache)
+        cache.commit(0, range(9))
+        for layer in cache.layers:
+            layer.rewrite(0, *layer.read(0, 9, stack.dtype), torch.full((len(layer.keys[0]), 9), 0.5, dtype=dtype))
+        outcomes.append(stack.forward([SequenceChunk(0, [5], [1], full)], cache))
+    assert torch.equal(*outcomes)

@@ -129,12 +129,12 @@ class KVLayer:
         self.keys[row, :, span], self.values[row, :, span] = keys, values
 
     def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The row's first columns, keys and values [heads, columns, head_dim]."""
+        """The row's first columns, keys and values [heads, columns, head_dim]; may be views of what is stored."""
         own = self.encoded[row]
         if own is not None:
             return own.read(columns, dtype)
         assert self.keys is not None and self.values is not None
-        return self.keys[row, :, :columns], self.values[row, :, :columns]
+        return self.keys[row, :, :columns].to(dtype), self.values[row, :, :columns].to(dtype)
 
     def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
@@ -284,18 +284,23 @@ class KVLayer:
         """Put other columns in the place of all that the row has committed; see `keep_columns`.
 
         Args:
-            keys, values: [heads, n, head_dim], at most as many as are stored.
-            bias: float32 [heads, n], added to the scores of every query; None for nothing.
+            keys, values: [heads, n, head_dim], at most as many as are stored; may be views of what `read` gave.
+            bias: [heads, n], added to the scores of every query, kept in float32; None for nothing.
+
+        Raises:
+            ValueError: as in `keep_columns`, or the bias is of another shape.
         """
-        count = keys.shape[1]
+        count, sizes = keys.shape[1], tuple(keys.shape[:2])
         self._check_rewrite(row, count)
-        self._put(row, 0, keys, values)
-        self._set_bias(row, bias)
+        if bias is not None and tuple(bias.shape) != sizes:
+            raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and columns")
+        self._put(row, 0, keys.clone(), values.clone())  # they may lie where they are to go
+        self._set_bias(row, None if bias is None else keys.new_empty(sizes, dtype=torch.float32).copy_(bias))
         self._note_rewrite(row, count)
 
     def _set_bias(self, row: int, bias: Tensor | None) -> None:
         if bias is not None or self.bias[row] is not None:
-            self.bias[row], self.version = None if bias is None else bias.clone(), self.version + 1
+            self.bias[row], self.version = bias, self.version + 1
             self._note_beside()
 
     def _note_beside(self) -> None:
