@@ -111,6 +111,22 @@ def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     assert layer.stored(0) == 6 and not layer.rewritten[0]
 
 
+def test_a_window_of_a_row_in_another_form_does_not_shift_at_every_token() -> None:
+    layer = KVLayer(1, window=16)
+    layer.set_form(0, AsItIs(), 16)
+    starts, versions = set(), set()
+    for token in range(200):
+        layer.append(*entries(1, token), [0], [1])
+        layer.keep(0, 1)
+        keys, _ = layer.read(0, layer.stored(0), torch.float32)
+        assert torch.equal(keys[:, -1:], entries(1, token)[0, 0])
+        if token >= 50:
+            starts.add(layer.starts[0])
+            versions.add(layer.version)
+    assert len(starts) <= 150 / 8 + 2, "half a window is to spare"
+    assert len(versions) == 1, "tensors that stay are not looked up anew"
+
+
 def test_the_kernels_take_a_bias_of_any_dtype() -> None:
     stack = NATIVE.stack("llama")
     outcomes = []
