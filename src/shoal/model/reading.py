@@ -16,7 +16,37 @@ def reads_apart(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether attention of some chunk is something else than the model's own over the row's columns."""
     if any(chunk.reads is not None for chunk in chunks):
         return True
-    return any(layer.bias[chunk.row] is not None for layer in cache.layers for chunk in chunks)
+    weighed = [layer.bias for layer in cache.layers if layer.beside]
+    return any(bias[chunk.row] is not None for bias in weighed for chunk in chunks)
+
+
+class Asker:
+    """Asks the hooks of one forward's chunks what they read.
+
+    Args:
+        cache: the rows' KV, with room for the chunks' tokens in each layer that is asked about.
+        device: of the model.
+    """
+
+    def __init__(self, cache: KVCache, device: torch.device) -> None:
+        self._cache, self._device = cache, device
+        self._seen: dict[tuple[int | None, ...], Tensor] = {}
+
+    def seen(self, chunk: SequenceChunk, layer: int, first: int, last: int) -> Tensor:
+        """Which columns tokens first..last-1 may see: bool [tokens, columns], made once for all layers like this one."""
+        store, row = self._cache.layers[layer], chunk.row
+        key = row, store.window, store.starts[row], first, last
+        if key not in self._seen:
+            view = chunk.view(self._cache.positions[row], store.starts[row], first, last)
+            self._seen[key] = visible(view, store.window, self._device)
+        return self._seen[key]
+
+    def columns(self, chunk: SequenceChunk, layer: int, first: int, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """See `chosen_columns`; for the tokens from `first` on whose queries these are. None without a hook, too."""
+        hook = chunk.reads
+        if hook is None:
+            return None
+        return chosen_columns(hook, layer, queries, keys, self.seen(chunk, layer, first, first + queries.shape[1]))
 
 
 def visible(view: RowView, window: int | None, device: torch.device) -> Tensor:
@@ -83,12 +113,12 @@ def row_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: in
         bias: float32 [kv_heads, columns], or None.
         seen: bool [nodes, columns].
         heads: query heads.
-        dtype: in which a mask is added to scores.
+        dtype: of a mask that is added to scores; one narrower than float32 rounds the bias.
 
     Returns:
         Bool, true where a query looks; with a bias in `dtype`, to be added.
     """
-    allowed = seen[None] if chosen is None else as_mask(chosen, seen.shape[1]) & seen
+    allowed = seen[None] if chosen is None else as_mask(chosen, seen.shape[1])
     if bias is None:
         return allowed.repeat_interleave(heads // len(allowed), 0)[None]
     added = bias[:, None].to(dtype).expand(-1, *seen.shape).masked_fill(~allowed, torch.finfo(dtype).min)

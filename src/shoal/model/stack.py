@@ -28,8 +28,10 @@ QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 [kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
 bool [nodes, columns]. Returns the columns that each node reads, int64 [kv_heads, nodes, any number], in any order, with
 -1s that fill up; what a node may not see, or what is named again, is taken out, and something must be left to each.
-None for all. The queries may be kept; the keys may be a view of what is stored, which later forwards overwrite. It is
-called in the middle of a forward, so it must not run another one of the same model."""
+None for all.
+
+The queries may be kept. The keys may be a view of what is stored, which later forwards overwrite, and other layers are
+shown the same bools: leave both as they are. A forward is under way, so run no other one of the same model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.reading import chosen_columns, visible
+from shoal.model.reading import Asker
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
@@ -337,28 +337,26 @@ def _chooser(
     dtype: torch.dtype, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache
 ) -> Callable[[int, Tensor], list[Tensor | None]]:
     """What asks the chunks' hooks, for each token of the forward."""
+    asker, sizes = Asker(cache, torch.device("cpu")), [len(chunk.tokens) for chunk in chunks]
+
+    def columns(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
+        """What the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
+        if chunk.reads is None or not len(queries):
+            return None
+        own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels fill the buffer anew in each layer
+        ends = asker.seen(chunk, layer, 0, len(queries)).shape[1]
+        keys, _ = cache.layers[layer].read(chunk.row, ends, dtype)
+        return asker.columns(chunk, layer, 0, own, keys)
 
     def choose(entry: int, queries: Tensor) -> list[Tensor | None]:
         layer, chosen = work.layers[entry], []
-        for chunk, part, count in zip(chunks, queries.split([len(c.tokens) for c in chunks]), work.counts[entry],
-                                      strict=True):
-            own = part[:count].to(dtype, copy=True)  # the kernels fill the buffer anew in each layer
-            columns = _columns(layer, chunk, own.transpose(0, 1), cache) if count else None
-            read = [None] * count if columns is None else list(columns.int().unbind(1))
+        for chunk, part, count in zip(chunks, queries.split(sizes), work.counts[entry], strict=True):
+            found = columns(layer, chunk, part[:count])
+            read = [None] * count if found is None else list(found.int().unbind(1))
             chosen += [*read, *[None] * (len(chunk.tokens) - count)]
         return chosen
 
     return choose
-
-
-def _columns(layer: int, chunk: SequenceChunk, queries: Tensor, cache: KVCache) -> Tensor | None:
-    """What the queries [heads, nodes, head_dim] of a chunk's first nodes read; None for all."""
-    if chunk.reads is None:
-        return None
-    store, base = cache.layers[layer], cache.positions[chunk.row]
-    view = chunk.view(base, store.starts[chunk.row], 0, queries.shape[1])
-    keys, _ = store.read(chunk.row, view.columns, queries.dtype)
-    return chosen_columns(chunk.reads, layer, queries, keys, visible(view, store.window, queries.device))
 
 
 def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:

@@ -76,7 +76,7 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
 def _plain(store: KVLayer, cache: KVCache, fed: list[int]) -> bool:
     """Whether column c of every row holds position c, up to the last one before the tokens."""
     whole = store.lengths == cache.positions and store.scratch == fed and not any((*store.starts, *store.released))
-    return whole and not any(store.encoded) and all(bias is None for bias in store.bias)
+    return whole and not store.beside
 
 
 class StaticStep:
