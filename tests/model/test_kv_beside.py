@@ -14,6 +14,7 @@ from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods.kv_int8 import Bytes
 from shoal.model.kv import KVCache
+from shoal.model.kv_form import column_bytes
 from shoal.model.kv_layer import KVLayer
 from shoal.model.stack import SequenceChunk
 
@@ -125,6 +126,14 @@ def test_a_window_of_a_row_in_another_form_does_not_shift_at_every_token() -> No
             versions.add(layer.version)
     assert len(starts) <= 150 / 8 + 2, "half a window is to spare"
     assert len(versions) == 1, "tensors that stay are not looked up anew"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_bytes_of_a_column_are_those_of_the_models_dtype(dtype: torch.dtype) -> None:
+    layer = KVLayer(1)
+    layer.set_form(0, AsItIs())
+    layer.append(*entries(5).to(dtype), [0], [5])
+    assert column_bytes(AsItIs(), SIZES, dtype) == layer.column_bytes(0)
 
 
 def test_the_kernels_take_a_bias_of_any_dtype() -> None:

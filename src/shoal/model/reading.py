@@ -33,7 +33,7 @@ class Asker:
         self._seen: dict[tuple[int | None, ...], Tensor] = {}
 
     def seen(self, chunk: SequenceChunk, layer: int, first: int, last: int) -> Tensor:
-        """Which columns tokens first..last-1 may see: bool [tokens, columns], made once for all layers like this one."""
+        """Which columns tokens first..last-1 may see: bool [tokens, columns], one for all layers alike."""
         store, row = self._cache.layers[layer], chunk.row
         key = row, store.window, store.starts[row], first, last
         if key not in self._seen:

@@ -70,7 +70,7 @@ class SequenceChunk:
         return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
     def view(self, base: int, start: int, first: int, last: int) -> RowView:
-        """What tokens first..last-1 may look at, the row having `base` positions, of which `start` left the window."""
+        """What tokens first..last-1 may look at, the row having `base` positions, `start` not stored any more."""
         return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths)
 
     def running(self, drop_step: int) -> int:

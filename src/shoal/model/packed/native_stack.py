@@ -170,8 +170,8 @@ class NativeStack(PackedStack):
         return _Work(layers, counts, active)
 
     def _make_room(self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache) -> list[list[int]] | None:
-        """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
-        evicted = False
+        """Check and prepare the KV of every running layer; the positions not stored any more per layer and token."""
+        gone = False
         places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
         for layer, counts in zip(work.layers, work.counts, strict=True):
             store, full = cache.layers[layer], False
@@ -182,8 +182,8 @@ class NativeStack(PackedStack):
                     full = full or base - store.starts[row] + fed + count > store.capacity
             if full or store.beside:
                 self._enlarge(store, [(row, count) for (row, _, _), count in zip(places, counts, strict=True) if count])
-            evicted = evicted or any(store.starts)
-        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if evicted else None
+            gone = gone or any(store.starts)
+        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if gone else None
 
     def _enlarge(self, store: KVLayer, new: Sequence[tuple[int, int]]) -> None:
         """Let that many more entries fit into these rows; one that runs this layer no more is not among them."""
