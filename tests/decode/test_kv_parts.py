@@ -276,24 +276,28 @@ def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
     assert run.cache.truncate(0, length - 1) == 0, "what was rewritten is no beginning of another text"
 
 
+Shown = list[tuple[int, Tensor, int]]
+"""Layer, queries and columns of each call."""
+
+
 class Listening(Merger):
     """Also keeps what it is shown."""
 
-    def __init__(self, shown: list[tuple[int, tuple[int, ...], int]]) -> None:
+    def __init__(self, shown: Shown) -> None:
         self._shown = shown
 
     def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         return [None if row.emitted else self._note for row in rows]
 
     def _note(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
-        self._shown.append((layer, tuple(queries.shape), keys.shape[1]))
+        self._shown.append((layer, queries, keys.shape[1]))
 
 
 @dataclass(frozen=True)
 class Listen(Merge):
     """A part `keep` that looks at the prompt's queries before it rewrites."""
 
-    shown: list[tuple[int, tuple[int, ...], int]]
+    shown: Shown
 
     def begin(self, stack: Any, cache: Any) -> Merger:
         return Listening(self.shown)
@@ -306,7 +310,12 @@ def test_a_keeper_is_shown_the_prompts_queries(backend: Backend) -> None:
     recipes = [Recipe(D3_PLAN, keep=keep) for keep in (Merge(), part)]
     runs = [decode(None, PROMPTS[3:], recipe, NEW, stack=stack, chunk=20) for recipe in recipes]
     assert gap(runs[0].logits(0), runs[1].logits(0)) <= backend.exact
-    assert part.shown == [(layer, (4, size, 8), end) for size, end in ((20, 20), (17, 37)) for layer in range(LAYERS)]
+    calls = [(layer, tuple(queries.shape), end) for layer, queries, end in part.shown]
+    assert calls == [(layer, (4, size, 8), end) for size, end in ((20, 20), (17, 37)) for layer in range(LAYERS)]
+    twin = Listen([])
+    decode(None, PROMPTS[3:], Recipe(D3_PLAN, keep=twin), NEW, stack=HF.stack("llama"), chunk=20)
+    for (_, found, _), (_, expected, _) in zip(part.shown, twin.shown, strict=True):
+        assert gap(found.to(expected.dtype), expected) <= backend.exact, "what was kept has changed since"
 
 
 def test_the_room_that_is_set_aside_is_what_is_kept() -> None:

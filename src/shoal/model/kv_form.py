@@ -39,9 +39,9 @@ class Store(Protocol):
         ...
 
 
-def column_bytes(form: KVForm, sizes: KVSizes) -> int:
-    """What one position takes, keys and values together."""
-    return sum(part.nbytes for dim in sizes[1:] for part in form.encode(torch.zeros(sizes[0], 1, dim)))
+def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
+    """What one position takes, keys and values together, of a model that computes them in `dtype`."""
+    return sum(part.nbytes for dim in sizes[1:] for part in form.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
 
 
 class EncodedRow:

@@ -84,9 +84,12 @@ class KVLayer:
         """
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
-        self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), rows, counts)
-        if any(self.encoded[row] for row in rows):
-            return self._append_apart(keys, values, rows, counts)
+        if self.keys is None or self.beside:
+            self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), rows, counts)
+            if any(self.encoded[row] for row in rows):
+                return self._append_apart(keys, values, rows, counts)
+        else:
+            self.make_room(rows, counts)
         assert self.keys is not None and self.values is not None
         ends = self._ends(rows)
         span = contiguous(rows)
@@ -129,12 +132,12 @@ class KVLayer:
         self.keys[row, :, span], self.values[row, :, span] = keys, values
 
     def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The row's first columns, keys and values [heads, columns, head_dim]."""
+        """The row's first columns, keys and values [heads, columns, head_dim]; may be views of what is stored."""
         own = self.encoded[row]
         if own is not None:
             return own.read(columns, dtype)
         assert self.keys is not None and self.values is not None
-        return self.keys[row, :, :columns], self.values[row, :, :columns]
+        return self.keys[row, :, :columns].to(dtype), self.values[row, :, :columns].to(dtype)
 
     def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
@@ -208,19 +211,24 @@ class KVLayer:
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
-        for row, count in zip(rows, counts, strict=True):
-            self._make_own_room(row, count)
-        slots = [(row, count) for row, count in zip(rows, counts, strict=True) if self.encoded[row] is None]
-        if slots and self.keys is not None:
-            self._make_slot_room(*zip(*slots, strict=True))
+        if self.beside:
+            new = list(zip(rows, counts, strict=True))
+            for row, count in new:
+                self._make_own_room(row, count)
+            slots = [(row, count) for row, count in new if self.encoded[row] is None]
+            rows, counts = [row for row, _ in slots], [count for _, count in slots]
+        if rows and self.keys is not None:
+            self._make_slot_room(rows, counts)
 
     def _make_own_room(self, row: int, count: int) -> None:
         """For what a row stores beside the slots; the bias of new entries is nothing."""
         own, bias = self.encoded[row], self.bias[row]
         if own is not None and own.capacity and self._ends([row])[0] + count > own.capacity:
             self._evict(row)
-            own.make_room(self._ends([row])[0] + count)
-            self.version += 1
+            needed = self._ends([row])[0] + count + self._spare
+            if needed > own.capacity:
+                own.make_room(needed)
+                self.version += 1
         if bias is not None:
             end = self._ends([row])[0]
             if end + count > bias.shape[1]:
@@ -234,15 +242,18 @@ class KVLayer:
         assert self.keys is not None
         if self._needed(rows, counts) <= self.keys.shape[2]:
             return
-        spare = 0
         if self.window is not None:
             for row, own in enumerate(self.encoded):
                 if own is None:
                     self._evict(row)
-            spare = min(self.window, WINDOW_SLACK) // 2  # so that the next shift is not due at once
-        needed = self._needed(rows, counts) + spare
+        needed = self._needed(rows, counts) + self._spare
         if needed > self.keys.shape[2]:
             self.resize(self.slots, max(needed, min(int(self.keys.shape[2] * GROWTH) + 16, self.limit)))
+
+    @property
+    def _spare(self) -> int:
+        """Columns that a window needs beside those in use, so that the next shift is not due at once."""
+        return 0 if self.window is None else min(self.window, WINDOW_SLACK) // 2
 
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
@@ -284,18 +295,23 @@ class KVLayer:
         """Put other columns in the place of all that the row has committed; see `keep_columns`.
 
         Args:
-            keys, values: [heads, n, head_dim], at most as many as are stored.
-            bias: float32 [heads, n], added to the scores of every query; None for nothing.
+            keys, values: [heads, n, head_dim], at most as many as are stored; may be views of what `read` gave.
+            bias: [heads, n], added to the scores of every query, kept in float32; None for nothing.
+
+        Raises:
+            ValueError: as in `keep_columns`, or the bias is of another shape.
         """
-        count = keys.shape[1]
+        count, sizes = keys.shape[1], tuple(keys.shape[:2])
         self._check_rewrite(row, count)
-        self._put(row, 0, keys, values)
-        self._set_bias(row, bias)
+        if bias is not None and tuple(bias.shape) != sizes:
+            raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and columns")
+        self._put(row, 0, keys.clone(), values.clone())  # they may lie where they are to go
+        self._set_bias(row, None if bias is None else keys.new_empty(sizes, dtype=torch.float32).copy_(bias))
         self._note_rewrite(row, count)
 
     def _set_bias(self, row: int, bias: Tensor | None) -> None:
         if bias is not None or self.bias[row] is not None:
-            self.bias[row], self.version = None if bias is None else bias.clone(), self.version + 1
+            self.bias[row], self.version = bias, self.version + 1
             self._note_beside()
 
     def _note_beside(self) -> None:
@@ -405,6 +421,7 @@ class KVLayer:
         if own is not None and own.capacity:
             own.clear()
             self.version += 1
+        self._set_bias(row, None)
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
 

@@ -1,6 +1,7 @@
 """How much KV rows may come to store, known before they run: columns per layer, and what they cost in bytes.
 
 A layer's storage is one block of slots, each as long as its longest row needs, and what rows have beside their slots.
+The bias of rewritten columns is not counted: 4 bytes for each head and column, a few hundredths of its key and value.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class KVRoom:
 
     def __init__(self, stack: Stack, most: int, rows: int) -> None:
         self._windows, self._sizes, self._kv_sizes = stack.windows, stack.position_bytes, stack.kv_sizes
-        self._most, self._rows = most, rows
+        self._most, self._rows, self._dtype = most, rows, stack.dtype
 
     def need(
         self,
@@ -73,7 +74,7 @@ class KVRoom:
             for end, window in zip(ends, self._windows, strict=True)
         ]
         forms = [None if store is None else store.form(layer) for layer in range(len(columns))]
-        own = [0 if form is None else column_bytes(form, sizes)
+        own = [0 if form is None else column_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         return Need(tuple(columns), tuple(own))
 

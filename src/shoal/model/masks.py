@@ -18,7 +18,7 @@ class RowView:
 
     Attributes:
         base: committed positions; node j of the row stands at position `base + depths[j]`.
-        start: positions that a sliding window has left behind; column c of the store holds position `start + c`.
+        start: positions that are not stored any more; column c of the store counts as position `start + c`.
         first, last: the nodes first..last-1 are the queries; nodes 0..last-1 are in the scratch columns.
         parents: parent of each node, or None for a chain.
         depths: distance of each node from node 0, or None for a chain (node j at distance j).

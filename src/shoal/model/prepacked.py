@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView
-from shoal.model.reading import chosen_columns, row_mask, visible
+from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import LayerWork, SequenceChunk
 from shoal.model.twin import twin_of
 
@@ -133,6 +133,7 @@ class PrepackedCall:
         else:
             self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
         self._memo: dict[Any, Any] = {}
+        self._asker = Asker(cache, stack.device)
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and put its outcome into the hidden states."""
@@ -160,18 +161,18 @@ class PrepackedCall:
 
     def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
         """What changes what a row looks at; None where nothing does."""
-        chunk, store, stack = self.chunks[index], self.cache.layers[layer], self.stack
-        hook, bias = chunk.reads, store.bias[chunk.row]
-        if hook is None and bias is None:
+        chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
+        bias = self.cache.layers[layer].bias[chunk.row]
+        if chunk.reads is None and bias is None:
             return None
-        seen = visible(self._view(piece, index, store), store.window, stack.device)
 
         def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
-            chosen = None if hook is None else chosen_columns(hook, layer, queries, keys, seen)
+            chosen = asker.columns(chunk, layer, first, queries, keys)
             if chosen is None and bias is None:
                 return own
-            added = None if bias is None else bias[:, : keys.shape[1]]
-            return stack.as_added(row_mask(chosen, added, seen, len(queries), queries.dtype))
+            seen, added = asker.seen(chunk, layer, first, last), None if bias is None else bias[:, : keys.shape[1]]
+            dtype = queries.dtype  # not every attention function takes another
+            return self.stack.as_added(row_mask(chosen, added, seen, len(queries), dtype))
 
         return read
 

@@ -64,10 +64,11 @@ def scaled_attention(
         q: [rows, heads, n, head_dim].
         keys, values: [rows, kv_heads, c, head_dim].
         shape: of the decoder; its soft cap of the scores is what torch's own function lacks.
-        mask: [rows or 1, 1, n, c], true where a query sees, or added to the scores; None hides nothing.
+        mask: [rows or 1, 1 or heads, n, c], true where a query sees, or added to the scores; None hides nothing. One in
+            float32 is added in float32, whatever the queries are in.
         causal: instead of a mask, where c = n: query i sees keys 0..i.
     """
-    if shape.attention_cap is None:
+    if shape.attention_cap is None and (mask is None or mask.dtype in (torch.bool, q.dtype)):
         grouped = shape.heads != shape.kv_heads
         return scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=causal, scale=shape.attention_scale, enable_gqa=grouped
@@ -79,7 +80,7 @@ def scaled_attention(
     if causal:
         mask = torch.ones(1, 1, count, count, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        mask = mask[:, :, None]
+        mask = mask.expand(-1, shape.heads, -1, -1).unflatten(1, (shape.kv_heads, -1))
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).to(values.dtype).view(rows, shape.kv_heads, -1, keys.shape[2])
     return (weights @ values).view_as(q)

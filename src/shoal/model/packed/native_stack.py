@@ -28,7 +28,7 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.reading import chosen_columns, visible
+from shoal.model.reading import Asker
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ class NativeStack(PackedStack):
         return _Work(layers, counts, active)
 
     def _make_room(self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache) -> list[list[int]] | None:
-        """Check and prepare the KV of every running layer; the evicted positions per layer and token, if any."""
-        evicted = False
+        """Check and prepare the KV of every running layer; the positions not stored any more per layer and token."""
+        gone = False
         places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
         for layer, counts in zip(work.layers, work.counts, strict=True):
             store, full = cache.layers[layer], False
@@ -181,13 +181,15 @@ class NativeStack(PackedStack):
                         raise _refusal(layer, row, chunks, cache)
                     full = full or base - store.starts[row] + fed + count > store.capacity
             if full or store.beside:
-                self._enlarge(store, [row for row, _, _ in places], counts)
-            evicted = evicted or any(store.starts)
-        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if evicted else None
+                self._enlarge(store, [(row, count) for (row, _, _), count in zip(places, counts, strict=True) if count])
+            gone = gone or any(store.starts)
+        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if gone else None
 
-    def _enlarge(self, store: KVLayer, rows: list[int], counts: Sequence[int]) -> None:
-        head_dim = self.shape.head_dim
-        store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
+    def _enlarge(self, store: KVLayer, new: Sequence[tuple[int, int]]) -> None:
+        """Let that many more entries fit into these rows; one that runs this layer no more is not among them."""
+        if new:
+            head_dim, (rows, counts) = self.shape.head_dim, zip(*new, strict=True)
+            store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -335,27 +337,26 @@ def _chooser(
     dtype: torch.dtype, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache
 ) -> Callable[[int, Tensor], list[Tensor | None]]:
     """What asks the chunks' hooks, for each token of the forward."""
+    asker, sizes = Asker(cache, torch.device("cpu")), [len(chunk.tokens) for chunk in chunks]
+
+    def columns(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
+        """What the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
+        if chunk.reads is None or not len(queries):
+            return None
+        own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels fill the buffer anew in each layer
+        ends = asker.seen(chunk, layer, 0, len(queries)).shape[1]
+        keys, _ = cache.layers[layer].read(chunk.row, ends, dtype)
+        return asker.columns(chunk, layer, 0, own, keys)
 
     def choose(entry: int, queries: Tensor) -> list[Tensor | None]:
         layer, chosen = work.layers[entry], []
-        for chunk, part, count in zip(chunks, queries.split([len(c.tokens) for c in chunks]), work.counts[entry],
-                                      strict=True):
-            columns = _columns(layer, chunk, part[:count].to(dtype).transpose(0, 1), cache) if count else None
-            read = [None] * count if columns is None else list(columns.int().unbind(1))
+        for chunk, part, count in zip(chunks, queries.split(sizes), work.counts[entry], strict=True):
+            found = columns(layer, chunk, part[:count])
+            read = [None] * count if found is None else list(found.int().unbind(1))
             chosen += [*read, *[None] * (len(chunk.tokens) - count)]
         return chosen
 
     return choose
-
-
-def _columns(layer: int, chunk: SequenceChunk, queries: Tensor, cache: KVCache) -> Tensor | None:
-    """What the queries [heads, nodes, head_dim] of a chunk's first nodes read; None for all."""
-    if chunk.reads is None:
-        return None
-    store, base = cache.layers[layer], cache.positions[chunk.row]
-    view = chunk.view(base, store.starts[chunk.row], 0, queries.shape[1])
-    keys, _ = store.read(chunk.row, view.columns, queries.dtype)
-    return chosen_columns(chunk.reads, layer, queries, keys, visible(view, store.window, queries.device))
 
 
 def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:

@@ -22,7 +22,7 @@ from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Weights
-from shoal.model.reading import chosen_columns, row_mask, visible
+from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import HiddenStateHook, LayerWork, SequenceChunk, Start, check_lengths, layer_work, mark_shallow
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class _Pass:
         self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
         self.x = stack.embed(ids, where)
         self.sizes = [len(chunk.tokens) for chunk in chunks]
+        self._asker = Asker(cache, stack.device)
 
     def take(self, hidden: Tensor) -> None:
         """Go on from the stream that `padded` gave."""
@@ -194,20 +195,17 @@ class _Pass:
         rows, counts = [chunk.row], [last - first]
         store.make_room(rows, counts)
         view = chunk.view(self.cache.positions[chunk.row], store.starts[chunk.row], first, last)
-        seen = mask([view], store.window, q.device)
         keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
         queries, bias = q.transpose(0, 1), store.bias[chunk.row]
-        if bias is not None:
-            bias = bias[:, : keys.shape[2]]
-        if bias is not None or chunk.reads is not None:
-            every = visible(view, store.window, q.device)
-            if chunk.reads is not None:
-                chosen = chosen_columns(chunk.reads, layer, queries, keys[0], every)
-                if chosen is not None:
-                    out = block.gathered_attention(queries, keys[0], values[0], self.stack.shape, chosen, bias)
-                    return out.transpose(0, 1)
-            if bias is not None:
-                seen = row_mask(None, bias, every, len(queries), q.dtype)
+        chosen = self._asker.columns(chunk, layer, first, queries, keys[0])
+        if chosen is not None:
+            out = block.gathered_attention(queries, keys[0], values[0], self.stack.shape, chosen, bias)
+            return out.transpose(0, 1)
+        if bias is None:
+            seen = mask([view], store.window, q.device)
+        else:
+            every, dtype = self._asker.seen(chunk, layer, first, last), torch.promote_types(q.dtype, torch.float32)
+            seen = row_mask(None, bias[:, : keys.shape[2]], every, len(queries), dtype)
         causal = seen is None and len(q) > 1
         out = block.scaled_attention(queries[None], keys, values, self.stack.shape, seen, causal)
         return out[0].transpose(0, 1)

@@ -47,7 +47,7 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
     """The key of a forward, or None where it is not of the fixed form.
 
     The form: every row of the cache, in order, with the same number of tokens in a chain; whole layers, the same for
-    all; every token's logits wanted; the KV of all positions and nodes before them there, none evicted or released, in
+    all; every token's logits wanted; the KV of all positions and nodes before them there, none given up, in
     storage that is large enough already. Whatever else a forward is, right or wrong, is left to the flat one.
     """
     queries = len(chunks[0].tokens)
@@ -76,7 +76,7 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
 def _plain(store: KVLayer, cache: KVCache, fed: list[int]) -> bool:
     """Whether column c of every row holds position c, up to the last one before the tokens."""
     whole = store.lengths == cache.positions and store.scratch == fed and not any((*store.starts, *store.released))
-    return whole and not any(store.encoded) and all(bias is None for bias in store.bias)
+    return whole and not store.beside
 
 
 class StaticStep:

@@ -138,7 +138,7 @@ static void attend_columns(const Worker *w, const Task *task, int i, Columns *c)
     }
 }
 
-INLINE int chooses(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
+INLINE int selects(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
 
 /* Columns low..high-1 of a chunk for token number i. */
 static void attend_token(const Worker *w, const Task *task, const Stretch *lines, int i, int low, int high) {
@@ -146,7 +146,7 @@ static void attend_token(const Worker *w, const Task *task, const Stretch *lines
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
     const int64_t line = kv_line(r->m);
-    if (chooses(r->b, t)) return;
+    if (selects(r->b, t)) return;
     low = max_int(low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
     high = min_int(high, s->stored + r->b->node[t] + 1);
     if (low >= high) return;
@@ -158,11 +158,11 @@ static void attend_token(const Worker *w, const Task *task, const Stretch *lines
     attend_columns(w, task, i, &c);
 }
 
-/* What token number i chose among the task's columns, brought together chunk by chunk. */
-static void attend_chosen(const Worker *w, const Task *task, int i) {
+/* What was selected for token number i among the task's columns, brought together chunk by chunk. */
+static void attend_selected(const Worker *w, const Task *task, int i) {
     const Run *r = w->run;
     const int t = task->chosen->token[i];
-    if (!chooses(r->b, t)) return;
+    if (!selects(r->b, t)) return;
     const int64_t line = kv_line(r->m);
     const int32_t *columns = r->b->columns[t] + (int64_t)task->head * r->b->counts[t], *end = columns + r->b->counts[t];
     char *values = w->gathered + CHUNK * line;
@@ -185,14 +185,14 @@ static void run_task(const Worker *w, const Task *task) {
     if (!w->run->b->select) store_new(w, task);
     for (int i = s->first; i < s->last; i++) ready_queries(w, task, i);
     int all = 0; /* tokens that read all they see */
-    for (int i = s->first; i < s->last; i++) all += !chooses(w->run->b, task->chosen->token[i]);
+    for (int i = s->first; i < s->last; i++) all += !selects(w->run->b, task->chosen->token[i]);
     for (int low = task->low; all && low < task->high;) {
         int high = min_int(task->high, (s->start + low) / CHUNK * CHUNK + CHUNK - s->start);
         const Stretch lines = stretch_at(w, task, low, high);
         for (int i = s->first; i < s->last; i++) attend_token(w, task, &lines, i, low, high);
         low = high;
     }
-    for (int i = s->first; i < s->last; i++) attend_chosen(w, task, i);
+    for (int i = s->first; i < s->last; i++) attend_selected(w, task, i);
 }
 
 /* Keys into the cache, queries to where they can be looked at; then the caller says which columns are read. */

@@ -32,7 +32,7 @@ class NativeBatch:
         layers: the layers that run, ascending; None means all.
         active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through
             what it does not run and stores nothing there. None: all tokens run both sublayers.
-        starts: per running layer, for each token, the positions that its row's window has evicted; None: none.
+        starts: per running layer, for each token, the positions of its row that are not stored any more; None: none.
     """
 
     ids: Sequence[int]

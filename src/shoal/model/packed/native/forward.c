@@ -48,7 +48,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     const ShoalModel *m = r->m;
     const int tokens = r->b->tokens, group = m->heads / m->kv_heads;
     Worker w = {.run = r, .id = id, .threads = threads};
-    char *at = r->own + id * r->own_bytes;
+    char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
@@ -57,7 +57,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     return w;
 }
 
-static int64_t own_bytes(const ShoalModel *m, const ShoalBatch *b) {
+static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
@@ -79,14 +79,14 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->x_line = round_up(m->hidden, LANES);
     r->qkv_line = round_up(max_int((m->heads + 2 * m->kv_heads) * m->head_dim, m->hidden), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
-    r->own_bytes = round_up(own_bytes(m, r->b), 128);
+    r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
     r->x = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->hidden = at, at += tokens * r->hidden_line;
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
-    r->own = (char *)at;
-    return (char *)at - memory + threads * r->own_bytes;
+    r->private = (char *)at;
+    return (char *)at - memory + threads * r->private_bytes;
 }
 
 /* Bytes of scratch memory, aligned to 64, that shoal_forward needs for this batch. */

@@ -130,9 +130,9 @@ Choose = Callable[[int, Tensor], Sequence["Tensor | None"]]
 class _Asked:
     """Calls `choose` from within a forward, and keeps what it returns alive until it is read."""
 
-    def __init__(self, choose: Choose, struct: BatchStruct, spec: NativeSpec) -> None:
+    def __init__(self, choose: Choose, batch: NativeBatch, struct: BatchStruct, spec: NativeSpec) -> None:
         self.error: BaseException | None = None
-        self._choose = choose
+        self._choose, self._batch, self._kv_heads = choose, batch, spec.kv_heads
         self._kept: list[Tensor | None] = []
         self._queries = torch.empty(struct.tokens, spec.heads, spec.head_dim)
         self._columns, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
@@ -141,16 +141,43 @@ class _Asked:
         struct.columns, struct.counts = ctypes.addressof(self._columns), ctypes.addressof(self._counts)
 
     def _select(self, entry: int) -> None:
-        chosen: Sequence[Tensor | None] = [None] * len(self._counts)
-        if self.error is None:
-            try:
-                chosen = self._choose(entry, self._queries)
-            except BaseException as error:  # nothing can be raised through the library
-                self.error = error
-        self._kept = [columns if columns is None else columns.contiguous() for columns in chosen]
-        for token, columns in enumerate(self._kept):
-            self._columns[token] = None if columns is None else columns.data_ptr()
-            self._counts[token] = 0 if columns is None else columns.shape[1]
+        """Fill in what the tokens read; after an error, which nothing can raise through the library, all of it."""
+        ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
+        if self.error is not None:
+            return
+        try:
+            chosen = self._checked(entry, self._choose(entry, self._queries))
+            for token, columns in enumerate(chosen):
+                if columns is not None:
+                    self._columns[token], self._counts[token] = columns.data_ptr(), columns.shape[1]
+            self._kept = chosen
+        except BaseException as error:
+            ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
+            self.error = error
+
+    def _checked(self, entry: int, chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same, contiguous; ValueError for what the library would read amiss."""
+        if len(chosen) != len(self._counts):
+            raise ValueError(f"columns of {len(chosen)} tokens were chosen; there are {len(self._counts)}, each with "
+                             "its columns or None")
+        starts = None if self._batch.starts is None else self._batch.starts[entry]
+        for token, columns in enumerate(chosen):
+            if columns is not None:
+                own = self._batch.bases[token] + self._batch.nodes[token] - (0 if starts is None else starts[token])
+                self._check(token, columns, own)
+        return [None if columns is None else columns.contiguous() for columns in chosen]
+
+    def _check(self, token: int, columns: Tensor, own: int) -> None:
+        heads = self._kv_heads
+        if columns.dtype != torch.int32 or columns.ndim != 2 or len(columns) != heads or columns.device.type != "cpu":
+            raise ValueError(f"the columns of token {token} are {columns.dtype} {list(columns.shape)} on "
+                             f"{columns.device}; they must be torch.int32 [{heads}, any number] on the CPU")
+        if not columns.shape[1] or int(columns[:, -1].min()) < 0:
+            raise ValueError(f"a KV head of token {token} is left no column; each needs one, such as the token's own")
+        low, high = (int(end) for end in columns.aminmax())
+        if low < -1 or high > own or int(columns.diff().min() if columns.shape[1] > 1 else 0) < 0:
+            raise ValueError(f"the columns of token {token} are {low}..{high}; they must ascend within [0, {own}], "
+                             "-1s first")
 
 
 class NativeModel:
@@ -181,6 +208,7 @@ class NativeModel:
         self._model = self._model_struct(norm, head, embedding, head_bias)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
+        self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
@@ -209,15 +237,20 @@ class NativeModel:
             taps: float32 [running layers + 1, tokens, hidden], filled with the states that enter each running layer,
                 and those after the last one.
             choose: called for each running layer with its number in `batch.layers` and the queries, float32
-                [tokens, heads, head_dim], whose keys are in the cache then; returns for each token the columns that it
-                reads, int32 [kv_heads, any number], or None for all that it sees. What it raises is raised here.
+                [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
+                Returns for each token the columns that it reads, int32 [kv_heads, any number], ascending, -1s first, or
+                None for all that it sees. It must not run a forward of this model. What it raises is raised here.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
 
         Raises:
-            ValueError: an index of the batch is out of range; nothing was touched then.
+            ValueError: an index of the batch is out of range; nothing was touched then. Or what `choose` returned is.
+            RuntimeError: `choose` ran a forward of this model.
         """
+        if self._asking == threading.get_ident():
+            raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
+                               "wait for the first to end; run it before or after")
         count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         struct = batch.struct(self.num_layers, kv)
         if taps is not None:
@@ -226,7 +259,7 @@ class NativeModel:
                 found = f"{taps.dtype} {list(taps.shape)}"
                 raise ValueError(f"taps are {found}; a contiguous float32 {list(shape)} is needed")
             struct.taps = taps.data_ptr()
-        asked = None if choose is None else _Asked(choose, struct, self.spec)
+        asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
         model, reference = ctypes.byref(self._model), ctypes.byref(struct)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         if self._library.shoal_check(model, reference, message, _MESSAGE_BYTES):
@@ -237,8 +270,12 @@ class NativeModel:
             if needed > self._scratch.numel():
                 self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
             start = time.perf_counter()
-            had = self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
-            if threads is None:
+            self._asking = None if asked is None else threading.get_ident()
+            try:
+                had = self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+            finally:
+                self._asking = None
+            if threads is None and asked is None:  # beside `choose` threads wait: no sign of other work
                 MACHINE.note(had, time.perf_counter() - start)
         if asked is not None and asked.error is not None:
             raise asked.error

@@ -12,8 +12,8 @@ typedef struct {
     const ShoalBatch *b;
     float *x, *qkv, *hidden, *states; /* [tokens] lines each; states: [task][token][head of the task] */
     int64_t x_line, qkv_line, hidden_line;
-    char *own; /* private memory of the threads, `own_bytes` each */
-    int64_t own_bytes, acts_bytes;
+    char *private; /* memory of the threads, `private_bytes` each */
+    int64_t private_bytes, acts_bytes;
     float *logits;
     Team team;
 } Run;
@@ -37,7 +37,7 @@ typedef struct {
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *line;   /* [heads * head_dim], one token */
     float *sums;   /* of a panel, see multiply() */
-    char *decoded, *gathered; /* keys and then values of a chunk: out of their own form, and those that a token chose */
+    char *decoded, *gathered; /* keys and then values of a chunk: out of their own form, and those selected for a token */
 } Worker;
 
 INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {

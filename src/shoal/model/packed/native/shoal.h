@@ -69,7 +69,7 @@ typedef struct {
     const int32_t *wanted;     /* tokens whose logits are asked for */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
-    const int32_t *start;      /* [active_count][tokens] evicted positions, or NULL: none */
+    const int32_t *start;      /* [active_count][tokens] positions that are not stored any more, or NULL: none */
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
     const int32_t *capacity;   /* [num_layers], 0 where there is no storage */

@@ -1,0 +1,39 @@
+"""Both ways in which packed attention adds a bias per column agree, in every dtype and with a soft cap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backends import TORCH
+from drive import gap
+from shoal.model.packed.block import gathered_attention, scaled_attention
+from shoal.model.packed.stack import PackedStack
+from shoal.model.reading import row_mask
+
+HEADS, NODES, COLUMNS = 2, 3, 40
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None) -> None:
+    """In bfloat16 all of these are 128: rounded, they would weigh every column the same."""
+    stack = TORCH.stack("llama")
+    assert isinstance(stack, PackedStack)
+    shape = replace(stack.shape, attention_cap=cap)
+    assert shape.kv_heads == HEADS < shape.heads
+    dice = torch.Generator().manual_seed(0)
+    q = torch.randn(shape.heads, NODES, shape.head_dim, generator=dice).to(dtype)
+    keys, values = torch.randn(2, HEADS, COLUMNS, shape.head_dim, generator=dice).to(dtype)
+    bias = 127.8 + 0.6 * torch.rand(HEADS, COLUMNS, generator=dice)
+    seen = torch.ones(NODES, COLUMNS, dtype=torch.bool).tril(COLUMNS - NODES)
+    columns = torch.arange(COLUMNS).where(seen, -1).sort(-1).values.expand(HEADS, -1, -1)
+    mask = row_mask(None, bias, seen, shape.heads, torch.promote_types(dtype, torch.float32))
+    found = scaled_attention(q[None], keys[None], values[None], shape, mask)[0]
+    expected = gathered_attention(q.double(), keys.double(), values.double(), shape, columns, bias)
+    assert gap(found.double(), expected) <= {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]
+    if dtype == torch.bfloat16:
+        rounded = gathered_attention(q, keys, values, shape, columns, bias.to(dtype).float())
+        assert gap(rounded.double(), expected) > 0.04, "rounding did not matter"
