@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from importlib import metadata
 
 
@@ -37,14 +36,3 @@ def torch_version() -> tuple[int, ...]:
 def transformers_version() -> tuple[int, ...]:
     """The release of the installed transformers, (0,) where there is none."""
     return release(installed_version("transformers") or "0")
-
-
-def hush_libraries() -> None:
-    """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()

@@ -8,7 +8,6 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shoal import compat
 from shoal.cli.parser import Parser, parse
 from shoal.errors import Unsupported
 
@@ -143,8 +142,9 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, meth
         ValueError: the model cannot be loaded; says which and why.
     """
     from shoal import load
+    from shoal.engine.checkpoint import hush_libraries
 
-    compat.hush_libraries()
+    hush_libraries()
     try:
         engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
                     revision=args.revision, trust_remote_code=args.trust_remote_code,
@@ -191,9 +191,9 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     if engine.model is not None:
         return engine.model
     from shoal import catalog
-    from shoal.engine.checkpoint import Checkpoint
+    from shoal.engine.checkpoint import Checkpoint, hush_libraries
 
-    compat.hush_libraries()
+    hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
 

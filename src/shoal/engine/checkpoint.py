@@ -138,3 +138,14 @@ def _place(name: str) -> tuple[str, Path | None]:
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no folder {name!r}")
     return name, None
+
+
+def hush_libraries() -> None:
+    """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

@@ -11,6 +11,7 @@ import torch
 from shoal import compat
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal.engine.checkpoint import hush_libraries
 from shoal.engine.device import as_dtype
 
 
@@ -28,7 +29,7 @@ class HFGenerate:
         """Load the model."""
         if self.setting.quant not in (None, FILE):
             raise NotMeasured(f"transformers runs these weights in {self.setting.dtype}, not in {self.setting.quant}")
-        compat.hush_libraries()
+        hush_libraries()
         self.model = self.subject.hf_model(self.dtype, self.setting.device)
         traffic = self._traffic()
         weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
