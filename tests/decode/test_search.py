@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import toy_tokenizers
 from backends import HF, TORCH, Backend, on_backends
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT, Run, decode, make_run, prompt
+from searches import Script, Steps
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
 from shoal.decode.search import Branch, branch_seed
@@ -30,20 +31,6 @@ FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, 9, 2, 3, 7, NEVER])
 WARM = Sampling(temperature=1.0)
 two = on_backends("llama", "hybrid", "gemma3", backends=(HF, TORCH))
-
-Steps = Generator[Sequence[Branch], None, Branch]
-
-
-@dataclass(frozen=True)
-class Script:
-    """A search written down in a test."""
-
-    branches: int
-    steps: Callable[[Branch], Steps]
-
-    def run(self, root: Branch) -> Steps:
-        return self.steps(root)
-
 
 def searched(branches: int, plan: DepthPlan = FULL) -> Callable[[Callable[[Branch], Steps]], Recipe]:
     return lambda steps: Recipe(plan, search=Script(branches, steps))
@@ -367,7 +354,7 @@ def _forces(root: Branch) -> Steps:
 def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
     """Fewer columns than positions, a bias on them, and a form: none is shared with the row that it was copied from."""
     cache = KVCache([None, 4], rows=1)
-    cache.set_store(0, Bytes(1))
+    cache.set_store(0, Bytes(0))
     for layer in cache.layers:
         layer.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), [0], [6])
     cache.commit(0, range(6))

@@ -272,7 +272,7 @@ class Scheduler:
         batch = self._batch
         try:
             if self._policy.holds(batch.rows) and (batch.reading or self._more_fit()):
-                batch.step(self.prefill_chunk, [row for row in batch.rows if not row.emitted])
+                batch.step(self.prefill_chunk, batch.reading)
             else:
                 batch.step(self.prefill_chunk)
         except Exception:
