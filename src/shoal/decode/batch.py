@@ -141,9 +141,15 @@ class Batch:
                 too little, these get a forward of their own.
             rows: which rows, in the order of their slots; None for all. A row that is searched stands for its branches.
             most: prompt tokens of a row; None for as many as fit.
+
+        Raises:
+            BaseException: what a part of a row's recipe raises, a search or a processor; see `rollback`.
         """
         start = time.perf_counter()
         steps, rows = self._search(rows)
+        for row in rows:
+            if row.error is not None:
+                raise row.error
         reading = [row for row in rows if self._reads(row)]
         decoding = [row for row in rows if row.room and not self._reads(row)]
         if not (reading or decoding):
@@ -171,7 +177,11 @@ class Batch:
         return steps, [row for row in self.rows if chosen is None or {id(row), id(row.root)} & chosen]
 
     def rollback(self) -> None:
-        """Forget what a forward that failed has left unfinished; no row has moved on by it."""
+        """Forget what a forward that failed has left unfinished.
+
+        Rows that it came to have moved on, the others can run again; a row whose KV was left half rewritten fails in
+        its next step too.
+        """
         for row in self.rows:
             self.cache.rollback(row.slot)
 
@@ -237,9 +247,14 @@ class Batch:
         """Let the nodes of `path` stay, and the row's `keep` rewrite what is stored where that is due."""
         before = self.cache.positions[row.slot]
         self.cache.commit(row.slot, path)
-        if row.recipe.alters_kv:
-            self.cache.mark_shallow(row.slot, before)
+        if not row.recipe.alters_kv:
+            return
+        self.cache.mark_shallow(row.slot, before)
+        try:
             self._parts.rewrite(row, before)
+        except BaseException as error:
+            row.error = error
+            raise
 
     def retire(self) -> None:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""

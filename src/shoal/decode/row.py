@@ -34,6 +34,7 @@ class Row:
         stop: where the row ends and what its text is.
         steps: what was emitted.
         bytes: the row's KV when it finished.
+        error: what went wrong while its KV was rewritten, which leaves it in no known state.
         record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
             a block also for those that a stop rule then cuts off.
     """
@@ -51,6 +52,7 @@ class Row:
     ledger: RowLedger = field(default_factory=RowLedger)
     cached: int = 0
     bytes: KVBytes | None = None
+    error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None
     root: Row | None = None
     until: int | None = None
