@@ -74,6 +74,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _wanted(args: argparse.Namespace, count: int) -> int:
     """How many layers go."""
+    if args.share is not None and not 0 < args.share < 1:
+        raise ValueError(f"--share is {args.share}; it must be above 0 and below 1, such as 0.1")
     number = args.layers if args.share is None else round(args.share * count)
     if not 1 <= number <= count - 2:
         option = f"--layers is {args.layers}" if args.share is None else f"--share is {args.share}, {number} layers"
