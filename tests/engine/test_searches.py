@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
+
 from drive import prompt
 from families import tiny
 from searches import Given, Script, Steps
@@ -53,3 +55,35 @@ def test_a_token_forced_at_the_start_of_a_wave_is_read() -> None:
         finish(scheduler)
         assert forced.results[0].tokens == (7, *engine().generate([5, 7], max_new_tokens=5).tokens)
         assert plain.results[0].tokens == engine().generate(long, max_new_tokens=6).tokens
+
+
+def test_a_search_that_returns_no_branch_fails_with_that() -> None:
+    def steps(root: Branch) -> Any:
+        root.advance(1)
+        yield [root]
+        return "the best one"
+
+    scheduler = Scheduler(engine(), start=False)
+    wrong, plain = (scheduler.submit(IDS, method=method, max_new_tokens=6) for method in (given(steps), "full"))
+    finish(scheduler)
+    with pytest.raises(ValueError, match="'the best one' is none of the branches"):
+        list(wrong)
+    assert plain.results[0].tokens == engine().generate(IDS, max_new_tokens=6).tokens
+
+
+def test_a_cancelled_search_that_does_not_end_cleanly_disturbs_nobody() -> None:
+    def steps(root: Branch) -> Steps:
+        try:
+            root.advance()
+            yield [root]
+        finally:
+            raise ZeroDivisionError
+
+    scheduler = Scheduler(engine(), start=False)
+    search, plain = (scheduler.submit(IDS, method=method, max_new_tokens=6) for method in (given(steps), "full"))
+    for _ in range(3):
+        scheduler.turn()
+    search.cancel()
+    finish(scheduler)
+    assert search.results[0].finish_reason == "cancelled"
+    assert plain.results[0].tokens == engine().generate(IDS, max_new_tokens=6).tokens

@@ -6,6 +6,7 @@ rows. What wins is emitted as if the row had decoded it alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.decode.batch import Batch
     from shoal.decode.recipe import Search
     from shoal.decode.row import Row
+
+log = logging.getLogger(__name__)
 
 
 def branch_seed(seed: int, row: int, branch: int) -> int:
@@ -45,7 +48,7 @@ class Branch:
         """New branches that have emitted what this one has, and draw random numbers of their own; they rest.
 
         Raises:
-            ValueError: there would be more branches than the search has announced, or this one was ended.
+            ValueError: a negative count, more branches than the search has announced, or this one was ended.
         """
         return self._search.fork(self, count)
 
@@ -148,23 +151,36 @@ class SearchRun:
         """Run the search as far as what it waits for is there: the winner's steps at its end, else nothing."""
         if self._error is not None:
             raise self._error
-        while all(self._rests(branch.row) for branch in self._awaited):
-            if self._winner is not None:
-                return self._finish(self._winner)
-            try:
-                self._awaited = list(next(self._run))
-            except StopIteration as end:
-                self._check(end.value)
-                self._winner, self._awaited = end.value, [end.value]
-                end.value.advance()
-            except BaseException as error:
-                self._error = error
-                raise
+        try:
+            while all(self._rests(branch.row) for branch in self._awaited):
+                if self._winner is not None:
+                    return self._finish(self._winner)
+                self._resume()
+        except BaseException as error:
+            self._error = error
+            raise
         return []
+
+    def _resume(self) -> None:
+        """Let the search run to its next wait, or to its end."""
+        try:
+            awaited = next(self._run)
+        except StopIteration as end:
+            self._check(end.value)
+            self._winner, self._awaited = end.value, [end.value]
+            end.value.advance()
+            return
+        if not isinstance(awaited, Sequence):
+            raise ValueError(f"a search yielded a {type(awaited).__name__}; yield a list of the branches to wait for")
+        for branch in awaited:
+            self._check(branch)
+        self._awaited = list(awaited)
 
     def fork(self, branch: Branch, count: int) -> list[Branch]:
         """See `Branch.fork`."""
         self._check(branch)
+        if count < 0:
+            raise ValueError(f"fork was given count={count}; it must be at least 0")
         if len(self.branches) + count > self._most:
             raise ValueError(
                 f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
@@ -189,19 +205,24 @@ class SearchRun:
             self.batch.retire()
 
     def stop(self, left: int = 0) -> None:
-        """Search no more; so many of the branches stay in the cache."""
-        self._run.close()
-        self.batch.searches.remove(self)
-        for branch in self.branches[left:]:
-            self.end(branch)
+        """Search no more; so many of the branches stay in the cache. Errors that the search makes of it are logged."""
+        try:
+            self._run.close()
+        except Exception:  # nobody waits for it any more, and other rows are not to suffer
+            log.exception("a search did not end when it was told to")
+        finally:
+            self.batch.searches.remove(self)
+            for branch in self.branches[left:]:
+                self.end(branch)
 
     def _rests(self, row: Row) -> bool:
-        return row.finish_reason is not None or (row.room == 0 and self.batch.due(row) == 0)
+        return row.leaves or (row.room == 0 and self.batch.due(row) == 0)
 
     def _check(self, branch: object) -> None:
         if branch not in self.branches:
             what = f"branch {branch.number}" if isinstance(branch, Branch) else repr(branch)
-            raise ValueError(f"{what} is none of the branches under way; fork, or return, one that was not ended")
+            raise ValueError(f"{what} is none of the branches under way; fork, await or return one that was not "
+                             "ended")
 
     def _finish(self, winner: Branch) -> list[Step]:
         """Let the row be what the winner is; its KV is the last to stay in the cache."""
