@@ -21,6 +21,9 @@ class Script:
     branches: int
     steps: Callable[[Branch], Steps]
 
+    def most(self, greedy: bool) -> int:
+        return self.branches
+
     def run(self, root: Branch) -> Steps:
         return self.steps(root)
 

@@ -43,9 +43,12 @@ class Rule(Protocol):
 class Search(Protocol):
     """Plain Python over branches, of which one becomes the row's answer. Immutable."""
 
-    @property
-    def branches(self) -> int:
-        """The most branches that it has at once: so many rows, and their KV, are counted for it."""
+    def most(self, greedy: bool) -> int:
+        """The most branches that it has at once: so many rows, and their KV, are counted for it.
+
+        Args:
+            greedy: whether tokens are chosen without a draw.
+        """
         ...
 
     def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
@@ -118,6 +121,10 @@ class Recipe:
                 f"{' and '.join(others)}", "Measure answers instead (shoal eval --measure answers, or tasks that "
                 "generate)",
             )
+
+    def branches(self, greedy: bool) -> int:
+        """The most rows that decode side by side for one answer."""
+        return 1 if self.search is None else self.search.most(greedy)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -87,6 +87,11 @@ class Row:
             self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
 
     @property
+    def branches(self) -> int:
+        """The most rows of a batch that decode for it."""
+        return self.recipe.branches(self.sampling.greedy)
+
+    @property
     def rule(self) -> Rule:
         """The recipe's acceptance rule, by default an exact match."""
         return self.recipe.rule or _MATCH

@@ -137,7 +137,7 @@ class SearchRun:
         trunk = replace(root, tokens=list(root.tokens), stop=root.stop.copy(), sampling=wanted, root=root, until=0,
                         held=True, steps=[])
         self.branches = [Branch(self, trunk, 0)]
-        self._most, self._made = search.branches, 1
+        self._most, self._made = root.branches, 1
         self._run = search.run(self.branches[0])
         self._awaited: Sequence[Branch] = self.branches[:]
         self._winner: Branch | None = None

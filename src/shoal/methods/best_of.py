@@ -58,14 +58,18 @@ class MeanLogprob:
     """All samples to their ends; of two that are equally likely the earlier wins.
 
     Attributes:
-        branches: samples.
+        samples: how many.
     """
 
-    branches: int
+    samples: int
+
+    def most(self, greedy: bool) -> int:
+        """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
+        return 1 if greedy else self.samples
 
     def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
         """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
-        samples = [root] if root.greedy else [root, *root.fork(self.branches - 1)]
+        samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
             sample.advance()
         best = samples[0]
