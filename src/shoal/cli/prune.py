@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     count = int(Checkpoint(*place).config().get_text_config().num_hidden_layers)
     dropped, why = (args.drop, {"by": "hand"}) if args.drop else _choose(args, _wanted(args, count))
     files = Transformed(*place, DropLayers(dropped))
-    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, place[0]),
+    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]),
             "num_layers": count, "dropped": sorted(dropped), **why}
     write_checkpoint.write(files, args.out, args.dtype and as_dtype(args.dtype), **{NOTE: done})
     if args.json:
