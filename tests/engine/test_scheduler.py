@@ -201,7 +201,7 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     late = None
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        decoding = {row.emitted for row in scheduler._batch.decoding if row.emitted > 1}
+        decoding = {row.emitted for row in scheduler._batch.rows if row.emitted > 1}
         assert len(decoding) <= 1
         if decoding and late is None:
             late = submit(scheduler, 0)

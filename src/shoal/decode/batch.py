@@ -29,7 +29,9 @@ _LEAST_SHARE = 4
 
 
 class Batch:
-    """Rows under way on one cache. A row that has emitted nothing reads its prompt; every other one decodes.
+    """Rows under way on one cache. A row that has emitted nothing reads its prompt; the others decode.
+
+    Of a search's branches some may rest, which do neither, and others read what was forced upon them.
 
     Args:
         stack: the model.
@@ -72,11 +74,6 @@ class Batch:
     def reading(self) -> list[Row]:
         """Rows whose prompt, or what was forced upon them, is not read to its end, first come first."""
         return [row for row in self._came if self._reads(row)]
-
-    @property
-    def decoding(self) -> list[Row]:
-        """Rows that have emitted their first token."""
-        return [row for row in self.rows if row.emitted]
 
     def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
         """Take in rows that have run nothing yet; of each, how many columns its layers may come to store, if known."""

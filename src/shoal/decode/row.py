@@ -30,7 +30,7 @@ class Row:
         root: the row of which this one is a branch, in a search; else None.
         until: how many tokens a branch may have emitted before it rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
-        recipe: plan, proposer, rule.
+        recipe: the parts from which it decodes.
         stop: where the row ends and what its text is.
         steps: what was emitted.
         bytes: the row's KV when it finished.

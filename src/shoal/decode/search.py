@@ -82,7 +82,8 @@ class Branch:
     def score(self) -> float:
         """Mean log-probability (nats) of the emitted tokens; 0.0 while there are none.
 
-        By the distribution from which they were drawn, before temperature and truncation. Forced tokens count once
+        By the distribution from which they were drawn, before temperature and truncation; in transformers'
+        `model.generate` these are processors, which the distribution is taken after. Forced tokens count once
         they were fed: after a wait that follows `advance`, by 0 tokens too.
         """
         found = [step.logprob.logprob for step in self.row.steps if step.logprob is not None]

@@ -21,7 +21,9 @@ class BestOf(Method):
     """n samples are decoded side by side; the one with the best mean log-probability per token is the answer.
 
     Needs a temperature above 0: greedy samples would all be alike, so a greedy request is decoded once. The prompt is
-    read once. The answer comes as a whole, when the last sample has ended, and the statistics count the work of all.
+    read once. Likely is what the model finds so before temperature and truncation; in transformers' `model.generate`
+    these are processors and enter the comparison. The answer comes as a whole, when the last sample has ended, and the
+    statistics count the work of all.
 
     Attributes:
         n: samples; 1 changes nothing.
