@@ -200,7 +200,7 @@ class Batch:
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
         watched = self._parts.watch(rows, chunks)
-        fed = self._parts.shown(rows, chunks)
+        fed = self._parts.with_hooks(rows, chunks)
         logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
@@ -269,7 +269,7 @@ class Batch:
         alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
         if done:
-            self._parts.keep(alive)
+            self._parts.forget_all_but(alive)
             if alive or self._owns_cache:
                 self._keep_slots()
 
