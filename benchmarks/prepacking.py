@@ -97,7 +97,7 @@ def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, s
         if shared or not reading:
             batch.step(chunk)
         else:
-            decoding = batch.decoding
+            decoding = [row for row in batch.rows if row.emitted]
             batch.step(chunk, reading)
             batch.step(chunk, [row for row in decoding if row.finish_reason is None])
         steps += 1

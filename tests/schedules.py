@@ -97,7 +97,7 @@ def follow(
     joined = [entry.joined for client in clients for entry in client.handle.entries if entry.joined is not None]
     assert joined == sorted(joined), "somebody went before those who had come earlier"
     assert scheduler._batch.cache.rows == 0 and scheduler._batch.cache.bytes().allocated == 0
-    assert not scheduler._batch._drafting._workers and not scheduler._open
+    assert not scheduler._batch._parts._workers and not scheduler._open
     return clients
 
 

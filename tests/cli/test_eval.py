@@ -150,3 +150,15 @@ def test_a_card_of_another_model_is_refused(capsys, tmp_path, tiny_folder, probl
     other = shutil.copytree(tiny_folder, tmp_path / "copy")
     assert "calibrated for model" in fails(capsys, "--model", str(other), "--suite", problems, "--method",
                                            str(tmp_path / "card.json"), *SMALL)
+
+
+@pytest.mark.parametrize(("method", "part"), [("streaming_llm:window=16", "keep"), ("kv_int8", "store"),
+                                              ("topk_oracle:k=1", "select"), ("best_of", "search")])
+def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, problems, method, part, monkeypatch):
+    """Before anything is answered; answers alone are measured."""
+    words = ["--model", tiny_folder, "--suite", problems, "--methods", method, *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "answers", lambda *_: pytest.fail("answered before the refusal"))
+        assert f"by the plan alone, without its {part}" in fails(capsys, *words)
+    (suite,) = evaluated(capsys, *words, "--measure", "answers", "--n", "4")["suites"]
+    assert len(suite["answers"]) == 2 and "loss" not in suite

@@ -90,8 +90,17 @@ def test_an_unknown_model_is_measured_first(
     assert (tmp_path / "cards").is_dir()
 
 
+def test_the_note_names_the_revision_that_was_pruned(
+    capsys: Any, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "of_model", lambda model, name, revision=None: f"that of {revision}")
+    told = pruned(capsys, "--model", known, "--revision", "tag", "--drop", "2", "--out", tmp_path / "fewer")
+    assert told["fingerprint"] == "that of tag"
+
+
 @pytest.mark.parametrize(("words", "why"), [
     (["--layers", 5], "--layers is 5; 1 to 4 of 6 layers may go"),
+    *((["--share", share], f"--share is {share}; it must be above 0 and below 1") for share in ("inf", "nan", "0.0")),
     (["--share", 0.01], "--share is 0.01, 0 layers; 1 to 4 of 6 layers may go"),
     (["--drop", "6"], "the model has layers 0 to 5, and one must stay"),
     (["--drop", "1,1"], "each named once"),

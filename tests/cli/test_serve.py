@@ -49,6 +49,8 @@ def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
         (["--max-rows", "0"], "max_rows"),
         (["--timeout", "-1"], "timeout"),
         (["--kv-gib", "0"], "kv"),
+        (["--method", "best_of", "--max-rows", "3"], "--max-rows is 3; best_of needs 4"),
+        (["--method", "best_of", "--max-n", "1"], "--max-n is 1; best_of needs 4"),
     ],
 )
 def test_options_that_make_no_sense(

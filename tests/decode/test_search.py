@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import toy_tokenizers
 from backends import HF, TORCH, Backend, on_backends
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT, Run, decode, make_run, prompt
+from searches import Script, Steps
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
 from shoal.decode.search import Branch, branch_seed
@@ -30,20 +31,6 @@ FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, 9, 2, 3, 7, NEVER])
 WARM = Sampling(temperature=1.0)
 two = on_backends("llama", "hybrid", "gemma3", backends=(HF, TORCH))
-
-Steps = Generator[Sequence[Branch], None, Branch]
-
-
-@dataclass(frozen=True)
-class Script:
-    """A search written down in a test."""
-
-    branches: int
-    steps: Callable[[Branch], Steps]
-
-    def run(self, root: Branch) -> Steps:
-        return self.steps(root)
-
 
 def searched(branches: int, plan: DepthPlan = FULL) -> Callable[[Callable[[Branch], Steps]], Recipe]:
     return lambda steps: Recipe(plan, search=Script(branches, steps))
@@ -188,6 +175,30 @@ def test_forced_tokens_are_as_if_they_had_been_drawn(backend: Backend, name: str
 
 
 @two
+def test_forced_tokens_that_end_a_branch_are_scored(backend: Backend, name: str) -> None:
+    """The last one too, though nothing follows it."""
+    stack, wanted, scores = backend.stack(name), Sampling(logprobs=0), list[float]()
+    plain = decode(None, [SHORT[1]], FULL, 6, stack=stack, sampling=wanted).rows[0]
+    drawn = plain.tokens[plain.prompt_length :]
+
+    def steps(root: Branch) -> Steps:
+        root.force(drawn)
+        assert root.finish_reason == "length"
+        root.advance(0)
+        yield [root]
+        scores.append(root.score)
+        return root
+
+    expected = [step.logprob.logprob for step in plain.steps if step.logprob is not None]
+    for chunk in (2, 2048):
+        run = decode(None, [SHORT[1]], searched(1)(steps), 6, stack=stack, sampling=wanted, chunk=chunk)
+        assert run.tokens[0] == drawn and run.rows[0].finish_reason == "length"
+        found = [step.logprob.logprob for step in run.rows[0].steps if step.logprob is not None]
+        assert found == pytest.approx(expected, abs=1e-6)
+        assert scores.pop() == pytest.approx(sum(expected) / 6, abs=1e-6)
+
+
+@two
 def test_forcing_at_full_depth_is_a_longer_prompt(backend: Backend, name: str) -> None:
     stack, forced = backend.stack(name), [3, 14, 15, 92, 65]
 
@@ -310,6 +321,29 @@ def test_a_row_that_leaves_takes_its_branches_along() -> None:
     assert run.tokens[0] == decode(None, [SHORT[0]], FULL, stack=HF.stack("llama"), sampling=WARM).tokens[0]
 
 
+@pytest.mark.parametrize("how", ["raises", "goes on"])
+def test_a_search_that_does_not_end_cleanly_is_gone_all_the_same(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def steps(root: Branch) -> Steps:
+        try:
+            root.advance()
+            yield [root]
+        finally:
+            if how == "raises":
+                raise ZeroDivisionError
+            yield [root]
+        return root
+
+    recipes = [Recipe(FULL), searched(1)(steps)]
+    run = make_run(None, SHORT[:2], recipes, stack=HF.stack("llama"), sampling=WARM)
+    for _ in range(3):
+        run.loop.step(64)
+    run.loop.leave([run.rows[1]])
+    assert run.cache.rows == 1 and not run.loop.searches and "did not end when it was told to" in caplog.text
+    for _ in run.loop.run():
+        pass
+    assert run.tokens[0] == decode(None, [SHORT[0]], FULL, stack=HF.stack("llama"), sampling=WARM).tokens[0]
+
+
 def _half_way() -> Run:
     def steps(root: Branch) -> Steps:
         branches = [root, *root.fork(3)]
@@ -347,8 +381,27 @@ def test_what_a_search_may_not_do() -> None:
         return root
         yield
 
-    for steps, words in ((greedy_for_more, "announced 2 at most"), (nothing, "none of the branches under way"),
-                         (back_from_the_dead, "none of the branches under way"), (beyond_words, "ids are 0..96")):
+    def fewer_than_none(root: Branch) -> Steps:
+        root.fork(-1)
+        return root
+        yield
+
+    def one_by_itself(root: Branch) -> Any:
+        yield root
+        return root
+
+    def waits_for_the_dead(root: Branch) -> Steps:
+        other = root.fork()[0]
+        other.end()
+        yield [root, other]
+        return root
+
+    for steps, words in (
+        (fewer_than_none, "count=-1; it must be at least 0"), (one_by_itself, "yielded a Branch"),
+        (waits_for_the_dead, "none of the branches under way"), (greedy_for_more, "announced 2 at most"),
+        (nothing, "none of the branches under way"), (back_from_the_dead, "none of the branches under way"),
+        (beyond_words, "ids are 0..96"),
+    ):
         with pytest.raises(ValueError, match=words):
             decode(None, [SHORT[0]], searched(2)(steps), stack=stack)
     drafting = Recipe(FULL, proposer=NGrams(PromptLookup()), search=Script(1, lambda root: _forces(root)))
@@ -367,7 +420,7 @@ def _forces(root: Branch) -> Steps:
 def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
     """Fewer columns than positions, a bias on them, and a form: none is shared with the row that it was copied from."""
     cache = KVCache([None, 4], rows=1)
-    cache.set_store(0, Bytes(1))
+    cache.set_store(0, Bytes(0))
     for layer in cache.layers:
         layer.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), [0], [6])
     cache.commit(0, range(6))

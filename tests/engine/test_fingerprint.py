@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
@@ -93,3 +94,19 @@ def test_a_model_with_a_large_tensor_has_a_fingerprint():
             return {"embedding": torch.zeros(1).expand(151936 * 896)}
 
     assert len(of_model(Large(), "")) == 16
+
+
+def test_of_a_revision_its_own_files_enter(tmp_path, monkeypatch):
+    """Two snapshots of one name, as the Hub's cache keeps them."""
+    for seed, name in enumerate(("main", "tag")):
+        torch.manual_seed(seed)
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.randn(40, 30)}, tmp_path / name / "model.safetensors")
+
+    def cached(name: str, revision: str | None = None, **_: object) -> str:
+        assert name == "some/model"
+        return str(tmp_path / (revision or "main"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", cached)
+    first, second = of_model(None, "some/model"), of_model(None, "some/model", "tag")
+    assert first == of_model(None, str(tmp_path / "main")) != second == of_model(None, str(tmp_path / "tag"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +17,11 @@ from torch import Tensor
 from drive import prompt
 from families import tiny
 from schedules import Action, Job, actions, follow
+from searches import Given
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.decode.worker import Keeper
+from shoal.depth.plan import DepthPlan
 from shoal.engine.admission import ContinuousBatching, GangBatching, policy
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -25,6 +32,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
 JOBS: list[Job] = [
@@ -193,7 +201,7 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     late = None
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        decoding = {row.emitted for row in scheduler._batch.decoding if row.emitted > 1}
+        decoding = {row.emitted for row in scheduler._batch.rows if row.emitted > 1}
         assert len(decoding) <= 1
         if decoding and late is None:
             late = submit(scheduler, 0)
@@ -261,6 +269,46 @@ def test_a_row_that_fails_takes_nobody_with_it() -> None:
         list(bad)
     assert len(bad.results[0].tokens) == 3
     assert [t.results[0].tokens for t in [*good, later]] == [alone("hybrid", job) for job in (0, 1, 5, 3)]
+
+
+@dataclass(frozen=True)
+class _Breaks:
+    """A part `keep` whose second rewrite fails, and no other."""
+
+    every: int
+
+    def begin(self, stack: Any, cache: Any) -> _Breaking:
+        return _Breaking(self.every)
+
+    def most_columns(self, length: int) -> int:
+        return length
+
+
+class _Breaking(Keeper):
+    def __init__(self, every: int) -> None:
+        self._every, self._calls = every, 0
+
+    def next_length(self, row: Row, length: int) -> int:
+        return (length // self._every + 1) * self._every
+
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("length", [5, 9])
+def test_a_row_whose_rewrite_fails_ends_with_its_error(length: int) -> None:
+    """While its prompt is read, or while it decodes; it must not go on beyond the room that was counted for it."""
+    keeps = Given(Recipe(DepthPlan.full(4), keep=_Breaks(4)))
+    scheduler = Scheduler(engine("hybrid"), start=False)
+    good = [submit(scheduler, job) for job in (0, 1, 5)]
+    bad = scheduler.submit(prompt(length), max_new_tokens=30, method=keeps)
+    finish(scheduler)
+    with pytest.raises(ZeroDivisionError):
+        list(bad)
+    assert len(bad.results[0].tokens) == max(0, 8 + 1 - length)
+    assert [t.results[0].tokens for t in good] == [alone("hybrid", job) for job in (0, 1, 5)]
 
 
 def test_threads_submit_and_leave_while_one_works() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from chat_tokenizer import chat_tokenizer
 from families import VOCAB, tiny
 from oracle import decoder_layers, greedy_under_plan, prefix_counts, prefix_oracle
 from shoal.depth.plan import NEVER, DepthPlan
@@ -19,9 +20,11 @@ from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.eval import scoring
 from shoal.eval.controls import GROUPS, controls, setting
-from shoal.eval.decoders import Contender, Decoder
+from shoal.eval.decoders import Contender, Decoder, contender
 from shoal.eval.equal_depth import Lengths
+from shoal.eval.evaluate import Evaluator
 from shoal.eval.rising import RisingPlan
+from shoal.methods.kv_int8 import KVInt8
 from shoal.model import hf
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import NativeStack
@@ -179,3 +182,9 @@ def test_a_rising_plan_is_checked() -> None:
         RisingPlan((6, 2), (2, 3), 6)
     with pytest.raises(ValueError, match="at least one step"):
         RisingPlan((), (2, 3), 6)
+
+
+def test_no_loss_is_measured_of_a_method_that_is_more_than_a_plan() -> None:
+    engine = engine_for(tiny("llama"), chat_tokenizer())
+    with pytest.raises(Unsupported, match="under kv_int8: .* without its store"):
+        Evaluator(engine).losses("texts", [], [contender(engine, KVInt8(), 4)])

@@ -14,6 +14,7 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oracle import prefix_counts, prefix_oracle
+from shoal.errors import Unsupported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -113,3 +114,9 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path) -> None:
         local_tasks(["gsm8k"], tmp_path / "nothing")
     with pytest.raises(ValueError, match="unknown task 'gsm9k'"):
         local_tasks(["gsm9k"], None)
+
+
+@pytest.mark.parametrize("method", ["kv_int8", "streaming_llm", "topk_oracle", "best_of"])
+def test_likelihoods_that_a_plan_does_not_give_are_refused(parts: tuple[Any, Any], method: str) -> None:
+    with pytest.raises(Unsupported, match=f"under {method}: .* scored by the plan alone"):
+        lm(parts, method).loglikelihood([Instance("loglikelihood", {}, ("A", "b"), 0)])

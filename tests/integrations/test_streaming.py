@@ -11,6 +11,7 @@ from families import fingerprint, tiny
 from generate_calls import PROMPTS, a_word, an_eos, batch, both, generate, single
 from shoal import D3, Unsupported
 from shoal.integrations.transformers import BoundMethod
+from shoal.methods.best_of import BestOf
 from shoal.methods.full import Full
 from toy_tokenizers import tokenizer
 
@@ -83,6 +84,14 @@ def test_a_refusal_ends_the_stream_too(llama: PreTrainedModel) -> None:
     streamer = Recorder()
     with pytest.raises(Unsupported, match="3 rows"):
         generate(llama, **batch(), custom_generate=Full().bind(streamer=streamer))
+    assert streamer.puts == [] and streamer.ended == 1
+
+
+def test_a_search_that_is_refused_puts_nothing(llama: PreTrainedModel) -> None:
+    streamer = Recorder()
+    wanted = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
+    with pytest.raises(Unsupported, match="Leave output_scores"):
+        generate(llama, **single(), **wanted, custom_generate=BestOf(2).bind(streamer=streamer))
     assert streamer.puts == [] and streamer.ended == 1
 
 

@@ -177,6 +177,20 @@ def test_the_scheduler_counts_every_branch() -> None:
         assert 0 < stats.tokens_per_second <= 7 / stats.decode_seconds < 1e5
 
 
+def test_a_greedy_request_takes_one_row() -> None:
+    """It is decoded once, so no more is counted for it; the need is the same for all answers."""
+    engine, ids = engine_of("llama"), prompt(9, 2)
+    scheduler = Scheduler(engine, max_rows=2, start=False)
+    handle = scheduler.submit(ids, method=BestOf(3), max_new_tokens=8, n=2)
+    assert [len(entry.needs) for entry in handle.entries] == [1, 1]
+    scheduler.turn()
+    assert scheduler.running == 2
+    while scheduler.running:
+        scheduler.turn()
+    expected = engine.generate(ids, max_new_tokens=8).tokens
+    assert [result.tokens for result in handle.results] == [expected] * 2
+
+
 def test_a_search_that_fails_or_is_cancelled_frees_its_rows_and_disturbs_nobody() -> None:
     engine, ids = engine_of("llama"), prompt(9, 2)
     expected = engine.generate(ids, max_new_tokens=12).tokens

@@ -174,3 +174,16 @@ def test_a_slow_reader_holds_nobody_up(server: Running) -> None:
         wait(lambda: server.scheduler.running == 1)
         wait(lambda: server.scheduler.running == 0)  # decoded to its end, though nobody reads
         assert post(server, json.dumps(PLAIN)).status_code == 200
+
+
+def test_branches_of_a_search_count_as_answers(server: Running) -> None:
+    """Where they are drawn: a greedy request is decoded once."""
+    body = {**PLAIN, "method": "best_of", "method_args": {"n": 5}, "temperature": 1.0}
+    for path, prompt in (("completions", {}), ("chat/completions", {"messages": CHAT["messages"]})):
+        own = {key: value for key, value in {**body, **prompt}.items() if not (prompt and key == "prompt")}
+        error = check(post(server, json.dumps(own), path), 400)
+        assert error["param"] == "n" and "each the best of up to 5; this server allows 4 in all" in error["message"]
+    two = json.dumps({**body, "method_args": {"n": 2}, "n": 3})
+    assert "3 answers each, each the best of up to 2" in check(post(server, two), 400)["message"]
+    for more in ({"temperature": 0}, {"method_args": {"n": 4}}):
+        assert post(server, json.dumps({**body, **more})).status_code == 200

@@ -12,6 +12,7 @@ from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
+from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
@@ -49,6 +50,12 @@ def test_each_of_a_list_must_be_allowed() -> None:
         assert error.value.status == status, method
     with pytest.raises(ApiError, match="beside a list"):
         policy.choose(several, {"alpha": 0.9}, Settings())
+
+
+def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:
+    assert {"full", "shortgpt", "topk_oracle", "streaming_llm", "kv_int8", "best_of"} <= set(policy.allowed(Settings()))
+    assert policy.choose("topk_oracle", {"k": 8}, Settings()) == TopKOracle(k=8)
+    assert not {"draft_model", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))
 
 
 def test_requests_are_decoded_by_auto_and_may_turn_it_off_but_load_nothing_through_it() -> None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     count = int(Checkpoint(*place).config().get_text_config().num_hidden_layers)
     dropped, why = (args.drop, {"by": "hand"}) if args.drop else _choose(args, _wanted(args, count))
     files = Transformed(*place, DropLayers(dropped))
-    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, place[0]),
+    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]),
             "num_layers": count, "dropped": sorted(dropped), **why}
     write_checkpoint.write(files, args.out, args.dtype and as_dtype(args.dtype), **{NOTE: done})
     if args.json:
@@ -74,6 +74,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _wanted(args: argparse.Namespace, count: int) -> int:
     """How many layers go."""
+    if args.share is not None and not 0 < args.share < 1:
+        raise ValueError(f"--share is {args.share}; it must be above 0 and below 1, such as 0.1")
     number = args.layers if args.share is None else round(args.share * count)
     if not 1 <= number <= count - 2:
         option = f"--layers is {args.layers}" if args.share is None else f"--share is {args.share}, {number} layers"

@@ -57,7 +57,8 @@ def _add_limits(parser: Parser) -> None:
     group = parser.add_argument_group("limits")
     group.add_argument("--default-max-tokens", metavar="N", type=int, default=1024, help="of chats that name none")
     group.add_argument("--max-tokens", metavar="N", type=int, default=16384, help="most that a request may ask for")
-    group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request")
+    group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request, branches of "
+                       "searches counted")
     group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
     group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds a request may take; 0: any")
     group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds to finish in when stopped")
@@ -91,7 +92,11 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
     """A server's scheduler, with a model just loaded, and its settings, which now know the model's name."""
     engine = common.load_engine(args)
-    engine.recipe(args.method, args.default_max_tokens)  # a method that cannot run on this model is refused now
+    recipe = engine.recipe(args.method, args.default_max_tokens)  # what cannot run on this model is refused now
+    branches = recipe.branches(greedy=False)
+    for option, most in (("--max-rows", args.max_rows), ("--max-n", settings.max_n)):
+        if branches > max(most, 1):
+            raise ValueError(f"{option} is {most}; {args.method.name} needs {branches}: one for each branch")
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
     scheduler = common.make_scheduler(args, engine, max_waiting=args.max_waiting)
     return scheduler, replace(settings, model_name=name)

@@ -29,7 +29,9 @@ _LEAST_SHARE = 4
 
 
 class Batch:
-    """Rows under way on one cache. A row that has emitted nothing reads its prompt; every other one decodes.
+    """Rows under way on one cache. A row that has emitted nothing reads its prompt; the others decode.
+
+    Of a search's branches some may rest, which do neither, and others read what was forced upon them.
 
     Args:
         stack: the model.
@@ -72,11 +74,6 @@ class Batch:
     def reading(self) -> list[Row]:
         """Rows whose prompt, or what was forced upon them, is not read to its end, first come first."""
         return [row for row in self._came if self._reads(row)]
-
-    @property
-    def decoding(self) -> list[Row]:
-        """Rows that have emitted their first token."""
-        return [row for row in self.rows if row.emitted]
 
     def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
         """Take in rows that have run nothing yet; of each, how many columns its layers may come to store, if known."""
@@ -141,9 +138,15 @@ class Batch:
                 too little, these get a forward of their own.
             rows: which rows, in the order of their slots; None for all. A row that is searched stands for its branches.
             most: prompt tokens of a row; None for as many as fit.
+
+        Raises:
+            BaseException: what a part of a row's recipe raises, a search or a processor; see `rollback`.
         """
         start = time.perf_counter()
         steps, rows = self._search(rows)
+        for row in rows:
+            if row.error is not None:
+                raise row.error
         reading = [row for row in rows if self._reads(row)]
         decoding = [row for row in rows if row.room and not self._reads(row)]
         if not (reading or decoding):
@@ -171,7 +174,11 @@ class Batch:
         return steps, [row for row in self.rows if chosen is None or {id(row), id(row.root)} & chosen]
 
     def rollback(self) -> None:
-        """Forget what a forward that failed has left unfinished; no row has moved on by it."""
+        """Forget what a forward that failed has left unfinished.
+
+        Rows that it came to have moved on, the others can run again; a row whose KV was left half rewritten fails in
+        its next step too.
+        """
         for row in self.rows:
             self.cache.rollback(row.slot)
 
@@ -193,7 +200,7 @@ class Batch:
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
         watched = self._parts.watch(rows, chunks)
-        fed = self._parts.shown(rows, chunks)
+        fed = self._parts.with_hooks(rows, chunks)
         logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
@@ -237,9 +244,14 @@ class Batch:
         """Let the nodes of `path` stay, and the row's `keep` rewrite what is stored where that is due."""
         before = self.cache.positions[row.slot]
         self.cache.commit(row.slot, path)
-        if row.recipe.alters_kv:
-            self.cache.mark_shallow(row.slot, before)
+        if not row.recipe.alters_kv:
+            return
+        self.cache.mark_shallow(row.slot, before)
+        try:
             self._parts.rewrite(row, before)
+        except BaseException as error:
+            row.error = error
+            raise
 
     def retire(self) -> None:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
@@ -257,7 +269,7 @@ class Batch:
         alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
         if done:
-            self._parts.keep(alive)
+            self._parts.forget_all_but(alive)
             if alive or self._owns_cache:
                 self._keep_slots()
 

@@ -63,7 +63,7 @@ class PartsAtWork:
 
         return (show,)
 
-    def shown(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+    def with_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the coming forward, with what is to see their queries."""
         hooks: dict[int, list[QueryHook]] = {}
         groups = ([row for row in rows if not row.emitted], [row for row in rows if row.emitted])
@@ -103,8 +103,8 @@ class PartsAtWork:
         if meter is not None and all(row.recipe.meter is meter for row in report.rows):
             meter.observe(report)
 
-    def keep(self, rows: Sequence[Row]) -> None:
-        """Forget the workers whose last row has left: another part may come to live where theirs was."""
+    def forget_all_but(self, rows: Sequence[Row]) -> None:
+        """Forget the workers that none of these rows has: another part may come to live where theirs was."""
         parts = {id(part(row)) for row in rows for part in _PARTS}
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Exactness = Literal["full", "plan", "none"]
 PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search")
 """The parts of a recipe that methods fill: each answers one question."""
+_UNSCORED = ("keep", "store", "select", "search")
+"""Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
 
 
 class Rule(Protocol):
@@ -40,9 +43,12 @@ class Rule(Protocol):
 class Search(Protocol):
     """Plain Python over branches, of which one becomes the row's answer. Immutable."""
 
-    @property
-    def branches(self) -> int:
-        """The most branches that it has at once: so many rows, and their KV, are counted for it."""
+    def most(self, greedy: bool) -> int:
+        """The most branches that it has at once: so many rows, and their KV, are counted for it.
+
+        Args:
+            greedy: whether tokens are chosen without a draw.
+        """
         ...
 
     def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
@@ -98,6 +104,27 @@ class Recipe:
     def alters_kv(self) -> bool:
         """Whether what is stored, or read of it, is something else than the model's own."""
         return any(part is not None for part in (self.keep, self.store, self.select))
+
+    def check_scored(self, name: str) -> None:
+        """Refuse to score given texts where the plan alone does not say how likely they are.
+
+        Args:
+            name: whose recipe this is, for the error.
+
+        Raises:
+            Unsupported: a part alters the KV, or searches.
+        """
+        others = [part for part in self.parts if part in _UNSCORED]
+        if others:
+            raise Unsupported(
+                f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "
+                f"{' and '.join(others)}", "Measure answers instead (shoal eval --measure answers, or tasks that "
+                "generate)",
+            )
+
+    def branches(self, greedy: bool) -> int:
+        """The most rows that decode side by side for one answer."""
+        return 1 if self.search is None else self.search.most(greedy)
 
     @property
     def parts(self) -> tuple[str, ...]:

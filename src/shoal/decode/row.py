@@ -30,10 +30,11 @@ class Row:
         root: the row of which this one is a branch, in a search; else None.
         until: how many tokens a branch may have emitted before it rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
-        recipe: plan, proposer, rule.
+        recipe: the parts from which it decodes.
         stop: where the row ends and what its text is.
         steps: what was emitted.
         bytes: the row's KV when it finished.
+        error: what went wrong while its KV was rewritten, which leaves it in no known state.
         record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
             a block also for those that a stop rule then cuts off.
     """
@@ -51,6 +52,7 @@ class Row:
     ledger: RowLedger = field(default_factory=RowLedger)
     cached: int = 0
     bytes: KVBytes | None = None
+    error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None
     root: Row | None = None
     until: int | None = None
@@ -83,6 +85,11 @@ class Row:
         self.bytes = stored
         if self.root is not None:
             self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
+
+    @property
+    def branches(self) -> int:
+        """The most rows of a batch that decode for it."""
+        return self.recipe.branches(self.sampling.greedy)
 
     @property
     def rule(self) -> Rule:

@@ -6,6 +6,7 @@ rows. What wins is emitted as if the row had decoded it alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.decode.batch import Batch
     from shoal.decode.recipe import Search
     from shoal.decode.row import Row
+
+log = logging.getLogger(__name__)
 
 
 def branch_seed(seed: int, row: int, branch: int) -> int:
@@ -45,7 +48,7 @@ class Branch:
         """New branches that have emitted what this one has, and draw random numbers of their own; they rest.
 
         Raises:
-            ValueError: there would be more branches than the search has announced, or this one was ended.
+            ValueError: a negative count, more branches than the search has announced, or this one was ended.
         """
         return self._search.fork(self, count)
 
@@ -79,7 +82,8 @@ class Branch:
     def score(self) -> float:
         """Mean log-probability (nats) of the emitted tokens; 0.0 while there are none.
 
-        By the distribution from which they were drawn, before temperature and truncation. Forced tokens count once
+        By the distribution from which they were drawn, before temperature and truncation; in transformers'
+        `model.generate` these are processors, which the distribution is taken after. Forced tokens count once
         they were fed: after a wait that follows `advance`, by 0 tokens too.
         """
         found = [step.logprob.logprob for step in self.row.steps if step.logprob is not None]
@@ -134,7 +138,7 @@ class SearchRun:
         trunk = replace(root, tokens=list(root.tokens), stop=root.stop.copy(), sampling=wanted, root=root, until=0,
                         held=True, steps=[])
         self.branches = [Branch(self, trunk, 0)]
-        self._most, self._made = search.branches, 1
+        self._most, self._made = root.branches, 1
         self._run = search.run(self.branches[0])
         self._awaited: Sequence[Branch] = self.branches[:]
         self._winner: Branch | None = None
@@ -148,23 +152,36 @@ class SearchRun:
         """Run the search as far as what it waits for is there: the winner's steps at its end, else nothing."""
         if self._error is not None:
             raise self._error
-        while all(self._rests(branch.row) for branch in self._awaited):
-            if self._winner is not None:
-                return self._finish(self._winner)
-            try:
-                self._awaited = list(next(self._run))
-            except StopIteration as end:
-                self._check(end.value)
-                self._winner, self._awaited = end.value, [end.value]
-                end.value.advance()
-            except BaseException as error:
-                self._error = error
-                raise
+        try:
+            while all(self._rests(branch.row) for branch in self._awaited):
+                if self._winner is not None:
+                    return self._finish(self._winner)
+                self._resume()
+        except BaseException as error:
+            self._error = error
+            raise
         return []
+
+    def _resume(self) -> None:
+        """Let the search run to its next wait, or to its end."""
+        try:
+            awaited = next(self._run)
+        except StopIteration as end:
+            self._check(end.value)
+            self._winner, self._awaited = end.value, [end.value]
+            end.value.advance()
+            return
+        if not isinstance(awaited, Sequence):
+            raise ValueError(f"a search yielded a {type(awaited).__name__}; yield a list of the branches to wait for")
+        for branch in awaited:
+            self._check(branch)
+        self._awaited = list(awaited)
 
     def fork(self, branch: Branch, count: int) -> list[Branch]:
         """See `Branch.fork`."""
         self._check(branch)
+        if count < 0:
+            raise ValueError(f"fork was given count={count}; it must be at least 0")
         if len(self.branches) + count > self._most:
             raise ValueError(
                 f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
@@ -189,19 +206,24 @@ class SearchRun:
             self.batch.retire()
 
     def stop(self, left: int = 0) -> None:
-        """Search no more; so many of the branches stay in the cache."""
-        self._run.close()
-        self.batch.searches.remove(self)
-        for branch in self.branches[left:]:
-            self.end(branch)
+        """Search no more; so many of the branches stay in the cache. Errors that the search makes of it are logged."""
+        try:
+            self._run.close()
+        except Exception:  # nobody waits for it any more, and other rows are not to suffer
+            log.exception("a search did not end when it was told to")
+        finally:
+            self.batch.searches.remove(self)
+            for branch in self.branches[left:]:
+                self.end(branch)
 
     def _rests(self, row: Row) -> bool:
-        return row.finish_reason is not None or (row.room == 0 and self.batch.due(row) == 0)
+        return row.leaves or (row.room == 0 and self.batch.due(row) == 0)
 
     def _check(self, branch: object) -> None:
         if branch not in self.branches:
             what = f"branch {branch.number}" if isinstance(branch, Branch) else repr(branch)
-            raise ValueError(f"{what} is none of the branches under way; fork, or return, one that was not ended")
+            raise ValueError(f"{what} is none of the branches under way; fork, await or return one that was not "
+                             "ended")
 
     def _finish(self, winner: Branch) -> list[Step]:
         """Let the row be what the winner is; its KV is the last to stay in the cache."""

@@ -83,7 +83,7 @@ class Detokenizer:
             self._close(self._open)
             self._run = _ByteRun()
         if self._context or self._open or self._decode([token]):  # else a leading space that the tokenizer strips
-            self._run.chunk(byte)
+            self._run.push(byte)
         self._open.append(token)
         return piece
 
@@ -136,7 +136,7 @@ class _ByteRun:
         self._decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")("strict")
         self.text = ""
 
-    def chunk(self, byte: bytes) -> None:
+    def push(self, byte: bytes) -> None:
         if self._decoder is None:
             return
         try:

@@ -66,9 +66,10 @@ class Worker:
         """Called before a forward of the target: what is to see the hidden states of these rows, or None.
 
         Args:
-            rows: those of the forward whose recipe has the part. They all decode, or they all read their prompts and
-                have emitted nothing.
-            chunks: what is fed for each, a tree or a piece of a prompt; a hook's states [rows, nodes, D] follow them.
+            rows: those of the forward whose recipe has the part. All have emitted something, or all read their prompts
+                and have emitted nothing.
+            chunks: what is fed for each: a tree, a piece of a prompt, or of what a search has forced upon a branch; a
+                hook's states [rows, nodes, D] follow them.
         """
         return None
 

@@ -25,19 +25,20 @@ from shoal.model.packed.source import FileSource, Source, has_safetensors
 _VALUES = 16
 
 
-def of_model(model: Any, name: str) -> str:
+def of_model(model: Any, name: str, revision: str | None = None) -> str:
     """The fingerprint of a model.
 
     Args:
         model: the transformers model, or None where its files are all there is.
         name: folder, GGUF file or Hub id that it was loaded from; may be none of these where there is a model.
+        revision: branch, tag or commit on the Hub.
 
     Raises:
         ValueError: there are neither files nor a model to read.
     """
     if is_gguf(Path(name)):
         return _hash(_of_gguf(Path(name)))
-    folder = _folder(name)
+    folder = _folder(name, revision)
     if folder is not None:
         return of_source(FileSource(folder))
     if model is None:
@@ -50,7 +51,7 @@ def of_source(source: Source) -> str:
     return _hash(_entry(name, source[name]) for name in source.names())
 
 
-def _folder(name: str) -> Path | None:
+def _folder(name: str, revision: str | None) -> Path | None:
     path = Path(name)
     if path.is_dir():
         return path if has_safetensors(path) else None
@@ -58,7 +59,7 @@ def _folder(name: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = Path(snapshot_download(name, local_files_only=True))
+        cached = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError):
         return None
     return cached if has_safetensors(cached) else None

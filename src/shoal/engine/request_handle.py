@@ -50,8 +50,7 @@ class ScheduledRow:
     @property
     def needs(self) -> list[Need]:
         """What each of the rows that it has in the batch at once may come to store."""
-        search = self.row.recipe.search
-        return [self.need] * (1 if search is None else search.branches)
+        return [self.need] * self.row.branches
 
     def hand_out(self, now: float) -> list[Step]:
         """The steps that the handle has not been told of, and from now on has."""

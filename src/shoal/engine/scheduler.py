@@ -113,11 +113,20 @@ class Scheduler:
         ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
         handle = RequestHandle(self.engine.info(), self._cancel, deliver)
-        handle.entries = [
-            ScheduledRow(row, handle, self._need(row)) for row in self.engine.rows([ids] * n, request, recipe)
-        ]
+        rows = self.engine.rows([ids] * n, request, recipe)
+        need = self._need(rows[0])
+        handle.entries = [ScheduledRow(row, handle, need) for row in rows]
         self._enqueue(handle.entries)
         return handle
+
+    def branches(self, **options: Any) -> int:
+        """The most rows that decode side by side for one answer with these options of a request.
+
+        Raises:
+            ValueError: see `submit`.
+        """
+        request = Request.from_options(options)
+        return self._recipes.of(request.method, request.max_new_tokens).branches(request.sampling.greedy)
 
     @property
     def running(self) -> int:
@@ -172,7 +181,7 @@ class Scheduler:
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
         need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, guesses, keep, recipe.store)
-        branches = 1 if row.recipe.search is None else row.recipe.search.branches
+        branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(
                 f"a search of {branches} branches", f"there is room for {self.max_rows} rows", "Search fewer at a time"
@@ -272,7 +281,7 @@ class Scheduler:
         batch = self._batch
         try:
             if self._policy.holds(batch.rows) and (batch.reading or self._more_fit()):
-                batch.step(self.prefill_chunk, [row for row in batch.rows if not row.emitted])
+                batch.step(self.prefill_chunk, batch.reading)
             else:
                 batch.step(self.prefill_chunk)
         except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
@@ -31,18 +32,25 @@ class Contender:
         spec: what it is, as JSON; outcomes are kept under it.
         plan: the layers that its target runs.
         method: the method; None for a plan that no method makes, one that rises.
+        recipe: what the method comes to on the model; None where there is no method.
     """
 
     label: str
     spec: dict[str, Any]
     plan: Plan
     method: Method | None = None
+    recipe: Recipe | None = None
+
+    def check_scored(self) -> None:
+        """Refuse to measure losses that would be another method's: see `Recipe.check_scored`."""
+        if self.recipe is not None:
+            self.recipe.check_scored(self.label)
 
 
 def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Contender:
     """The contender that a method is on this model, for answers of up to that length."""
-    plan = engine.recipe(method, max_new_tokens).plan
-    return Contender(label or method.name, method.to_dict(), plan, method)
+    recipe = engine.recipe(method, max_new_tokens)
+    return Contender(label or method.name, method.to_dict(), recipe.plan, method, recipe)
 
 
 @dataclass(frozen=True)

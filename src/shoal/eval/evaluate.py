@@ -90,7 +90,12 @@ class Evaluator:
         """Score every sample's reference under every contender's plan; outcomes by item id, contender after contender.
 
         Contenders share the prompts' forward, so measure many at once.
+
+        Raises:
+            Unsupported: a contender's plan alone does not say how likely a reference is.
         """
+        for who in contenders:
+            who.check_scored()
         runs = [self.run_of(suite, "loss", who) for who in contenders]
         for batch in self._batches(samples, runs, f"{suite}: loss"):
             open_runs = [

@@ -69,10 +69,16 @@ def run(
         study: what is compared.
         loss_limit: of how many items the losses are measured; None for all.
         warn: told what a reader of the numbers should know.
+
+    Raises:
+        Unsupported: losses of a method are asked for that its plan alone does not give.
     """
     samples = evaluator.samples(items)
     full = contender(evaluator.engine, Full(), evaluator.max_new_tokens, "full")
     fixed = [contender(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()]
+    if "loss" in study.measures:
+        for who in fixed:  # before answers are made, which takes much longer
+            who.check_scored()
     report: dict[str, Any] = {"suite": suite, "kind": kind, "items": len(samples)}
     answers: Found | None = None
     if kind == "problems" and "answers" in study.measures:

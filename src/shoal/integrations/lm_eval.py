@@ -97,12 +97,18 @@ class ShoalLM(HFLM):  # type: ignore[misc]
         return [found[index] for index in range(len(requests))]
 
     def _scored(self, pairs: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Score (context, continuation) pairs in one forward."""
+        """Score (context, continuation) pairs in one forward.
+
+        Raises:
+            Unsupported: the method's plan alone does not say how likely a continuation is.
+        """
         stack, chunks, targets = self.engine.stack, [], []
         for row, (context, continuation) in enumerate(pairs):
             room = max(1, self.max_length + 1 - len(continuation))
             prompt, target = list(context)[-room:], list(continuation)
-            plan = self.engine.recipe(self.method, max(len(target), self.max_gen_toks)).plan
+            recipe = self.engine.recipe(self.method, max(len(target), self.max_gen_toks))
+            recipe.check_scored(self.method.name)
+            plan = recipe.plan
             steps = [0] * len(prompt) + list(range(1, len(target)))
             chunks.append(SequenceChunk(row, prompt + target[:-1], steps, plan, wanted=len(target)))
             targets.append(torch.tensor(target, device=stack.device))

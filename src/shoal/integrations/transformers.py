@@ -232,10 +232,10 @@ class _GenerateCall:
         engine = engine_of(self.model)
         records = [Record() for _ in padding] if self._keeps_scores() else None
         rows = self._rows(engine, ending, padding, records)
-        if streamer is not None:
-            streamer.put(self.input_ids.cpu())
         cache = engine.cache_for(rows, ending.limit)
         with Stream(engine, rows, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
+            if streamer is not None:
+                streamer.put(self.input_ids.cpu())
             for step in stream:
                 if streamer is not None:
                     streamer.put(torch.tensor([step.token]))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shoal.decode.recipe import Recipe
     from shoal.types import ModelInfo
 
+LAYER_SCORES, SHOWN_QUERIES = "layer scores", "attention that shows its queries"
+"""Needs that a loaded model meets or does not; others make a method read files or load another model."""
 _KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
 

@@ -21,7 +21,9 @@ class BestOf(Method):
     """n samples are decoded side by side; the one with the best mean log-probability per token is the answer.
 
     Needs a temperature above 0: greedy samples would all be alike, so a greedy request is decoded once. The prompt is
-    read once. The answer comes as a whole, when the last sample has ended, and the statistics count the work of all.
+    read once. Likely is what the model finds so before temperature and truncation; in transformers' `model.generate`
+    these are processors and enter the comparison. The answer comes as a whole, when the last sample has ended, and the
+    statistics count the work of all.
 
     Attributes:
         n: samples; 1 changes nothing.
@@ -58,14 +60,18 @@ class MeanLogprob:
     """All samples to their ends; of two that are equally likely the earlier wins.
 
     Attributes:
-        branches: samples.
+        samples: how many.
     """
 
-    branches: int
+    samples: int
+
+    def most(self, greedy: bool) -> int:
+        """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
+        return 1 if greedy else self.samples
 
     def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
         """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
-        samples = [root] if root.greedy else [root, *root.fork(self.branches - 1)]
+        samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
             sample.advance()
         best = samples[0]

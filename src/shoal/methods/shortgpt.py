@@ -8,7 +8,7 @@ from typing import ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.depth.order import removal_order
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
+from shoal.methods.base import LAYER_SCORES, Method
 from shoal.types import ModelInfo
 
 
@@ -26,7 +26,7 @@ class ShortGPT(Method):
 
     name: ClassVar[str] = "shortgpt"
     paper: ClassVar[str] = "arXiv 2403.03853"
-    needs: ClassVar[tuple[str, ...]] = ("layer scores",)
+    needs: ClassVar[tuple[str, ...]] = (LAYER_SCORES,)
 
     removed: float | int = 0.15
 

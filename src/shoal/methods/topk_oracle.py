@@ -10,7 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.base import Method
+from shoal.methods.base import SHOWN_QUERIES, Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TopKOracle(Method):
     """
 
     name: ClassVar[str] = "topk_oracle"
-    needs: ClassVar[tuple[str, ...]] = ("attention that shows its queries",)
+    needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
     k: int | None = 256
     first: int = 2

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.engine.request_handle import Item, RequestHandle, ScheduledRow
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
-from shoal.serve.errors import ApiError
+from shoal.serve.errors import ApiError, refused
 from shoal.types import Result, Step
 
 
@@ -21,10 +21,11 @@ class Answer:
         scheduler: who decodes.
         n: answers per prompt.
         timeout: seconds until it is given up.
+        most: most answers, over all prompts; a search counts as so many as it may have branches.
     """
 
-    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None) -> None:
-        self._scheduler, self._n = scheduler, n
+    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None, most: int) -> None:
+        self._scheduler, self._n, self._most = scheduler, n, most
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         self._deadline = None if timeout is None else self._loop.time() + timeout
@@ -35,7 +36,7 @@ class Answer:
         """Queue all prompts, or none.
 
         Raises:
-            ApiError: 400 for what the engine refuses, 429 for a full queue, 503 while shutting down.
+            ApiError: 400 for what the engine refuses and for too many answers, 429 for a full queue, 503 while closing.
         """
         try:
             await self._loop.run_in_executor(None, self._submit, prompts, options)
@@ -51,6 +52,11 @@ class Answer:
             raise
 
     def _submit(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
+        branches = self._scheduler.branches(**options)
+        if len(prompts) * self._n * branches > self._most:
+            searched = f", each the best of up to {branches}" if branches > 1 else ""
+            raise refused("n", f"{len(prompts)} prompts with n={self._n} answers each{searched}; this server allows "
+                          f"{self._most} in all")
         for place, prompt in enumerate(prompts):
             deliver = partial(self._take, place)
             self.handles.append(self._scheduler.submit(prompt, n=self._n, deliver=deliver, **options))

@@ -70,7 +70,7 @@ class RequestHandler:
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.n)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
-        answer = Answer(self._scheduler, body.n, self._settings.timeout)
+        answer = Answer(self._scheduler, body.n, self._settings.timeout, self._settings.max_n)
         options = {**body.options(), "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
         await answer.start(prompts, options)
         if body.stream:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal import methods
-from shoal.methods.base import Method
+from shoal.methods.base import LAYER_SCORES, SHOWN_QUERIES, Method
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
-_HARMLESS = ("layer scores",)
-"""Needs that a method finds in the loaded model; others make it read files or load another model."""
+_HARMLESS = (LAYER_SCORES, SHOWN_QUERIES)
 
 
 def allowed(settings: Settings) -> list[str]:

@@ -17,7 +17,7 @@ class Settings:
         api_keys: keys of which a request must carry one; without any, all are welcome.
         default_max_tokens: the limit of a chat answer that names none.
         max_tokens: the largest limit that a request may name.
-        max_n: most answers per request, over all its prompts.
+        max_n: most answers per request, over all its prompts; a search counts as so many as it may have branches.
         max_body: most bytes of a request.
         timeout: seconds after which a request is given up and answered 504; None for never.
         grace: seconds that requests have to finish when the server shuts down.
