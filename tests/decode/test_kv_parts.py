@@ -286,7 +286,7 @@ class Listening(Merger):
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
 
-    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         return [None if row.emitted else self._note for row in rows]
 
     def _note(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:

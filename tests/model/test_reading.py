@@ -23,7 +23,7 @@ def logits(backend: Backend, hook: QueryHook | None) -> Tensor:
     cache = KVCache(stack.windows, 1)
     stack.forward([SequenceChunk(0, prompt(9), [0] * 9, PLAN)], cache)
     cache.commit(0, range(9))
-    return stack.forward([SequenceChunk(0, [5, 6, 7], [1, 1, 1], PLAN, wanted=3, reads=hook)], cache)
+    return stack.forward([SequenceChunk(0, [5, 6, 7], [1, 1, 1], PLAN, wanted=3, query_hook=hook)], cache)
 
 
 def hook_of(choose: Callable[[Tensor, Tensor], Tensor]) -> QueryHook:

@@ -70,12 +70,13 @@ class PartsAtWork:
         for worker, group in [pair for some in groups if some for part in (_keep, _select)
                               for pair in self._at_work(some, part)]:
             fed = [chunks[place] for place in _places(rows, group)]
-            for row, hook in zip(group, worker.reads(group, fed), strict=True):
+            for row, hook in zip(group, worker.query_hooks(group, fed), strict=True):
                 if hook is not None:
                     hooks.setdefault(row.slot, []).append(hook)
         if not hooks:
             return chunks
-        return [replace(chunk, reads=_in_turn(hooks[chunk.row])) if chunk.row in hooks else chunk for chunk in chunks]
+        return [replace(chunk, query_hook=_in_turn(hooks[chunk.row])) if chunk.row in hooks else chunk
+                for chunk in chunks]
 
     def ahead(self, row: Row, length: int) -> int:
         """How many tokens may be fed to a row that holds `length` positions before its KV is rewritten; 0: any."""

@@ -73,7 +73,7 @@ class Worker:
         """
         return None
 
-    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         """Called before a forward of the target: per row, what is to see its queries and may choose what they read.
 
         See `watch` for rows and chunks. A recipe's `keep` is shown them before its `select` chooses.
@@ -136,7 +136,7 @@ class Keeper(Worker, ABC):
 
 
 class Selector(Worker):
-    """A part `select` at work: its `reads` chooses the columns."""
+    """A part `select` at work: its `query_hooks` choose the columns."""
 
 
 Proposer = Part[Drafter]

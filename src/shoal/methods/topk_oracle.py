@@ -71,7 +71,7 @@ class TopKSelector(Selector):
     def __init__(self, knobs: TopKOracle) -> None:
         self._k, self._first = knobs.k or 0, knobs.first
 
-    def reads(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         """Rows that decode choose."""
         return [self._choose if row.emitted else None for row in rows]
 

@@ -163,7 +163,7 @@ class PrepackedCall:
         """What changes what a row looks at; None where nothing does."""
         chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
         bias = self.cache.layers[layer].bias[chunk.row]
-        if chunk.reads is None and bias is None:
+        if chunk.query_hook is None and bias is None:
             return None
 
         def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:

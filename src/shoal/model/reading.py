@@ -14,7 +14,7 @@ from shoal.model.stack import QueryHook, SequenceChunk
 
 def reads_apart(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether attention of some chunk is something else than the model's own over the row's columns."""
-    if any(chunk.reads is not None for chunk in chunks):
+    if any(chunk.query_hook is not None for chunk in chunks):
         return True
     weighed = [layer.bias for layer in cache.layers if layer.beside]
     return any(bias[chunk.row] is not None for bias in weighed for chunk in chunks)
@@ -43,7 +43,7 @@ class Asker:
 
     def columns(self, chunk: SequenceChunk, layer: int, first: int, queries: Tensor, keys: Tensor) -> Tensor | None:
         """See `chosen_columns`; for the tokens from `first` on whose queries these are. None without a hook, too."""
-        hook = chunk.reads
+        hook = chunk.query_hook
         if hook is None:
             return None
         return chosen_columns(hook, layer, queries, keys, self.seen(chunk, layer, first, first + queries.shape[1]))

@@ -45,7 +45,7 @@ class SequenceChunk:
         plan: which sublayers run at which step.
         parents, depths: tree structure, or None for a chain.
         wanted: how many of the last tokens need logits.
-        reads: what sees the tokens' queries and may choose what they read; None where nobody does.
+        query_hook: what sees the tokens' queries and may choose what they read; None where nobody does.
         fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
             tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
     """
@@ -58,7 +58,7 @@ class SequenceChunk:
     depths: Sequence[int] | None = None
     wanted: int = 1
     fed: int = 0
-    reads: QueryHook | None = None
+    query_hook: QueryHook | None = None
 
     @property
     def nodes(self) -> range:
@@ -134,7 +134,7 @@ class Stack(Protocol):
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
-        shows_queries: whether chunks may have `reads`.
+        shows_queries: whether chunks may have a `query_hook`.
         activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
             multiply integers, else `dtype`.
     """

@@ -120,7 +120,7 @@ class NativeStack(PackedStack):
             self._extend_tables(max(batch.positions) + 1)
         size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
         taps = None if hook is None else torch.empty(size)
-        choose = _chooser(self.dtype, chunks, work, cache) if any(chunk.reads for chunk in chunks) else None
+        choose = _chooser(self.dtype, chunks, work, cache) if any(chunk.query_hook for chunk in chunks) else None
         logits = self._model.forward(batch, self._binding(cache), taps=taps, choose=choose)
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
@@ -341,7 +341,7 @@ def _chooser(
 
     def columns(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
         """What the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
-        if chunk.reads is None or not len(queries):
+        if chunk.query_hook is None or not len(queries):
             return None
         own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels fill the buffer anew in each layer
         ends = asker.seen(chunk, layer, 0, len(queries)).shape[1]
