@@ -50,18 +50,21 @@ INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {
 /* scores[h][c] of `heads` (1, 2 or 4) queries and all columns, 16 products at a time. */
 INLINE void score(const char *const *q, const Columns *c, float scores[][CHUNK], const int heads, const int bf16,
                   const int whole) {
-    const int wide = 16 / heads, size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
+    const int wide = 16 / heads, step = max_int(1, SUMS_AT_ONCE / heads), size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
     const Vf scale = vf_all(c->scale);
     for (int first = 0; first < c->columns; first += wide) {
         Vf sum[16];
-        UNROLL for (int i = 0; i < 16; i++) sum[i] = vf_zero();
-        for (int p = 0; p < parts; p++) {
-            UNROLL for (int j = 0; j < wide; j++) {
-                const char *line = c->keys + (int64_t)min_int(first + j, c->columns - 1) * c->dim * size;
-                Vi key = load_part(line, p, parts, bf16, c->dim, whole);
-                UNROLL for (int h = 0; h < heads; h++)
-                    sum[h * wide + j] = multiply_add(sum[h * wide + j], key, vi_load(q[h] + 64 * p), bf16);
-            }
+        UNROLL for (int from = 0; from < wide; from += step) {
+            Vf some[SUMS_AT_ONCE];
+            UNROLL for (int i = 0; i < SUMS_AT_ONCE; i++) some[i] = vf_zero();
+            for (int p = 0; p < parts; p++)
+                UNROLL for (int j = 0; j < step; j++) {
+                    const char *line = c->keys + (int64_t)min_int(first + from + j, c->columns - 1) * c->dim * size;
+                    Vi key = load_part(line, p, parts, bf16, c->dim, whole);
+                    UNROLL for (int h = 0; h < heads; h++)
+                        some[h * step + j] = multiply_add(some[h * step + j], key, vi_load(q[h] + 64 * p), bf16);
+                }
+            UNROLL for (int i = 0; i < heads * step; i++) sum[i / step * wide + from + i % step] = some[i];
         }
         float product[16] ALIGNED;
         vf_store(product, vf_mul(sum_lanes(sum), scale));

@@ -4,6 +4,7 @@
 #define SHOAL_VECTOR_AVX2_H
 
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
+#define SUMS_AT_ONCE 4 /* of scores, for the same reason */
 
 typedef struct {
     __m256 a, b;

@@ -3,6 +3,7 @@
 #define SHOAL_VECTOR_AVX512_H
 
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
+#define SUMS_AT_ONCE 16 /* of scores */
 
 typedef __m512 Vf;      /* 16 floats */
 typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
