@@ -1,8 +1,8 @@
 """Decoding kernels in C for Llama-shaped models on x86-64 with AVX-512 (BF16 and VNNI) or AVX2.
 
-Compiled on first use by the system's compiler and called through ctypes; never required: where they cannot run,
-`available()` is false and `why_not()` says why. A token's result does not depend, bit for bit, on how many other
-tokens a forward holds, so a verified block gives what decoding one by one gives.
+They come compiled in a wheel, or the system's compiler makes them on first use. They are called through ctypes and never
+required: where they cannot run, `available()` is false and `why_not()` says why. A token's result does not depend, bit
+for bit, on how many other tokens a forward holds, so a verified block gives what decoding one by one gives.
 """
 
 from shoal.model.packed.native.arena import Arena, Memory

@@ -1,4 +1,7 @@
-"""Compiling the C sources of this folder, once per machine, into the user's cache folder."""
+"""Compiling the C sources of this folder: into wheels, or once per machine into the user's cache folder.
+
+A build hook loads this file alone, so it imports nothing but the standard library before it is asked for more.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 _HERE = Path(__file__).parent
 _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
 _VECTORS = {
-    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native"),
-    "avx2": ("-march=x86-64-v3", "-mtune=native"),
+    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    "avx2": ("-march=x86-64-v3",),
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
 _UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
           "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
 """Sources, and whether they are compiled for vectors; the others run on any x86-64."""
 _TIMEOUT = 300
+PREBUILT = "prebuilt"
+"""The folder beside this file in which wheels have libraries."""
 _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$")
 
 
@@ -38,16 +41,46 @@ def build() -> Path:
     Raises:
         BuildError: no compiler, another processor family, an unknown SHOAL_NATIVE, or the compiler failed.
     """
+    compiler = _compiler()
+    runtime, vectors = openmp_runtime(), vector_set()
+    target = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
+    if not target.exists():
+        _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
+    return target
+
+
+def build_ahead(folder: Path) -> list[Path]:
+    """Compile a library for each set of vectors, for any processor that has them.
+
+    They are linked to no OpenMP library: who loads them has torch's in the process already.
+
+    Raises:
+        BuildError: no compiler, another processor family, or the compiler failed.
+    """
+    compiler = _compiler()
+    targets = [folder / f"libshoal-{vectors}.so" for vectors in _VECTORS]
+    for vectors, target in zip(_VECTORS, targets, strict=True):
+        _compile(compiler, vectors, "generic", [], target)
+    return targets
+
+
+def prebuilt() -> Path | None:
+    """The library for this processor that came in a wheel, if one did.
+
+    Raises:
+        BuildError: an unknown SHOAL_NATIVE.
+    """
+    path = _HERE / PREBUILT / f"libshoal-{vector_set()}.so"
+    return path if path.is_file() else None
+
+
+def _compiler() -> str:
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"the kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise BuildError("no C compiler (gcc, cc or clang) is on the PATH")
-    runtime, vectors = openmp_runtime(), vector_set()
-    target = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
-    if not target.exists():
-        _compile(compiler, runtime, vectors, target)
-    return target
+    return compiler
 
 
 def vector_set() -> str:
@@ -88,6 +121,8 @@ def openmp_runtime() -> str | None:
     Linked by path, ours resolves to the same one: two runtimes would be two pools of threads that spin against
     each other.
     """
+    import torch
+
     torch.get_num_threads()
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -120,25 +155,24 @@ def _processor() -> str:
     return "".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(telling))) or platform.processor()
 
 
-def _compile(compiler: str, runtime: str | None, vectors: str, target: Path) -> None:
+def _compile(compiler: str, vectors: str, tune: str, linking: list[str], target: Path) -> None:
     """Into a folder of its own, then renamed: a reader sees all of the library or none of it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
             folder = Path(name)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, folder), _UNITS))
+                objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, tune, folder), _UNITS))
             library = folder / target.name
-            openmp = [runtime] if runtime else ["-fopenmp"]
-            _run([compiler, "-shared", "-Wl,--no-undefined", "-o", str(library), *objects, *openmp, "-lm"])
+            _run([compiler, "-shared", "-o", str(library), *objects, *linking, "-lm"])
             os.replace(library, target)
     except OSError as error:
-        raise BuildError(f"the library cannot be written below {cache_folder()}: {error}") from error
+        raise BuildError(f"the library cannot be written below {target.parents[1]}: {error}") from error
 
 
-def _object(compiler: str, unit: str, vectors: str, folder: Path) -> str:
+def _object(compiler: str, unit: str, vectors: str, tune: str, folder: Path) -> str:
     output = str(folder / f"{unit}.o")
-    options = [f"-DSHOAL_{vectors.upper()}", *(_VECTORS[vectors] if _UNITS[unit] else ())]
+    options = [f"-DSHOAL_{vectors.upper()}", *((*_VECTORS[vectors], f"-mtune={tune}") if _UNITS[unit] else ())]
     _run([compiler, *_BASE, *options, "-c", str(_HERE / unit), "-o", output])
     return output
 

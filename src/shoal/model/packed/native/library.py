@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 
-from shoal.model.packed.native.build import BuildError, build
+from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt
 from shoal.model.packed.native.structs import BatchStruct, Model, Weight
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _SIGNATURES = {
 def _open() -> tuple[ctypes.CDLL | None, str]:
     """The library and "", or None and the reason. Found out once; the reason is logged then."""
     try:
-        library = ctypes.CDLL(str(build()))
+        library = _prebuilt() or ctypes.CDLL(str(build()))
     except (BuildError, OSError) as error:
         return _refuse(str(error))
     for name, (result, arguments) in _SIGNATURES.items():
@@ -43,6 +44,19 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if missing is not None:
         return _refuse(f"the processor lacks {missing.decode()}")
     return library, ""
+
+
+def _prebuilt() -> ctypes.CDLL | None:
+    """The library of the wheel, with the OpenMP library that torch runs on; None where either is not to be had."""
+    path, runtime = prebuilt(), openmp_runtime()
+    if path is None or runtime is None:
+        return None
+    try:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+    except OSError as error:
+        _log.info("the kernels that came with the package cannot be loaded, so they are compiled: %s", error)
+        return None
 
 
 def _refuse(reason: str) -> tuple[None, str]:
