@@ -49,7 +49,8 @@ def test_a_wheel_decodes_without_a_compiler(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").rglob("libshoal*"))
     for library in (tmp_path / "content").rglob("libshoal-*.so"):
         library.write_bytes(b"of another machine")
-    done = run("from shoal.model.packed import native; print(native.why_not())", tmp_path / "content", tmp_path / "cache")
+    reason = "from shoal.model.packed import native; print(native.why_not())"
+    done = run(reason, tmp_path / "content", tmp_path / "cache")
     assert "no C compiler" in done.stdout, done.stderr
 
 
