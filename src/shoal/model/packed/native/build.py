@@ -144,7 +144,7 @@ def _sources() -> list[Path]:
 
 def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, str(runtime), vectors, repr((_BASE, _UNITS, _VECTORS[vectors])), _processor()]
+    parts = [version, str(runtime), vectors, repr((_BASE, _more_flags(), _UNITS, _VECTORS[vectors])), _processor()]
     parts += [path.name + path.read_text() for path in _sources()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -164,7 +164,7 @@ def _compile(compiler: str, vectors: str, tune: str, linking: list[str], target:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(lambda unit: _object(compiler, unit, vectors, tune, folder), _UNITS))
             library = folder / target.name
-            _run([compiler, "-shared", "-o", str(library), *objects, *linking, "-lm"])
+            _run([compiler, "-shared", *_more_flags(), "-o", str(library), *objects, *linking, "-lm"])
             os.replace(library, target)
     except OSError as error:
         raise BuildError(f"the library cannot be written below {target.parents[1]}: {error}") from error
@@ -173,8 +173,13 @@ def _compile(compiler: str, vectors: str, tune: str, linking: list[str], target:
 def _object(compiler: str, unit: str, vectors: str, tune: str, folder: Path) -> str:
     output = str(folder / f"{unit}.o")
     options = [f"-DSHOAL_{vectors.upper()}", *((*_VECTORS[vectors], f"-mtune={tune}") if _UNITS[unit] else ())]
-    _run([compiler, *_BASE, *options, "-c", str(_HERE / unit), "-o", output])
+    _run([compiler, *_BASE, *_more_flags(), *options, "-c", str(_HERE / unit), "-o", output])
     return output
+
+
+def _more_flags() -> list[str]:
+    """Of the compiler, from SHOAL_NATIVE_FLAGS: for sanitizers and the like."""
+    return os.environ.get("SHOAL_NATIVE_FLAGS", "").split()
 
 
 def _run(command: list[str]) -> None:

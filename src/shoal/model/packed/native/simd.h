@@ -22,7 +22,7 @@ INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-INLINE Mask head_mask(int count) { return count >= 16 ? 0xffff : (Mask)((1u << count) - 1); }
+INLINE Mask head_mask(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (Mask)((1u << count) - 1); }
 
 /* e^x to an ulp or two; -inf gives 0, 90 and more give inf. Cody-Waite reduction, Taylor's polynomial of degree 7 on |r| <= ln(2)/2. */
 INLINE Vf exp_ps(Vf x) {
