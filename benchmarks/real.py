@@ -1,7 +1,7 @@
 """Measure real model files: speed, loading, fidelity, formats. Meant for an idle machine and about an hour.
 
     python benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60] [--dry-run]
-        [--models smollm2-135m,...] [--parts speed,startup,fidelity,quantised,formats] [--methods auto]
+        [--models smollm2-135m,...] [--parts speed,together,startup,fidelity,quantised,formats] [--methods auto]
 
 The files are looked for in $SHOAL_MODELS, else in ~/.cache/shoal-models. Each part of each model is a command of its
 own, which is printed, bounded in time by its share of `--minutes`, and writes benchmarks/real/MODEL-PART.json; a
@@ -30,7 +30,7 @@ MODELS = {
 }
 """Name -> file, and share of the time."""
 
-PARTS = {"speed": 0.3, "startup": 0.15, "fidelity": 0.2, "quantised": 0.25, "formats": 0.1}
+PARTS = {"speed": 0.25, "together": 0.1, "startup": 0.15, "fidelity": 0.2, "quantised": 0.2, "formats": 0.1}
 """Part -> share of the time."""
 
 READERS = {
@@ -88,6 +88,9 @@ def command_of(part: str, name: str, args: argparse.Namespace) -> list[str]:
     if part == "speed":
         return [*bench, "--peer", "hf", "--peer", "llama.cpp", "--text", text, "--context", "64", "--new-tokens", "96",
                 "--prefill", "64,512", *methods]
+    if part == "together":
+        return [*bench, "--peer", "llama.cpp", "--text", text, "--context", "64", "--new-tokens", "32",
+                "--batch", "8", "--positions", "1,2,4,8,16"]
     if part == "startup":
         return [*bench, "--startup", "--peer", "hf", "--peer", "llama.cpp"]
     if part == "formats":
