@@ -51,6 +51,7 @@ def test_the_examples_pass_the_matrix(copy: Path) -> None:
     assert passed is not None and int(passed[1]) == 6 * len(lines.splitlines()) + 2
 
 
+@pytest.mark.slow
 def test_an_example_without_its_lines_is_missed(copy: Path) -> None:
     matrix = copy / "tests" / "method_matrix.py"
     whole = matrix.read_text("utf-8")

@@ -38,6 +38,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_tasks_from_the_command_line(capsys, data):
     words = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method",
              "d3", "--alpha", "0.8", "--dtype", "float32", "--json", "--model", SMALL]
@@ -51,6 +52,7 @@ def test_tasks_from_the_command_line(capsys, data):
     assert "unknown task 'gsm9k'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_papers_table_runs_on_a_small_model(data, tmp_path):
     words = ["--data", str(data), "--limit", "2", "--dtype", "float32", "--max-new-tokens", "8", "--shots", "0",
              "--json", str(tmp_path / "out.json"), "--model", SMALL]
