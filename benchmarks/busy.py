@@ -11,7 +11,6 @@ none. The last line on stdout is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -54,9 +53,7 @@ def main(words: Sequence[str]) -> int:
         "model": Path(args.model).name, "threads": torch.get_num_threads(), "rounds": args.rounds,
         "idle": {"before": before}, "systems": {name: summary(found) for name, found in seconds.items()},
     }
-    if args.json is not None:
-        report.write(result, args.json)
-    print(json.dumps(result))
+    report.publish(result, args.json)
     return 0
 
 

@@ -12,7 +12,6 @@ many columns, the newest ones. The last line on stdout is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -56,9 +55,7 @@ def main(words: Sequence[str]) -> int:
             name: {"method": forms[name].to_dict(), **summary(one, found["full"])} for name, one in found.items()
         },
     }
-    if args.json is not None:
-        report.write(result, args.json)
-    print(json.dumps(result))
+    report.publish(result, args.json)
     return 0
 
 

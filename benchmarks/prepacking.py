@@ -11,7 +11,6 @@ line on stdout is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -54,9 +53,7 @@ def main(words: Sequence[str]) -> int:
         "prompts": [len(one) for one in prompts], "new_tokens": args.new_tokens, "every": EVERY,
         "idle": {"now": idle.watch(0.5)}, **found,
     }
-    if args.json is not None:
-        report.write(result, args.json)
-    print(json.dumps(result))
+    report.publish(result, args.json)
     return 0
 
 

@@ -10,7 +10,6 @@ The last line on stdout is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import statistics
@@ -42,9 +41,7 @@ def main() -> None:
     command = ["benchmarks/slots.py", *sys.argv[1:]]
     measured = measure(args.shape, args.dtype, args.layers, args.rows, args.tokens)
     result = {**report.heading(env.collect(), command), **measured}
-    if args.json is not None:
-        report.write(result, args.json)
-    print(json.dumps(result))
+    report.publish(result, args.json)
 
 
 def measure(shape: str, dtype: str, layers: int, rows: int, tokens: int) -> dict[str, Any]:

@@ -68,6 +68,13 @@ def write(found: Mapping[str, Any], path: Path) -> None:
     path.write_text(_NUMBERS.sub(lambda list_: " ".join(list_[0].split()), text) + "\n", encoding="utf-8")
 
 
+def publish(report: Mapping[str, Any], path: Path | None) -> None:
+    """Write a report, if a path is given, and print it on one line: what a script of `benchmarks/` ends with."""
+    if path is not None:
+        write(report, path)
+    print(json.dumps(report))
+
+
 def commit(folder: Path | None = None) -> str | None:
     """The git commit that this code is at, `-dirty` added where tracked files have changed; None outside a clone."""
     where = folder or Path(__file__).parent
