@@ -67,15 +67,17 @@ def outcome(handle: Any) -> tuple[int, ...] | None:
 def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
     with patient(Scheduler(engine, max_rows=2)) as scheduler:
-        step, calls = scheduler._batch.step, iter(range(100))
+        step, calls, submitted = scheduler._batch.step, iter(range(100)), threading.Event()
 
         def deadly(budget: int, rows: Any = None) -> Any:
+            assert submitted.wait(30)  # else the first answer might end before the second begins
             if next(calls) == 5:
                 raise SystemExit
             return step(budget, rows)
 
         monkeypatch.setattr(scheduler._batch, "step", deadly)
         handles = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
+        submitted.set()
         until(lambda: not scheduler.alive)
         scheduler._worker._hurry.set()
         until(lambda: scheduler.alive)
