@@ -16,9 +16,11 @@ from gguf_words import CONTROL, TEMPLATE, TEXT, byte_level, sentencepiece
 from llama_cpp_oracle import Oracle
 from shared_models import data_path
 from shoal.errors import Unsupported
+from shoal.model.gguf import merges
 from shoal.model.gguf.header import read_header
+from shoal.model.gguf.merges import implied_merges, merges_of
 from shoal.model.gguf.pretokenizers import PRE_TOKENIZERS
-from shoal.model.gguf.tokenizer import implied_merges, tokenizer_of
+from shoal.model.gguf.tokenizer import tokenizer_of
 from shoal.model.gguf.vocabulary import vocabulary_of
 
 REAL = {"SmolLM2-135M-Instruct.Q4_1.gguf": [2, 0], "gemma-3-270m-q4_k_m.gguf": [1, 106],
@@ -102,10 +104,35 @@ def test_sentencepiece(tmp_path: Path, text: str, prefix: bool) -> None:
     assert tokenizer(text)["input_ids"][0] == 1
 
 
-def test_merges_follow_from_scores() -> None:
-    tokens, scores = ["a", "b", "ab", "ba", "aba", "<s>"], [0, 0, -2.0, -1.0, -3.0, 9.0]
-    found = implied_merges(tokens, [1, 1, 1, 1, 1, 3], [-score for score in scores])
-    assert found == [("b", "a"), ("a", "b"), ("a", "ba"), ("ab", "a")]
+MERGED = (["a", "b", "ab", "ba", "aba", "<s>"], [1, 1, 1, 1, 1, 3], [0.0, 0.0, 2.0, 1.0, 3.0, -9.0])
+
+
+def test_merges_follow_from_scores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert implied_merges(*MERGED) == [(1, 0), (0, 1), (0, 3), (2, 0)]
+    assert merges_of(*MERGED) == [("b", "a"), ("a", "b"), ("a", "ba"), ("ab", "a")]
+
+
+def test_merges_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = merges_of(*MERGED)
+    (kept,) = (tmp_path / "shoal" / "merges").iterdir()
+    whole = kept.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(merges, "implied_merges", lambda *_: pytest.fail("they were to be read"))
+        assert merges_of(*MERGED) == expected
+    for damaged in (b"", whole[:-3], whole[:-4] + b"\x7f\0\0\0", whole.replace(b"<i4", b"<f4")):
+        kept.write_bytes(damaged)
+        assert merges_of(*MERGED) == expected and kept.read_bytes() == whole
+    assert merges_of(MERGED[0], MERGED[1], [0.0, 0.0, 1.0, 2.0, 3.0, -9.0])[0] == ("a", "b")
+    merges_of(["a", "b", "abc"], [1, 1, 1], [0.0, 0.0, 1.0])
+    assert merges_of(["a", "b", "abc"], [1, 1, 1], [0.0, 0.0, 1.0]) == []
+
+
+def test_merges_without_room_to_keep_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(merges_of(*MERGED)) == 4
 
 
 def test_the_garbage_collector_runs_on(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from shoal.errors import Unsupported
 from shoal.heap import give_back, uncollected
 from shoal.model.gguf.header import Header
+from shoal.model.gguf.merges import merges_of
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from shoal.model.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, vocabulary_of
+from shoal.model.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, vocabulary_of
 
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
@@ -111,30 +112,13 @@ def _sentencepiece(tokens: list[str], words: Vocabulary, architecture: str) -> T
     options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True}
     if words.unk is not None:
         options["unk_token"] = tokens[words.unk]
-    backend = _bpe(tokens, implied_merges(tokens, words.kinds, keys), **options)
+    backend = _bpe(tokens, merges_of(tokens, words.kinds, keys), **options)
     prefixed = words.add_space_prefix if words.add_space_prefix is not None else True
     spaces = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     return backend
-
-
-def implied_merges(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to join two tokens into a third that text can hold, in the order of the third's key, smallest first."""
-    ids = {token: number for number, token in enumerate(tokens)}
-    joined = [n for n, token in enumerate(tokens)
-              if len(token) > 1 and (not kinds or kinds[n] in (NORMAL, USER_DEFINED))]
-    joined.sort(key=keys.__getitem__)
-    known, find = ids.keys(), ids.__getitem__
-    merges: list[tuple[str, str]] = []
-    for number in joined:
-        token = tokens[number]
-        pairs = [(find(first), find(second)) for cut in range(1, len(token))
-                 if (first := token[:cut]) in known and (second := token[cut:]) in known]
-        pairs.sort()
-        merges += [(tokens[first], tokens[second]) for first, second in pairs]
-    return merges
 
 
 def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
