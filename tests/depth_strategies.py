@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shoal.depth.budget import Constant, Cosine, LinearFall, PowerLaw, StepDown
+from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown
 
 shares = st.floats(0.05, 1.0)
 power_laws = st.builds(
@@ -22,7 +22,6 @@ stairs = st.lists(st.tuples(st.integers(1, 150), shares), max_size=5).map(
 budgets = st.one_of(
     power_laws,
     spans.map(lambda span: LinearFall(*span)),
-    spans.map(lambda span: Cosine(*span)),
     shares.map(Constant),
     stairs.map(StepDown),
 )

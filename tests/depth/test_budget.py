@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from depth_strategies import budgets
-from shoal.depth.budget import Constant, Cosine, LinearFall, PowerLaw, StepDown, as_layers, counts
+from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown, as_layers, counts
 
 
 @given(st.integers(1, 99), st.integers(1, 80), st.integers(1, 40), st.sampled_from(["floor", "ceil"]))
@@ -60,22 +60,15 @@ def test_alpha_one_keeps_every_layer(num_layers: int, step: int) -> None:
 def test_linear_and_cosine_hit_their_ends_and_stay_there(num_layers: int, horizon: int, data: st.DataObject) -> None:
     high = data.draw(st.integers(1, num_layers))
     low = data.draw(st.integers(1, high))
-    for budget in (LinearFall(high, low), Cosine(high, low)):
-        assert budget.layers(0, num_layers, horizon) == high
-        assert budget.layers(horizon - 1, num_layers, horizon) == low
-        assert budget.layers(horizon + 50, num_layers, horizon) == low
+    budget = LinearFall(high, low)
+    assert budget.layers(0, num_layers, horizon) == high
+    assert budget.layers(horizon - 1, num_layers, horizon) == low
+    assert budget.layers(horizon + 50, num_layers, horizon) == low
 
 
 def test_linear_follows_its_formula() -> None:
     got = [LinearFall(22, 11).layers(i, 32, 100) for i in range(100)]
     assert got == [round(22 - (22 - 11) * i / 99) for i in range(100)]
-
-
-def test_cosine_is_slow_at_both_ends_and_half_way_in_the_middle() -> None:
-    got = [Cosine(30, 10).layers(i, 32, 101) for i in range(101)]
-    assert got[50] == 20
-    assert got[10] > LinearFall(30, 10).layers(10, 32, 101)
-    assert got[90] < LinearFall(30, 10).layers(90, 32, 101)
 
 
 def test_a_staircase_holds_from_each_step_on() -> None:
@@ -106,7 +99,6 @@ def test_every_table_begins_full_never_grows_and_keeps_the_core(
         (lambda: PowerLaw(0.9, math.nan), "start"),
         (lambda: PowerLaw(0.9, 0.0, "up"), "rounding"),  # type: ignore[arg-type]
         (lambda: LinearFall(10, 20), "minimum"),
-        (lambda: Cosine(0.5, 0.6), "minimum"),
         (lambda: LinearFall(0, 0), "maximum"),
         (lambda: LinearFall(10, 0.9).layers(1, 32, 8), "minimum"),
         (lambda: Constant(0), "constant"),

@@ -15,7 +15,7 @@ from backends import Backend, each_backend, on_backends, reference
 from drive import decode, gap, oracle_logits, prompt
 from families import FAMILIES, fingerprint, tiny
 from oracle import greedy_under_plan
-from shoal.depth.budget import Constant, Cosine, LinearFall, PowerLaw, StepDown
+from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown
 from shoal.depth.order import ORDERS, removal_order
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.depth.schedule import lay_out
@@ -28,7 +28,6 @@ BUDGETS = {
     "linear": LinearFall(1.0, 0.4),
     "constant": Constant(3),
     "step": StepDown(((2, 5), (5, 3), (9, 2))),
-    "cosine": Cosine(1.0, 2),
 }
 SCORES = {"influence": (9.0, 0.3, 0.1, 0.5, 0.2, 9.0), "leave_one_out": (1.0, 0.3, 0.4, 0.2, 0.1, 2.0)}
 SPLITS = {

@@ -74,23 +74,6 @@ class LinearFall:
 
 
 @dataclass(frozen=True, slots=True)
-class Cosine:
-    """Half a cosine from `maximum` down to `minimum` over the horizon, then `minimum`."""
-
-    maximum: float | int
-    minimum: float | int
-
-    def __post_init__(self) -> None:
-        _check_span(self.maximum, self.minimum)
-
-    def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """See `Budget.layers`."""
-        high, low = _span(self.maximum, self.minimum, num_layers)
-        angle = math.pi * min(step, horizon - 1) / max(horizon - 1, 1)
-        return round(low + (high - low) * (1 + math.cos(angle)) / 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Constant:
     """The same number of layers at every step."""
 

@@ -68,17 +68,6 @@ def accuracy_difference(base: Sequence[bool], other: Sequence[bool]) -> Differen
     return Difference((won - lost) / n, middle - half, middle + half, mcnemar(lost, won), n)
 
 
-def mean_difference(base: Sequence[float], other: Sequence[float]) -> Difference:
-    """Difference of two means on the same items, by the normal approximation (some dozens of pairs at least)."""
-    n = _same_length(base, other)
-    gaps = [o - b for b, o in zip(base, other, strict=True)]
-    mean = sum(gaps) / n
-    variance = sum((gap - mean) ** 2 for gap in gaps) / max(n - 1, 1)
-    error = math.sqrt(variance / n)
-    p = (math.erfc(abs(mean) / error / math.sqrt(2)) if error > 0 else float(mean == 0)) if n > 1 else 1.0
-    return Difference(mean, mean - _Z95 * error, mean + _Z95 * error, p, n)
-
-
 def ratio_difference(
     base: Sequence[float], other: Sequence[float], weights: Sequence[float]
 ) -> Difference:
