@@ -84,7 +84,7 @@ def check(method: Method, model: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), *MODELS[1:]])
 @pytest.mark.parametrize("method", MATRIX, ids=repr)
 def test_every_method_in_every_setting(method: Method, model: str, sampling: str) -> None:
     check(method, model, sampling)

@@ -46,7 +46,10 @@ SAMPLINGS = {
     "sampled": Sampling(temperature=1.0),
     "truncated": Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1),
 }
-each_method = pytest.mark.parametrize("method", METHODS)
+each_method = pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow) if "," in name else name for name in METHODS]
+)
+"""The variants of a method, which are many, run with the slow tests."""
 
 
 @functools.cache
