@@ -1,4 +1,4 @@
-"""Puts compiled kernels into wheels that are built on Linux, x86-64 or ARM, with a C compiler; others hold sources alone.
+"""Puts compiled kernels into wheels built on Linux with a C compiler, on x86-64 or ARM; others hold sources only.
 
 `SHOAL_PREBUILT=0` leaves them out. `auditwheel repair` gives a wheel for everybody its tag.
 """

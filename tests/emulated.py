@@ -14,6 +14,7 @@ import subprocess
 from array import array
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -75,8 +76,9 @@ class Emulated:
         """The result of a call, in a register, and the block after it."""
         source, target = self._program.stdout, self._program.stdin
         assert source is not None and target is not None
-        target.write(name.encode().ljust(_NAME, b"\0") + array("q", [len(block.sent), len(block.places)]).tobytes())
-        target.write(block.sent + array("q", block.places).tobytes())
+        head = array("q", [len(block.sent), len(block.places), len(block.gaps)])
+        target.write(name.encode().ljust(_NAME, b"\0") + head.tobytes() + block.sent)
+        target.write(array("q", [*block.places, *chain(*block.gaps)]).tobytes())
         target.flush()
         result, after = source.read(8), bytearray(source.read(len(block.sent)))
         assert len(after) == len(block.sent), f"the program stopped in {name}"
@@ -89,11 +91,13 @@ class Block:
     Attributes:
         sent: its bytes; an address in it counts from its start.
         places: where in it addresses stand.
+        gaps: from where to where there is junk.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self._words = array("q", map(_word, arguments)) + array("q", [0] * (_ARGUMENTS - len(arguments)))
         self._pieces: list[tuple[int, int, int]] = []  # address here, bytes, place
+        self.gaps: list[tuple[int, int]] = []
         self._before = bytearray()
         for address, nbytes in (_extent(self._words), *_structures(arguments)):
             self._hold(address, nbytes)
@@ -101,27 +105,31 @@ class Block:
         for address in set(found.values()) & _tensors.keys():
             if self._place_of(address) is None:
                 self._hold(address, _tensors[address])
-        self.places = [place for place, word in found.items() if self._place_of(word) is not None]
+        targets = {place: self._place_of(word) for place, word in found.items()}
+        self.places = [place for place, target in targets.items() if target is not None]
         relocated = bytearray(self._before)
         for place in self.places:
-            relocated[place : place + 8] = (self._place_of(found[place]) or 0).to_bytes(8, "little")
+            relocated[place : place + 8] = targets[place].to_bytes(8, "little")
         self.sent = bytes(relocated)
 
     def write_back(self, after: bytearray) -> None:
         """Copy what changed to where it is from."""
         for place in self.places:
             after[place : place + 8] = self._before[place : place + 8]
+        for first, last in self.gaps:
+            assert after[first:last] == self._before[first:last], "the library wrote behind the end of its memory"
         for address, nbytes, place in self._pieces:
-            behind = slice(place + nbytes, _lines(place + nbytes))
-            assert after[behind] == self._before[behind], "the library wrote behind the end of its memory"
-            if after[place : behind.start] != self._before[place : behind.start]:
-                ctypes.memmove(address, bytes(after[place : behind.start]), nbytes)
+            if after[place : place + nbytes] != self._before[place : place + nbytes]:
+                ctypes.memmove(address, bytes(after[place : place + nbytes]), nbytes)
 
     def _hold(self, address: int, nbytes: int) -> None:
         place = len(self._before)
         self._before += ctypes.string_at(address, nbytes)
-        self._before += bytes([_JUNK]) * (_lines(place + nbytes) - place - nbytes)
+        end = place + nbytes
+        following = (end + 2 * _LINE - 1) // _LINE * _LINE
+        self._before += bytes([_JUNK]) * (following - end)
         self._pieces.append((address, nbytes, place))
+        self.gaps.append((end, following))
 
     def _scanned(self) -> dict[int, int]:
         """The words of what is held so far, by their places."""
@@ -135,11 +143,6 @@ class Block:
             if address <= word < address + nbytes:
                 return place + word - address
         return None
-
-
-def _lines(nbytes: int) -> int:
-    """Rounded up to whole cache lines, with one of junk at least."""
-    return (nbytes + 2 * _LINE - 1) // _LINE * _LINE
 
 
 def _word(argument: Any) -> int:

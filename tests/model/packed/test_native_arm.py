@@ -38,15 +38,28 @@ def found(name: str) -> str:
     pytest.fail(f"ARM was not tested: {why}", pytrace=False)
 
 
+def built(folder: Path, *more: str) -> list[str]:
+    """The library and what answers calls of it (emulated_calls.c); the words behind `qemu-aarch64 -cpu NAME`."""
+    compiler, target, program = found("aarch64-linux-gnu-gcc"), folder / "libshoal.so", folder / "calls"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_NATIVE_FLAGS", " ".join(more))
+        build._compile(compiler, "neon", "generic", ["-Wl,--no-undefined", "-fopenmp"], target)
+    options = ["-std=gnu11", "-O1", "-Wall", "-Werror", *more]
+    subprocess.run([compiler, *options, str(HERE / "emulated_calls.c"), "-o", str(program), "-ldl"], check=True)
+    return ["-L", "/usr/aarch64-linux-gnu", str(program), str(target)]
+
+
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words behind `qemu-aarch64 -cpu NAME` that start what answers calls of the library, see emulated_calls.c."""
-    compiler, folder = found("aarch64-linux-gnu-gcc"), tmp_path_factory.mktemp("arm")
-    target, program = folder / "libshoal.so", folder / "calls"
-    build._compile(compiler, "neon", "generic", ["-Wl,--no-undefined", "-fopenmp"], target)
-    source = str(HERE / "emulated_calls.c")
-    subprocess.run([compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", source, "-o", str(program), "-ldl"], check=True)
-    return ["-L", "/usr/aarch64-linux-gnu", str(program), str(target)]
+    """For the library as it is used."""
+    return built(tmp_path_factory.mktemp("arm"))
+
+
+@pytest.fixture(scope="session")
+def careful_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """For one that stops at accesses beyond what there is, and at undefined arithmetic."""
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1")
+    return built(tmp_path_factory.mktemp("careful"), *flags)
 
 
 @pytest.fixture
@@ -55,8 +68,11 @@ def command(words: list[str]) -> list[str]:
     return [found("qemu-aarch64"), "-cpu", "neoverse-n1", *words]
 
 
+WITHOUT_LOADING = "not openmp and not reason and not wish and not narrower and not folder and not at_once"
+
+
 @pytest.mark.parametrize(("file", "some"), [
-    ("test_native.py", "not openmp and not reason and not wish and not narrower and not folder and not at_once"),
+    ("test_native.py", WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", ""),
     ("test_native_checks.py", ""),
@@ -64,7 +80,21 @@ def command(words: list[str]) -> list[str]:
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:
-    """What they leave out is compiling and loading."""
+    passes(file, some, command)
+
+
+@pytest.mark.parametrize(("file", "some"), [
+    ("test_native.py", WITHOUT_LOADING),
+    ("test_native_blocks.py", ""),
+    ("test_native_forward.py", "not number_of_threads"),
+])
+def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    passes(file, some, [found("qemu-aarch64"), "-cpu", "neoverse-n1", *careful_words])
+
+
+def passes(file: str, some: str, command: list[str]) -> None:
+    """Run the tests of a file under the emulator."""
     environment = {**os.environ, emulated.COMMAND: "\n".join(command), "PYTHONPATH": ":".join(sys.path)}
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", some, str(HERE / file)]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment, capture_output=True, text=True)
