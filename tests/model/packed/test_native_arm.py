@@ -120,6 +120,10 @@ def twice(command: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Twice
         yield run
 
 
+def name_of(kind: native.Kind | GgmlType) -> str:
+    return kind.name if isinstance(kind, GgmlType) else kind
+
+
 def packed(kind: native.Kind | GgmlType) -> native.PackedWeight:
     """Rows of very different size, a row and a column of zeros."""
     if isinstance(kind, GgmlType):
@@ -129,7 +133,7 @@ def packed(kind: native.Kind | GgmlType) -> native.PackedWeight:
     return native.pack(matrix, kind)
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, *(one for one in GgmlType if not one.is_float)], ids=str)
+@pytest.mark.parametrize("kind", [*PLAIN, *(one for one in GgmlType if not one.is_float)], ids=name_of)
 def test_the_bits_are_those_of_avx2(kind: native.Kind | GgmlType, twice: Twice) -> None:
     ours, weight = twice(lambda: packed(kind))
     assert torch.equal(ours.data, weight.data)
