@@ -13,12 +13,12 @@ OLDEST_STAMP := $(OLDEST_VENV)/.installed
 ALL_STAMP := $(VENV)/.installed-all
 MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
-QUICK := not slow and not network and not browser and not ray
+QUICK := not slow and not network and not browser and not cross and not ray
 QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-oldest browser clean
+.PHONY: help setup demo lint test test-all test-oldest browser cross clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,7 +51,7 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-oldest browser $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
+test-all: lint test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-oldest: $(OLDEST_STAMP)
@@ -61,6 +61,11 @@ browser: ## Install the browser that tests drive, where it is missing, on Debian
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
 	echo "chromium and chromedriver are missing and could not be installed; the tests that need them will say so" >&2
+
+cross: ## Install what compiles the kernels for ARM and runs them, where it is missing, on Debian and as root; elsewhere those tests fail
+	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } || \
+	echo "aarch64-linux-gnu-gcc and qemu-aarch64 are missing and could not be installed; the tests that need them will say so" >&2
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)

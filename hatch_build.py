@@ -1,4 +1,4 @@
-"""Puts compiled kernels into wheels that are built on Linux on x86-64 with a C compiler; others hold the sources alone.
+"""Puts compiled kernels into wheels built on Linux with a C compiler, on x86-64 or ARM; others hold sources only.
 
 `SHOAL_PREBUILT=0` leaves them out. `auditwheel repair` gives a wheel for everybody its tag.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ class KernelHook(BuildHookInterface):
             return
         target = (NATIVE / build.PREBUILT).relative_to("src")
         build_data["force_include"].update({str(path): str(target / path.name) for path in libraries})
-        build_data["pure_python"], build_data["tag"] = False, "py3-none-linux_x86_64"
+        build_data["pure_python"], build_data["tag"] = False, f"py3-none-linux_{platform.machine()}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """See hatchling."""

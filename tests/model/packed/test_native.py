@@ -230,8 +230,49 @@ def test_the_vectors_follow_the_processor_or_the_wish(
 ) -> None:
     lines = [] if flags is None else ["model name\t: any", f"flags\t\t: {flags}"]
     monkeypatch.setattr(build, "_cpuinfo", lambda: lines)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("SHOAL_NATIVE", chosen)
     assert build.vector_set() == expected
+
+
+ARM = "fp asimd evtstrm aes atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
+
+
+@pytest.mark.parametrize(("machine", "features", "chosen", "expected"), [
+    ("aarch64", ARM, "", "neon"), ("aarch64", ARM, "neon", "neon"), ("aarch64", "", "neon", "neon"),
+    ("aarch64", ARM.replace(" asimddp", ""), "", "the processor lacks asimddp"),
+    ("aarch64", "", "", "the processor lacks asimd and asimddp"),
+    ("aarch64", ARM, "avx2", "SHOAL_NATIVE is 'avx2'; it must be neon, or not be set"),
+    ("x86_64", FULL, "neon", "SHOAL_NATIVE is 'neon'; it must be avx512 or avx2, or not be set"),
+    ("riscv64", "", "", "the kernels are for Linux on x86_64 and aarch64, not Linux on riscv64"),
+])
+def test_other_families_of_processors(
+    monkeypatch: pytest.MonkeyPatch, machine: str, features: str, chosen: str, expected: str
+) -> None:
+    lines = ["processor\t: 0", "BogoMIPS\t: 50.00", f"Features\t: {features}", "CPU implementer\t: 0x41"]
+    monkeypatch.setattr(build, "_cpuinfo", lambda: lines)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setenv("SHOAL_NATIVE", chosen)
+    if expected == "neon":
+        assert build.vector_set() == expected
+    else:
+        loaded, reason = library._open.__wrapped__()
+        assert loaded is None and reason == expected
+
+
+def test_a_wheel_for_arm_has_the_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(build, "_compile", lambda *words: made.append(words))
+    monkeypatch.setattr(build, "_cpuinfo", lambda: [f"Features : {ARM}"])
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.delenv("SHOAL_NATIVE", raising=False)
+    (target,) = build.build_ahead(tmp_path / build.PREBUILT)
+    assert [words[1:4] for words in made] == [("neon", "generic", [])]
+    assert build.prebuilt() is None
+    target.parent.mkdir()
+    target.touch()
+    assert build.prebuilt() == target
 
 
 def test_a_wish_for_other_vectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +281,7 @@ def test_a_wish_for_other_vectors_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert loaded is None and reason == "SHOAL_NATIVE is 'sse2'; it must be avx512 or avx2, or not be set"
 
 
-@pytest.mark.skipif(build.vector_set() == "avx2", reason="all tests run on the narrower vectors here")
+@pytest.mark.skipif(not native.available() or native.vector_set() != "avx512", reason="no wide vectors here")
 def test_narrower_vectors_on_a_processor_with_wide_ones() -> None:
     some = "test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache"
     files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_forward.py")]

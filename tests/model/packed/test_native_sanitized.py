@@ -48,7 +48,9 @@ def test_memory_and_arithmetic(file: str, some: str, tmp_path_factory: pytest.Te
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_every_piece_of_work_is_done_once(threads: int, tmp_path: Path) -> None:
     program = tmp_path / "team_phases"
-    flags = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", "-march=x86-64-v3", f"-I{SOURCES}"]
+    vectors = native.vector_set()
+    march = [f"-DSHOAL_{vectors.upper()}", *build._VECTORS[vectors]]
+    flags = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", *march, f"-I{SOURCES}"]
     subprocess.run(["gcc", *flags, "-o", str(program), str(HERE / "team_phases.c"), "-lm"], check=True)
     done = subprocess.run([str(program), str(threads)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "each piece once\n"), done.stdout + done.stderr[-4000:]

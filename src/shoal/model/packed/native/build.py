@@ -20,11 +20,20 @@ _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
 _VECTORS = {
     "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     "avx2": ("-march=x86-64-v3",),
+    # Scheduled before registers are given out, sums spill. What is fused must not differ with the number of tokens.
+    "neon": ("-march=armv8.2-a+dotprod", "-fno-schedule-insns", "-ffp-contract=off"),
 }
-_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+_MACHINES = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",)}
+"""Vectors that the processors of a family may have, the widest first."""
+_NEEDED = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"},
+    "avx2": set[str](),
+    "neon": {"asimd", "asimddp"},
+}
+"""Features without which a set is not chosen, by the kernel's names; the library asks the processor again."""
 _UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
           "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
-"""Sources, and whether they are compiled for vectors; the others run on any x86-64."""
+"""Sources, and whether they are compiled for vectors; the others run on any processor of the family."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"
 """The folder beside this file in which wheels have libraries."""
@@ -58,25 +67,31 @@ def build_ahead(folder: Path) -> list[Path]:
         BuildError: no compiler, another processor family, or the compiler failed.
     """
     compiler = _compiler()
-    targets = [folder / f"libshoal-{vectors}.so" for vectors in _VECTORS]
-    for vectors, target in zip(_VECTORS, targets, strict=True):
+    targets = {vectors: folder / f"libshoal-{vectors}.so" for vectors in _family()}
+    for vectors, target in targets.items():
         _compile(compiler, vectors, "generic", [], target)
-    return targets
+    return list(targets.values())
 
 
 def prebuilt() -> Path | None:
     """The library for this processor that came in a wheel, if one did.
 
     Raises:
-        BuildError: an unknown SHOAL_NATIVE.
+        BuildError: as `vector_set`.
     """
     path = _HERE / PREBUILT / f"libshoal-{vector_set()}.so"
     return path if path.is_file() else None
 
 
+def _family() -> tuple[str, ...]:
+    """Sets of vectors that are written for this kind of machine."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine not in _MACHINES:
+        raise BuildError(f"the kernels are for Linux on {' and '.join(_MACHINES)}, not {system} on {machine}")
+    return _MACHINES[machine]
+
+
 def _compiler() -> str:
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(f"the kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise BuildError("no C compiler (gcc, cc or clang) is on the PATH")
@@ -84,22 +99,25 @@ def _compiler() -> str:
 
 
 def vector_set() -> str:
-    """The widest vectors that the kernels are written for and this processor has: "avx512" or "avx2".
+    """The widest vectors that the kernels are written for and this processor has: "avx512", "avx2" or "neon".
 
     The environment variable SHOAL_NATIVE chooses otherwise.
 
     Raises:
-        BuildError: it names something else.
+        BuildError: it names something else, the processor has none of them, or there are no kernels for its family.
     """
-    chosen = os.environ.get("SHOAL_NATIVE") or ("avx512" if _features() >= _AVX512 else "avx2")
-    if chosen not in _VECTORS:
-        raise BuildError(f"SHOAL_NATIVE is {chosen!r}; it must be avx512 or avx2, or not be set")
-    return chosen
+    family, features, chosen = _family(), _features(), os.environ.get("SHOAL_NATIVE")
+    if chosen and chosen not in family:
+        raise BuildError(f"SHOAL_NATIVE is {chosen!r}; it must be {' or '.join(family)}, or not be set")
+    fitting = [chosen] if chosen else [vectors for vectors in family if features >= _NEEDED[vectors]]
+    if not fitting:
+        raise BuildError(f"the processor lacks {' and '.join(sorted(_NEEDED[family[-1]] - features))}")
+    return fitting[0]
 
 
 def _features() -> set[str]:
     """What the processor has, by the kernel's names; nothing where it does not say."""
-    return next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set())
+    return next((set(line.split()) for line in _cpuinfo() if line.startswith(("flags", "Features"))), set())
 
 
 def _cpuinfo() -> list[str]:
@@ -151,7 +169,7 @@ def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
 
 def _processor() -> str:
     """The processor's name: the code is tuned for it, and a cache folder may be shared between machines."""
-    telling = ("model name", "model\t", "cpu family")
+    telling = ("model name", "model\t", "cpu family", "CPU implementer", "CPU part")
     return "".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(telling))) or platform.processor()
 
 

@@ -26,7 +26,7 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
             UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + (2 * t + side) * LANES);
             for (int64_t k = side; k < words; k += 2) {
                 Vi row = vi_held(line_of(lines, k, kind));
-                if (ahead && !side) _mm_prefetch(ahead + k * line_bytes(kind) / 2, _MM_HINT_T0);
+                if (ahead && !side) fetch(ahead + k * line_bytes(kind) / 2);
                 UNROLL for (int t = 0; t < T; t++) sum[t] = add_word(sum[t], row, x[k * W + t], kind);
             }
             UNROLL for (int t = 0; t < T; t++) vf_store(sums + (2 * t + side) * LANES, sum[t]);
@@ -40,7 +40,7 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
     }
     for (int64_t k = 0; k < words; k += 2) {
         Vi row = vi_held(line_of(lines, k, kind)), next = vi_held(line_of(lines, k + 1, kind));
-        if (ahead) _mm_prefetch(ahead + k * line_bytes(kind) / 2, _MM_HINT_T0);
+        if (ahead) fetch(ahead + k * line_bytes(kind) / 2);
         UNROLL for (int t = 0; t < T; t++) even[t] = add_word(even[t], row, x[k * W + t], kind);
         UNROLL for (int t = 0; t < T; t++) odd[t] = add_word(odd[t], next, x[(k + 1) * W + t], kind);
     }

@@ -40,7 +40,7 @@ INLINE void tile_bytes(const ShoalWeight *w, const Part *p, const Acts *a, int f
         UNROLL for (int t = 0; t < T; t++) part[t] = start_bytes(groups.starts[t * groups.step + g]);
         UNROLL for (int j = 0; j < WORDS; j++) {
             const Vi row = vi_load(lines + j * 64);
-            if (ahead && j % 2) _mm_prefetch(ahead + (g * WORDS + j) * 32, _MM_HINT_T0);
+            if (ahead && j % 2) fetch(ahead + (g * WORDS + j) * 32);
             UNROLL for (int t = 0; t < T; t++) part[t] = dot_bytes(part[t], row, vi_all(x[j * W + t]));
         }
         add_scaled(&groups, g, load_half(scales), part, sum, T);
@@ -85,7 +85,7 @@ INLINE void scales_of(const char *scales, int64_t g, const int kind, Vf scale[2]
 INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
                          const char *ahead, const int T, const int kind) {
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
-    const int bits = bits_of(kind), split = kind == KIND_Q6_K, step = bits == 4 ? 4 : 2;
+    const int bits = bits_of(kind), split = kind == KIND_Q6_K, step = NARROW_WORDS(bits);
     const int W = width_of(T), count = p->words / WORDS, bytes = WORDS * line_bytes(kind);
     const Groups groups = groups_at(a, first, p->first / WORDS);
     const char *lines = lines_at(w, p), *scales = scales_at(w, p);
@@ -100,7 +100,7 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
             UNROLL for (int j = from; j < from + step; j++) {
                 Vi low, high;
                 two_words(lines, bits, j, &low, &high);
-                if (ahead && j % 2) _mm_prefetch(ahead + g * bytes / 2 + j * 32, _MM_HINT_T0);
+                if (ahead && j % 2) fetch(ahead + g * bytes / 2 + j * 32);
                 UNROLL for (int t = 0; t < T; t++) {
                     narrow[t] = dot_narrow(narrow[t], low, vi_all(x[j * W + t]));
                     if (split) second[t] = dot_narrow(second[t], high, vi_all(x[(j + HALF) * W + t]));

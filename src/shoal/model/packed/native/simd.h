@@ -2,7 +2,6 @@
 #ifndef SHOAL_SIMD_H
 #define SHOAL_SIMD_H
 
-#include <immintrin.h>
 #include <math.h>
 #include <string.h>
 
@@ -12,11 +11,16 @@
 #define UNROLL _Pragma("GCC unroll 32")
 #define ALIGNED __attribute__((aligned(64)))
 
-#ifdef SHOAL_AVX512
+#if defined SHOAL_AVX512
 #include "vector_avx512.h"
+#elif defined SHOAL_NEON
+#include "vector_neon.h"
 #else
 #include "vector_avx2.h"
 #endif
+
+/* Ask for the cache line at an address that is read soon. */
+INLINE void fetch(const void *from) { __builtin_prefetch(from, 0, 3); }
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }

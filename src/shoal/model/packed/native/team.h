@@ -38,7 +38,7 @@ INLINE void meet(Team *team, int id) {
         return;
     }
     for (int spins = 0; atomic_load_explicit(&team->turn, memory_order_acquire) == turn; spins++) {
-        if (spins < SPINS) _mm_pause();
+        if (spins < SPINS) relax();
         else sched_yield();
     }
 }

@@ -3,8 +3,11 @@
 #ifndef SHOAL_VECTOR_AVX2_H
 #define SHOAL_VECTOR_AVX2_H
 
+#include <immintrin.h>
+
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
 #define SUMS_AT_ONCE 4 /* of scores, for the same reason */
+#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed in 16 bits, twice as many: see dot_narrow() */
 
 typedef struct {
     __m256 a, b;
@@ -24,6 +27,8 @@ INLINE __m256i lanes_of(Mask mask, const int half) {
     const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(mask >> 8 * half), bits), bits);
 }
+
+INLINE void relax(void) { _mm_pause(); } /* a thread that waits */
 
 INLINE Vf vf_zero(void) { return PAIR(Vf, _mm256_setzero_ps(), _mm256_setzero_ps()); }
 INLINE Vf vf_all(float x) { return PAIR(Vf, _mm256_set1_ps(x), _mm256_set1_ps(x)); }
@@ -71,10 +76,6 @@ INLINE Vi vi_and(Vi x, Vi y) { return EACH3(Vi, _mm256_and_si256, x, y); }
 INLINE Vi vi_or(Vi x, Vi y) { return EACH3(Vi, _mm256_or_si256, x, y); }
 INLINE Vi vi_bits(Vf x) { return EACH2(Vi, _mm256_castps_si256, x); }
 INLINE Vi vi_round(Vf x) { return EACH2(Vi, _mm256_cvtps_epi32, x); }
-INLINE Vi vi_shift_down(Vi x, int bits) {
-    const __m128i by = _mm_cvtsi32_si128(bits);
-    return PAIR(Vi, _mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by));
-}
 INLINE Vi vi_shift_up(Vi x, const int bits) {
     return PAIR(Vi, _mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits));
 }

@@ -2,12 +2,17 @@
 #ifndef SHOAL_VECTOR_AVX512_H
 #define SHOAL_VECTOR_AVX512_H
 
+#include <immintrin.h>
+
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
 #define SUMS_AT_ONCE 16 /* of scores */
+#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed before widen() */
 
 typedef __m512 Vf;      /* 16 floats */
 typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
 typedef __mmask16 Mask; /* bit i: lane i takes part */
+
+INLINE void relax(void) { _mm_pause(); } /* a thread that waits */
 
 INLINE Vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE Vf vf_all(float x) { return _mm512_set1_ps(x); }
@@ -55,7 +60,6 @@ INLINE Vi vi_or(Vi x, Vi y) { return _mm512_or_si512(x, y); }
 INLINE Vi vi_bits(Vf x) { return _mm512_castps_si512(x); }
 INLINE Vi vi_shift_up(Vi x, const int bits) { return _mm512_slli_epi32(x, bits); }
 INLINE Vi vi_shift_right(Vi x, const int bits) { return _mm512_srli_epi32(x, bits); }
-INLINE Vi vi_shift_down(Vi x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
 INLINE int32_t vi_sum(Vi x) { return _mm512_reduce_add_epi32(x); }
 
 INLINE Vi vi_held(Vi x) { return x; } /* see vector_avx2.h */

@@ -1,0 +1,152 @@
+"""The kernels for ARM under qemu: they pass the kernels' own tests, and pack and multiply to the bits of AVX2."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulated
+from gguf_blocks import random_blocks
+from shoal.model.gguf.types import GgmlType
+from shoal.model.packed import native
+from shoal.model.packed.native import build, library
+
+HERE = Path(__file__).parent
+PLAIN: tuple[native.Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
+TOKENS = (1, 2, 3, 5, 8, 17, 64)
+pytestmark = [
+    pytest.mark.cross,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels' own tests are run without qemu here"),
+]
+Twice = Callable[[Callable[[], object]], tuple[object, object]]
+
+
+def found(name: str) -> str:
+    """The path of a tool; the test fails where there is none."""
+    if path := shutil.which(name):
+        return path
+    why = f"there is no {name} here. `make cross` installs it on Debian as root"
+    pytest.fail(f"ARM was not tested: {why}", pytrace=False)
+
+
+def built(folder: Path, *more: str) -> list[str]:
+    """The library and what answers calls of it (emulated_calls.c); the words behind `qemu-aarch64 -cpu NAME`."""
+    compiler, target, program = found("aarch64-linux-gnu-gcc"), folder / "libshoal.so", folder / "calls"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_NATIVE_FLAGS", " ".join(more))
+        build._compile(compiler, "neon", "generic", ["-Wl,--no-undefined", "-fopenmp"], target)
+    options = ["-std=gnu11", "-O1", "-Wall", "-Werror", *more]
+    subprocess.run([compiler, *options, str(HERE / "emulated_calls.c"), "-o", str(program), "-ldl"], check=True)
+    return ["-L", "/usr/aarch64-linux-gnu", str(program), str(target)]
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """For the library as it is used."""
+    return built(tmp_path_factory.mktemp("arm"))
+
+
+@pytest.fixture(scope="session")
+def careful_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """For one that stops at accesses beyond what there is, and at undefined arithmetic."""
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1")
+    return built(tmp_path_factory.mktemp("careful"), *flags)
+
+
+@pytest.fixture
+def command(words: list[str]) -> list[str]:
+    """On a processor that has what the kernels need and nothing newer."""
+    return [found("qemu-aarch64"), "-cpu", "neoverse-n1", *words]
+
+
+WITHOUT_LOADING = "not openmp and not reason and not wish and not narrower and not folder and not at_once"
+
+
+@pytest.mark.parametrize(("file", "some"), [
+    ("test_native.py", WITHOUT_LOADING),
+    ("test_native_blocks.py", ""),
+    ("test_native_forward.py", ""),
+    ("test_native_checks.py", ""),
+    ("test_attention_bias.py", ""),
+    ("test_parity.py", "native"),
+])
+def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:
+    passes(file, some, command)
+
+
+@pytest.mark.parametrize(("file", "some"), [
+    ("test_native.py", WITHOUT_LOADING),
+    ("test_native_blocks.py", ""),
+    ("test_native_forward.py", "not number_of_threads"),
+])
+def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    passes(file, some, [found("qemu-aarch64"), "-cpu", "neoverse-n1", *careful_words])
+
+
+def passes(file: str, some: str, command: list[str]) -> None:
+    """Run the tests of a file under the emulator."""
+    environment = {**os.environ, emulated.COMMAND: "\n".join(command), "PYTHONPATH": ":".join(sys.path)}
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", some, str(HERE / file)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.fixture
+def twice(command: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Twice]:
+    """Does something with the library for ARM, then with the one for AVX2."""
+    monkeypatch.setenv("SHOAL_NATIVE", "avx2")
+    avx2, why = library._open.__wrapped__()
+    assert avx2 is not None, why
+    monkeypatch.setattr(torch.Tensor, "data_ptr", emulated.noted)
+
+    def run(task: Callable[[], object]) -> tuple[object, object]:
+        results = []
+        for one in (arm, avx2):
+            monkeypatch.setattr(library, "load", lambda one=one: one)
+            results.append(task())
+        return results[0], results[1]
+
+    with closing(emulated.Emulated(command)) as arm:
+        yield run
+
+
+def name_of(kind: native.Kind | GgmlType) -> str:
+    return kind.name if isinstance(kind, GgmlType) else kind
+
+
+def packed(kind: native.Kind | GgmlType) -> native.PackedWeight:
+    """Rows of very different size, a row and a column of zeros."""
+    if isinstance(kind, GgmlType):
+        return native.pack_blocks(random_blocks(kind, 50, 512))
+    matrix = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 50)[:, None]
+    matrix[7], matrix[:, 31] = 0, 0
+    return native.pack(matrix, kind)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *(one for one in GgmlType if not one.is_float)], ids=name_of)
+def test_the_bits_are_those_of_avx2(kind: native.Kind | GgmlType, twice: Twice) -> None:
+    ours, weight = twice(lambda: packed(kind))
+    assert torch.equal(ours.data, weight.data)
+    assert weight.scales is None or torch.equal(ours.scales, weight.scales)
+    assert torch.equal(*twice(lambda: weight.unpack(torch.bfloat16)))
+    for tokens in TOKENS:
+        x = torch.randn(tokens, weight.cols, generator=torch.Generator().manual_seed(tokens))
+        x[-1, 64:128], x[0] = 0, x[0] * 1e4
+        assert torch.equal(*twice(lambda x=x: native.matmul(x, weight))), tokens
+
+
+@pytest.mark.parametrize(("cpu", "runs"), [("neoverse-n1", True), ("cortex-a72", False)])
+def test_a_processor_without_products_of_bytes_is_refused(cpu: str, runs: bool, words: list[str]) -> None:
+    with closing(emulated.Emulated([found("qemu-aarch64"), "-cpu", cpu, *words])) as one:
+        missing, _ = one.ask("shoal_missing_feature", emulated.Block(()))
+    assert (missing == 0) == runs
