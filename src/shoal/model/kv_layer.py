@@ -160,12 +160,7 @@ class KVLayer:
         self.make_room(rows, counts)
 
     def _write(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: Sequence[int],
-        span: slice | None,
-        ends: list[int],
+        self, keys: Tensor, values: Tensor, rows: Sequence[int], span: slice | None, ends: list[int],
         counts: Sequence[int],
     ) -> None:
         assert self.keys is not None and self.values is not None
@@ -175,8 +170,7 @@ class KVLayer:
             self.values[span, :, ends[0] : ends[0] + nodes] = values
             return
         for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
-            self.keys[row, :, end : end + count] = keys[index, :, :count]
-            self.values[row, :, end : end + count] = values[index, :, :count]
+            self._put(row, end, keys[index, :, :count], values[index, :, :count])
 
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
@@ -202,6 +196,7 @@ class KVLayer:
         """Take other tensors as storage; None frees it."""
         self.keys, self.values = keys, values
         self.capacity = 0 if keys is None else keys.shape[2]
+        self.reached = [0] * len(self.lengths)
         self.version += 1
 
     def resize(self, slots: int, capacity: int) -> None:
@@ -209,7 +204,6 @@ class KVLayer:
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
             held = self.held()
             self.replace(*(_moved(store, held, slots, capacity) for store in (self.keys, self.values)))
-            self.reached = [0] * len(held)
         self.slots = slots
 
     def held(self) -> list[int]:
@@ -271,7 +265,7 @@ class KVLayer:
         if gone > 0 and not self.released[row]:
             (end,) = self._ends([row])
             tensors = self.row_tensors(row)
-            self.note_reach(row)
+            self._note_reach(row)
             move(tensors, torch.arange(gone, end, device=tensors[0].device), to=0)
             self.starts[row] += gone
 
@@ -334,12 +328,12 @@ class KVLayer:
                 "that are not; rewrite after a commit, and never to more columns"
             )
 
-    def note_reach(self, row: int) -> None:
+    def _note_reach(self, row: int) -> None:
         """Call this before the row gives up columns."""
         self.reached[row] = max(self.reached[row], *self._ends([row]))
 
     def _note_rewrite(self, row: int, count: int) -> None:
-        self.note_reach(row)
+        self._note_reach(row)
         self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
 
     def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
@@ -359,7 +353,7 @@ class KVLayer:
         scratch = self.scratch[row]
         if scratch:
             if count < scratch:
-                self.note_reach(row)
+                self._note_reach(row)
             self.lengths[row] += min(count, scratch)
             self.scratch[row] = 0
 
@@ -367,7 +361,7 @@ class KVLayer:
         """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
         kept = [node for node in path if node < self.scratch[row]]
         tensors = self.row_tensors(row)
-        self.note_reach(row)
+        self._note_reach(row)
         if kept and kept[-1] != len(kept) - 1 and tensors:
             first = self.lengths[row] - self.starts[row]
             move(tensors, torch.tensor(kept, device=tensors[0].device) + first, to=first)
@@ -383,7 +377,7 @@ class KVLayer:
 
     def truncate(self, row: int, length: int) -> None:
         """Forget every position from `length` on."""
-        self.note_reach(row)
+        self._note_reach(row)
         self.lengths[row], self.scratch[row] = length, 0
         if length == 0:
             self.starts[row] = self.rewritten[row] = 0
@@ -433,7 +427,7 @@ class KVLayer:
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
-        again, self.released[row] = self.released[row], True
+        before, self.released[row] = self.released[row], True
         own = self.encoded[row]
         if own is not None and own.capacity:
             own.clear()
@@ -441,9 +435,10 @@ class KVLayer:
         self._set_bias(row, None)
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
-        self.reached[row] = 0
-        for store in () if again or self.keys is None or self.values is None else (self.keys, self.values):
-            clear(store[row])
+        if self.keys is not None and self.values is not None and not before:
+            clear(self.keys[row])
+            clear(self.values[row])
+            self.reached[row] = 0
 
     def stored(self, row: int) -> int:
         """Positions kept of a row."""

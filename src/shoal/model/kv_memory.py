@@ -18,6 +18,9 @@ from torch import Tensor
 
 PAGED = sys.platform == "linux"
 
+_UNRESERVED = 0x4000
+"""MAP_NORESERVE, which Python names from 3.13 on: more addresses than there is memory are no mistake here."""
+
 _madvise = ctypes.CDLL(None).madvise if PAGED else None
 
 
@@ -32,7 +35,7 @@ def zeros(like: Tensor, *shape: int) -> Tensor:
     if not size or not is_paged(like.device):
         return like.new_zeros(shape)
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {size} bytes of KV") from error
     with suppress(OSError):  # a kernel without huge pages knows no advice about them
@@ -45,7 +48,7 @@ def clear(part: Tensor) -> None:
     if _madvise is None or not is_paged(part.device):
         part.zero_()
         return
-    raw = part.flatten().view(torch.uint8)
+    raw = part.view(-1).view(torch.uint8)
     first, size, page = raw.data_ptr(), raw.numel(), mmap.PAGESIZE
     skip, rest = -first % page, (first + size) % page
     whole = size - skip - rest
