@@ -131,6 +131,16 @@ def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkey
         assert handle.results[0].tokens == alone.tokens
 
 
+def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
+    """They move on when the slot is full, and a mate's prompt has made it long."""
+    scheduler = Scheduler(engine("hybrid"), prefill_chunk=400, start=False)
+    handles = [scheduler.submit(prompt(size, size), max_new_tokens=200) for size in (300, 3, 4, 5, 6)]
+    needs = [handle.entries[0].need for handle in handles]
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+        assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs)
+
+
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for a longer row, then columns for more rows; the row that stays goes on as if nothing had happened."""
     monkeypatch.setattr(kv_memory, "PAGED", False)
