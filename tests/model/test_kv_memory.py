@@ -81,6 +81,20 @@ def test_a_batch_takes_the_memory_of_its_tokens() -> None:
     assert sum(map(taken, stores(layer))) <= left + 2 * ROWS * HEADS * STEP
 
 
+@pytest.mark.parametrize(("paged", "slots"), [(True, 6), (False, 3)])
+def test_slots_that_take_no_memory_are_made_at_once(
+    paged: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_memory, "PAGED", paged)
+    cache = KVCache([None], 2)
+    cache.most_slots = 6
+    write(cache.layers[0], 0, SHORT)
+    cache.extend(1)
+    assert cache.slots == slots
+    cache.extend(4)
+    assert cache.slots == 7
+
+
 @paged
 def test_what_was_written_is_counted_until_it_is_given_back() -> None:
     cache = KVCache([None], 2)

@@ -38,7 +38,7 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
-        most_slots: spare slots are not made beyond this many.
+        most_slots: spare slots are not made beyond this many; where they take no memory, as many are made at once.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -142,7 +142,8 @@ class KVCache:
         """Add empty rows behind the others."""
         slots, needed = self.slots, self.rows + rows
         if needed > slots:
-            slots = max(needed, min(int(slots * GROWTH), self.most_slots))
+            free = any(layer.paged for layer in self.layers) and self.most_slots < ENDLESS
+            slots = max(needed, self.most_slots if free else min(int(slots * GROWTH), self.most_slots))
         for layer in self.layers:
             layer.extend(rows, slots)
         self.positions.extend([0] * rows)

@@ -458,16 +458,17 @@ class KVLayer:
     def allocated(self) -> int:
         """Bytes that are taken for all rows, and for free slots."""
         rows = range(len(self.lengths))
-        if self._paged:
+        if self.paged:
             return sum(map(self.row_bytes, rows))
         return self.slots * self.capacity * self.bytes_per_position + sum(map(self._beside_bytes, rows))
 
     @property
-    def _paged(self) -> bool:
+    def paged(self) -> bool:
+        """Whether only what rows have written takes memory."""
         return self.keys is not None and is_paged(self.keys.device)
 
     def _slot_columns(self, row: int) -> int:
-        return max(self.reached[row], self.stored(row) + self.scratch[row]) if self._paged else self.capacity
+        return max(self.reached[row], self.stored(row) + self.scratch[row]) if self.paged else self.capacity
 
     def _beside_bytes(self, row: int) -> int:
         return sum(one.nbytes for one in (self.encoded[row], self.bias[row]) if one is not None)

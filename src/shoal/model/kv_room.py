@@ -93,21 +93,20 @@ class KVRoom:
         """Let the cache take all rows with these needs, which there are bytes for, and bound how it grows.
 
         What is stored stays in its place where that leaves room enough; otherwise free slots and columns are given up.
-        Where free slots take no memory they are all there from the first.
 
         Args:
             cache: holds the first of the rows.
             needs: of the rows that it holds, and of those that are to join.
         """
         longest, most = _longest(needs), self._most - sum(need.own_bytes for need in needs)
-        taken = len(needs) if self._paged else max(cache.slots, len(needs))
-        full = self._slots(needs, taken, _grown(cache, longest)) > most
-        slots = self._rows if self._paged else len(needs) if full else cache.slots
+        slots = len(needs) if self._paged else max(cache.slots, len(needs))
+        if self._slots(needs, slots, _grown(cache, longest)) > most:
+            for layer, end in zip(cache.layers, longest, strict=True):
+                layer.resize(len(needs), min(layer.capacity, max(end, *layer.held())))
         for layer, end in zip(cache.layers, longest, strict=True):
             layer.limit = end
-            layer.resize(slots, min(layer.capacity, max(end, *layer.held())) if full else layer.capacity)
         slot = sum(map(mul, _grown(cache, longest), self._sizes))
-        cache.most_slots = min(self._rows, most // slot) if slot else self._rows
+        cache.most_slots = self._rows if self._paged or not slot else min(self._rows, most // slot)
 
     def _slots(self, needs: Sequence[Need], slots: int, room: Sequence[int]) -> int:
         """Bytes of so many slots, with room for so many columns in each layer, for rows with these needs."""
