@@ -1,9 +1,10 @@
 """What it costs a cache that a row joins, or leaves: rows come one by one, and go one by one in any order.
 
     python benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
-        [--tokens 4000] [--json OUT]
+        [--tokens 4000] [--first TOKENS] [--json OUT]
 
-Storing what a row reads is not counted. Memory is the largest resident set above that of the imports.
+The first row may have another number of tokens. What a row reads is stored apart: where memory is taken as it is
+written to, that takes longer. Memory is the largest resident set above that of the imports.
 The last line on stdout is the result as JSON.
 """
 
@@ -36,36 +37,44 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="all cost the same")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--first", type=int, help="tokens of the first row")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     command = ["benchmarks/slots.py", *sys.argv[1:]]
-    measured = measure(args.shape, args.dtype, args.layers, args.rows, args.tokens)
+    lengths = [args.first or args.tokens, *[args.tokens] * (args.rows - 1)]
+    measured = measure(args.shape, args.dtype, args.layers, lengths)
     result = {**report.heading(env.collect(), command), **measured}
     report.publish(result, args.json)
 
 
-def measure(shape: str, dtype: str, layers: int, rows: int, tokens: int) -> dict[str, Any]:
+def measure(shape: str, dtype: str, layers: int, lengths: list[int]) -> dict[str, Any]:
     """Seconds and bytes."""
     config, before = config_of(shape), _peak()
-    entries = torch.ones(1, config.num_key_value_heads, tokens, config.head_dim, dtype=as_dtype(dtype))
+    whole = torch.ones(1, config.num_key_value_heads, max(lengths), config.head_dim, dtype=as_dtype(dtype))
     cache = KVCache([None] * layers, 0)
-    cache.most_slots = rows
-    joins, leaves = [], []
-    for row in range(rows):
+    cache.most_slots = len(lengths)
+    joins, stores, leaves = [], [], []
+    for row, tokens in enumerate(lengths):
+        entries = whole[:, :, :tokens]
         joins.append(_seconds(lambda: cache.extend(1)))
-        for layer in cache.layers:
-            layer.append(entries, entries, [row], [tokens])
-        cache.commit(row, range(tokens))
-    stored = cache.bytes().used
+        stores.append(_seconds(lambda: _store(cache, row, entries)))  # noqa: B023
+    held = cache.bytes()
     dice = random.Random(0)
     while cache.rows:
         gone = dice.randrange(cache.rows)
         kept = [row for row in range(cache.rows) if row != gone]
         leaves.append(_seconds(lambda: cache.select(kept)))  # noqa: B023
     return {
-        "layers": layers, "rows": rows, "tokens": tokens, "stored_bytes": stored, "peak_bytes": _peak() - before,
-        "join_seconds": _figures(joins), "leave_seconds": _figures(leaves),
+        "layers": layers, "rows": len(lengths), "tokens": [lengths[0], lengths[-1]], "stored_bytes": held.used,
+        "allocated_bytes": held.allocated, "peak_bytes": _peak() - before,
+        "join_seconds": _figures(joins), "store_seconds": _figures(stores), "leave_seconds": _figures(leaves),
     }  # fmt: skip
+
+
+def _store(cache: KVCache, row: int, entries: torch.Tensor) -> None:
+    for layer in cache.layers:
+        layer.append(entries, entries, [row], [entries.shape[2]])
+    cache.commit(row, range(entries.shape[2]))
 
 
 def _seconds(work: Callable[[], object]) -> float:

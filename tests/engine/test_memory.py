@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 import shoal.model.kv_layer as kv_layer
+import shoal.model.kv_memory as kv_memory
 from drive import decode, make_run, prompt
 from families import HEADS, HIDDEN, WINDOW, tiny
 from shoal.depth.plan import NEVER, DepthPlan
@@ -40,14 +41,18 @@ def test_bytes_used_and_saved(new: int, plan: DepthPlan, release: bool) -> None:
     assert held.allocated == sum(layer.allocated for layer in run.cache.layers)
 
 
-def test_rows_add_up() -> None:
+@pytest.mark.parametrize("paged", [True, False])
+def test_rows_add_up(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "PAGED", paged)
     run = make_run(tiny("llama"), [prompt(4), prompt(11), prompt(2)], [FULL, D3_PLAN, SPLIT], 12)
     for _ in run.loop.run():
         rows = [run.cache.row_bytes(row) for row in range(run.cache.rows)]
         total = run.cache.bytes()
         assert total.used == sum(row.used for row in rows)
         assert total.used + total.saved == POSITION * 6 * sum(run.cache.positions)
-        assert total.allocated == sum(t.nbytes for layer in run.cache.layers for t in tensors(layer)) >= total.used
+        size = sum(t.nbytes for layer in run.cache.layers for t in tensors(layer))
+        assert size >= total.allocated >= total.used
+        assert total.allocated == (sum(row.allocated for row in rows) if paged else size)
 
 
 def tensors(layer: kv_layer.KVLayer) -> list[Tensor]:

@@ -19,6 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import exhausted
 from shoal.errors import OutOfMemory
 from shoal.methods.d3 import D3
+from shoal.model import kv_layer
 from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import build as build_module
 
@@ -64,7 +65,7 @@ def test_kv_that_cannot_be_made(backend: Backend, kind: str) -> None:
     expected = [result.tokens for result in one.generate(IDS, **OPTIONS)]
     asked = r"a batch of 2, prompts of up to 19 tokens and max_new_tokens=40: memory ran out.*"
     for at in (1, 2, 7):
-        with failing(Tensor, "new_zeros", at, ERRORS[kind]) as calls:
+        with failing(kv_layer, "zeros", at, ERRORS[kind]) as calls:
             with pytest.raises(OutOfMemory, match=asked + "smaller max_new_tokens, fewer prompts") as caught:
                 one.generate(IDS, **OPTIONS)
             assert calls == [at]
@@ -81,7 +82,7 @@ def test_kv_that_cannot_grow(backend: Backend) -> None:
         patch.setattr("shoal.engine.engine._RESERVE", 16)
         stream = one.stream(IDS[0], **options)
         said = [next(stream).token for _ in range(10)]
-        with failing(Tensor, "new_zeros", 1, ERRORS["cpu"]), pytest.raises(OutOfMemory, match="max_new_tokens=120"):
+        with failing(kv_layer, "zeros", 1, ERRORS["cpu"]), pytest.raises(OutOfMemory, match="max_new_tokens=120"):
             for step in stream:
                 said.append(step.token)
         assert list(stream) == []
@@ -100,7 +101,7 @@ def test_a_chat_goes_on_after_a_turn_that_did_not_fit(backend: Backend, at: int)
     for session in (chat, other):
         session.send("Hello")
     before = list(chat.messages)
-    with failing(Tensor, "new_zeros", at, ERRORS["cpu"]), pytest.raises(OutOfMemory):
+    with failing(kv_layer, "zeros", at, ERRORS["cpu"]), pytest.raises(OutOfMemory):
         chat.send("x" * 200)
     assert chat.messages == before
     assert chat.send("and you?").tokens == other.send("and you?").tokens
@@ -124,11 +125,11 @@ def test_an_eviction_that_fails_moves_nothing() -> None:
 
 def test_storage_is_made_for_keys_and_values_or_for_none() -> None:
     store = KVLayer(1)
-    with failing(Tensor, "new_zeros", 2, ERRORS["cpu"]), pytest.raises(RuntimeError):
+    with failing(kv_layer, "zeros", 2, ERRORS["cpu"]), pytest.raises(RuntimeError):
         store.append(*torch.randn(2, 1, 1, 3, 2), [0], [3])
     assert store.keys is None and store.values is None and store.scratch == [0]
     store.append(*torch.randn(2, 1, 1, 3, 2), [0], [3])
-    with failing(Tensor, "new_zeros", 2, ERRORS["cpu"]), pytest.raises(RuntimeError):
+    with failing(kv_layer, "zeros", 2, ERRORS["cpu"]), pytest.raises(RuntimeError):
         store.append(*torch.randn(2, 1, 1, 90, 2), [0], [90])
     assert store.keys is not None and store.values is not None
     assert store.keys.shape == store.values.shape and store.scratch == [3]
@@ -148,7 +149,7 @@ def test_weights_that_cannot_be_packed(backend: Any, quant: Any) -> None:
 @each_backend
 def test_other_errors_keep_their_name(backend: Backend) -> None:
     one, broken = engine(backend), RuntimeError("broken")
-    with failing(Tensor, "new_zeros", 1, broken), pytest.raises(RuntimeError) as caught:
+    with failing(kv_layer, "zeros", 1, broken), pytest.raises(RuntimeError) as caught:
         one.generate(IDS[0], max_new_tokens=3)
     assert caught.value is broken
 

@@ -31,6 +31,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model import kv_memory
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 
@@ -93,24 +94,56 @@ def test_every_row_gives_what_it_gives_alone(
     jobs=st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=12),
     rows=st.integers(1, 6),
     times=st.floats(1, 4),
+    paged=st.booleans(),
 )
 @settings(max_examples=max(25, SCHEDULES // 5))
-def test_the_storage_stays_within_what_was_counted(family: str, jobs: list[int], rows: int, times: float) -> None:
+def test_the_storage_stays_within_what_was_counted(
+    family: str, jobs: list[int], rows: int, times: float, paged: bool
+) -> None:
     """With free slots, and with columns that no row under way needs any more."""
-    probe = Scheduler(engine(family), start=False)
-    most = int(times * max(probe._room.bytes([submit(probe, job).entries[0].need]) for job in jobs))
-    scheduler = Scheduler(engine(family), max_rows=rows, kv_bytes=most, prefix_bytes=0, prefill_chunk=8, start=False)
-    for job in jobs:
-        submit(scheduler, job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_memory, "PAGED", paged)
+        probe = Scheduler(engine(family), start=False)
+        most = int(times * max(probe._room.bytes([submit(probe, job).entries[0].need]) for job in jobs))
+        scheduler = Scheduler(
+            engine(family), max_rows=rows, kv_bytes=most, prefix_bytes=0, prefill_chunk=8, start=False
+        )
+        for job in jobs:
+            submit(scheduler, job)
+        while scheduler.running or scheduler.waiting:
+            scheduler.turn()
+            cache = scheduler._batch.cache
+            assert cache.bytes().allocated <= most
+            assert cache.rows == scheduler.running <= cache.slots <= rows
+
+
+@pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])
+def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slot takes what its row writes, and not what the longest does."""
+    monkeypatch.setattr(kv_memory, "PAGED", paged)
+    scheduler = Scheduler(engine("llama"), kv_bytes=72 * sum(engine("llama").stack.position_bytes), start=False)
+    handles = [scheduler.submit(prompt(size, size), max_new_tokens=4) for size in (30, 2, 3, 4, 5, 6)]
+    scheduler.turn()
+    assert scheduler.running == most
+    finish(scheduler)
+    for handle, size in zip(handles, (30, 2, 3, 4, 5, 6), strict=True):
+        alone = engine("llama").generate(prompt(size, size), max_new_tokens=4)
+        assert handle.results[0].tokens == alone.tokens
+
+
+def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
+    """They move on when the slot is full, and a mate's prompt has made it long."""
+    scheduler = Scheduler(engine("hybrid"), prefill_chunk=400, start=False)
+    handles = [scheduler.submit(prompt(size, size), max_new_tokens=200) for size in (300, 3, 4, 5, 6)]
+    needs = [handle.entries[0].need for handle in handles]
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        cache = scheduler._batch.cache
-        assert cache.bytes().allocated <= most
-        assert cache.rows == scheduler.running <= cache.slots <= rows
+        assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs)
 
 
-def test_free_storage_is_given_up_where_others_need_it() -> None:
+def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for a longer row, then columns for more rows; the row that stays goes on as if nothing had happened."""
+    monkeypatch.setattr(kv_memory, "PAGED", False)
     stack = engine("llama").stack
     most = 64 * sum(stack.position_bytes)
     scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)

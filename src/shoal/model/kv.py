@@ -1,8 +1,8 @@
 """A KV cache with a length of its own for every layer and every row: see `shoal.model.kv_layer` for one layer.
 
 Lengths count positions of the sequence. A row that joins takes a free slot; one that leaves makes room for the last
-row, and none is copied for another but that one. Slots grow geometrically. The cache knows nothing of tokens, plans or
-models.
+row, and none is copied for another but that one. Slots and columns grow geometrically. The cache knows nothing of
+tokens, plans or models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KVBytes:
     """Bytes of a cache.
 
     Attributes:
-        allocated: what the tensors occupy.
+        allocated: what the storage takes up; see `shoal.model.kv_memory`.
         used: what the stored positions occupy: the sum over layers and rows of the positions kept.
         saved: what dropped and released layers did not have to keep, against every layer keeping every position.
     """
@@ -38,7 +38,7 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each row, whichever layers ran them.
-        most_slots: spare slots are not made beyond this many.
+        most_slots: spare slots are not made beyond this many; where they take no memory, as many are made at once.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -100,7 +100,7 @@ class KVCache:
     def rollback(self, row: int) -> None:
         """Forget the row's scratch entries."""
         for layer in self.layers:
-            layer.scratch[row] = 0
+            layer.keep(row, 0)
         self._forget_marks(row)
 
     def _forget_marks(self, row: int) -> None:
@@ -142,7 +142,8 @@ class KVCache:
         """Add empty rows behind the others."""
         slots, needed = self.slots, self.rows + rows
         if needed > slots:
-            slots = max(needed, min(int(slots * GROWTH), self.most_slots))
+            free = any(layer.paged for layer in self.layers) and self.most_slots < ENDLESS
+            slots = max(needed, self.most_slots if free else min(int(slots * GROWTH), self.most_slots))
         for layer in self.layers:
             layer.extend(rows, slots)
         self.positions.extend([0] * rows)

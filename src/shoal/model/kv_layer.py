@@ -5,9 +5,10 @@ depth plans are nested, the positions that a layer has processed are always a pr
 says all.
 
 Storage is one tensor pair [slots, heads, capacity, head_dim]; row r lives in slot r, and slots behind the last row are
-free. Rows stay side by side, as attention over all of them reads them. A layer with a sliding window drops what the
-window has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer
-without one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
+free. Rows stay side by side, as attention over all of them reads them; where `shoal.model.kv_memory` can, what a row
+has not written of its slot takes no memory, nor does a free slot. A layer with a sliding window drops what the window
+has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer without
+one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
 *positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, move
+from shoal.model.kv_memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
 ENDLESS = 1 << 62
@@ -45,6 +47,7 @@ class KVLayer:
         starts: positions per row that are not stored any more. Where a window left them behind, or nothing was
             rewritten, column c of row r holds position `starts[r] + c`.
         scratch: entries per row that await commit or rollback.
+        reached: columns per row that its slot held before it gave some up; their memory is not given back.
         rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
         encoded: per row, what holds its columns in a form of its own; None for the slot.
         bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
@@ -64,12 +67,12 @@ class KVLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.released = [False] * rows
-        self.rewritten = [0] * rows
+        self.rewritten, self.reached = [0] * rows, [0] * rows
         self.encoded: list[EncodedRow | None] = [None] * rows
         self.bias: list[Tensor | None] = [None] * rows
         self.beside = False
         self.slots, self.limit = rows, ENDLESS
-        self.bytes_per_position = self.capacity = self.version = self._touched = 0
+        self.bytes_per_position = self.capacity = self.version = 0
 
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Write scratch entries and return what the attention of these rows reads.
@@ -157,12 +160,7 @@ class KVLayer:
         self.make_room(rows, counts)
 
     def _write(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: Sequence[int],
-        span: slice | None,
-        ends: list[int],
+        self, keys: Tensor, values: Tensor, rows: Sequence[int], span: slice | None, ends: list[int],
         counts: Sequence[int],
     ) -> None:
         assert self.keys is not None and self.values is not None
@@ -172,8 +170,7 @@ class KVLayer:
             self.values[span, :, ends[0] : ends[0] + nodes] = values
             return
         for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
-            self.keys[row, :, end : end + count] = keys[index, :, :count]
-            self.values[row, :, end : end + count] = values[index, :, :count]
+            self._put(row, end, keys[index, :, :count], values[index, :, :count])
 
     def _ends(self, rows: Sequence[int]) -> list[int]:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
@@ -192,22 +189,26 @@ class KVLayer:
         heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else value_dim
         shape = (self.slots, heads, max(count, self.reserve))
-        self.replace(like.new_zeros(*shape, head_dim), like.new_zeros(*shape, value_dim))
+        self.replace(zeros(like, *shape, head_dim), zeros(like, *shape, value_dim))
         self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
 
     def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
         """Take other tensors as storage; None frees it."""
         self.keys, self.values = keys, values
         self.capacity = 0 if keys is None else keys.shape[2]
-        self._touched = len(self.lengths)
+        self.reached = [0] * len(self.lengths)
         self.version += 1
 
     def resize(self, slots: int, capacity: int) -> None:
         """Move what the rows store to storage of that size; where there is none, it will have that many slots."""
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
-            moved = [_moved(store, len(self.lengths), slots, capacity) for store in (self.keys, self.values)]
-            self.replace(*moved)
+            held = self.held()
+            self.replace(*(_moved(store, held, slots, capacity) for store in (self.keys, self.values)))
         self.slots = slots
+
+    def held(self) -> list[int]:
+        """Columns in use per slot; none where the row has storage of its own."""
+        return [0 if own else self.stored(row) + self.scratch[row] for row, own in enumerate(self.encoded)]
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
@@ -264,6 +265,7 @@ class KVLayer:
         if gone > 0 and not self.released[row]:
             (end,) = self._ends([row])
             tensors = self.row_tensors(row)
+            self._note_reach(row)
             move(tensors, torch.arange(gone, end, device=tensors[0].device), to=0)
             self.starts[row] += gone
 
@@ -326,7 +328,12 @@ class KVLayer:
                 "that are not; rewrite after a commit, and never to more columns"
             )
 
+    def _note_reach(self, row: int) -> None:
+        """Call this before the row gives up columns."""
+        self.reached[row] = max(self.reached[row], *self._ends([row]))
+
     def _note_rewrite(self, row: int, count: int) -> None:
+        self._note_reach(row)
         self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
 
     def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
@@ -345,6 +352,8 @@ class KVLayer:
         """Keep the row's first `count` scratch entries, or all if there are fewer, and forget the others."""
         scratch = self.scratch[row]
         if scratch:
+            if count < scratch:
+                self._note_reach(row)
             self.lengths[row] += min(count, scratch)
             self.scratch[row] = 0
 
@@ -352,6 +361,7 @@ class KVLayer:
         """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
         kept = [node for node in path if node < self.scratch[row]]
         tensors = self.row_tensors(row)
+        self._note_reach(row)
         if kept and kept[-1] != len(kept) - 1 and tensors:
             first = self.lengths[row] - self.starts[row]
             move(tensors, torch.tensor(kept, device=tensors[0].device) + first, to=first)
@@ -367,6 +377,7 @@ class KVLayer:
 
     def truncate(self, row: int, length: int) -> None:
         """Forget every position from `length` on."""
+        self._note_reach(row)
         self.lengths[row], self.scratch[row] = length, 0
         if length == 0:
             self.starts[row] = self.rewritten[row] = 0
@@ -377,8 +388,10 @@ class KVLayer:
         """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
         if self.beside:
             self.version += 1
+        held = self.held()
         for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "bias"):
             setattr(self, name, [getattr(self, name)[row] for row in order])
+        self.reached = [self.reached[row] if row == former else 0 for row, former in enumerate(order)]
         self._note_beside()
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
@@ -386,21 +399,19 @@ class KVLayer:
         for store in (store for store in (self.keys, self.values) if store is not None):
             for row, former in enumerate(order):
                 if row != former:
-                    store[row] = store[former]
+                    store[row, :, : held[former]] = store[former, :, : held[former]]
+                    for head in store[row]:
+                        clear(head[held[former] :])
+            clear(store[len(order) : len(held)])  # infinities that a row left would reach the mates of the next one
 
     def extend(self, rows: int, slots: int) -> None:
         """Add empty rows to storage of `slots` slots, which are enough."""
-        first, last = len(self.lengths), len(self.lengths) + rows
         self.resize(slots, self.capacity)
-        for counts in (self.lengths, self.starts, self.scratch, self.rewritten):
+        for counts in (self.lengths, self.starts, self.scratch, self.rewritten, self.reached):
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
         self.encoded.extend([None] * rows)
         self.bias.extend([None] * rows)
-        for store in (self.keys, self.values):
-            if store is not None and first < self._touched:  # infinities that another row left would reach its mates
-                store[first : min(last, self._touched)] = 0
-        self._touched = max(self._touched, last)
 
     def fork(self, row: int, twin: int) -> None:
         """Let an empty row hold what another one does, bit for bit; neither has scratch entries."""
@@ -416,7 +427,7 @@ class KVLayer:
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
-        self.released[row] = True
+        before, self.released[row] = self.released[row], True
         own = self.encoded[row]
         if own is not None and own.capacity:
             own.clear()
@@ -424,16 +435,19 @@ class KVLayer:
         self._set_bias(row, None)
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
+        if self.keys is not None and self.values is not None and not before:
+            clear(self.keys[row])
+            clear(self.values[row])
+            self.reached[row] = 0
 
     def stored(self, row: int) -> int:
         """Positions kept of a row."""
         return 0 if self.released[row] else self.lengths[row] - self.starts[row]
 
     def row_bytes(self, row: int) -> int:
-        """Bytes that are allocated for a row: its slot, or what it has beside the slots."""
-        own, bias = self.encoded[row], self.bias[row]
-        slot = self._slot_bytes // self.slots if own is None else own.nbytes
-        return slot + (0 if bias is None else bias.nbytes)
+        """Bytes that are taken for a row: of its slot, or beside the slots. Pages only begun count as what is used."""
+        own = self.encoded[row]
+        return self._beside_bytes(row) + (self._slot_columns(row) * self.bytes_per_position if own is None else 0)
 
     def column_bytes(self, row: int) -> int:
         """Bytes of what a row stores per position that it keeps."""
@@ -442,16 +456,26 @@ class KVLayer:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the tensors."""
-        beside = sum(own.nbytes for own in self.encoded if own) + sum(b.nbytes for b in self.bias if b is not None)
-        return self._slot_bytes + beside
+        """Bytes that are taken for all rows, and for free slots."""
+        rows = range(len(self.lengths))
+        if self.paged:
+            return sum(map(self.row_bytes, rows))
+        return self.slots * self.capacity * self.bytes_per_position + sum(map(self._beside_bytes, rows))
 
     @property
-    def _slot_bytes(self) -> int:
-        return sum(store.nbytes for store in (self.keys, self.values) if store is not None)
+    def paged(self) -> bool:
+        """Whether only what rows have written takes memory."""
+        return self.keys is not None and is_paged(self.keys.device)
+
+    def _slot_columns(self, row: int) -> int:
+        return max(self.reached[row], self.stored(row) + self.scratch[row]) if self.paged else self.capacity
+
+    def _beside_bytes(self, row: int) -> int:
+        return sum(one.nbytes for one in (self.encoded[row], self.bias[row]) if one is not None)
 
 
-def _moved(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
-    moved, columns = store.new_zeros(slots, store.shape[1], capacity, store.shape[3]), min(store.shape[2], capacity)
-    moved[:rows, :, :columns] = store[:rows, :, :columns]
+def _moved(store: Tensor, held: Sequence[int], slots: int, capacity: int) -> Tensor:
+    moved = zeros(store, slots, store.shape[1], capacity, store.shape[3])
+    for row, columns in enumerate(held):
+        moved[row, :, :columns] = store[row, :, :columns]
     return moved

@@ -1,18 +1,25 @@
 """How much KV rows may come to store, known before they run: columns per layer, and what they cost in bytes.
 
-A layer's storage is one block of slots, each as long as its longest row needs, and what rows have beside their slots.
-The bias of rewritten columns is not counted: 4 bytes for each head and column, a few hundredths of its key and value.
+A layer's storage is one block of slots, each as long as its longest row needs, and what rows have beside their slots. A
+slot takes all of that memory, or what its row writes: see `shoal.model.kv_memory`. A window moves on when the slot is
+full, so there it is all in any case.
+
+Not counted: the bias of rewritten columns, 4 bytes for each head and column, a few hundredths of its key and value; and
+pages of which a row uses a part, at each end of what a head has written, 4 KiB or less for its keys and as much for its
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import Store, column_bytes
-from shoal.model.kv_layer import WINDOW_SLACK, KVLayer
+from shoal.model.kv_layer import WINDOW_SLACK
+from shoal.model.kv_memory import is_paged
 from shoal.model.stack import Stack
 
 
@@ -45,7 +52,7 @@ class KVRoom:
 
     def __init__(self, stack: Stack, most: int, rows: int) -> None:
         self._windows, self._sizes, self._kv_sizes = stack.windows, stack.position_bytes, stack.kv_sizes
-        self._most, self._rows, self._dtype = most, rows, stack.dtype
+        self._most, self._rows, self._dtype, self._paged = most, rows, stack.dtype, is_paged(stack.device)
 
     def need(
         self,
@@ -80,7 +87,7 @@ class KVRoom:
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Bytes that rows with these needs can occupy together."""
-        return len(needs) * self._slot(_longest(needs)) + sum(need.own_bytes for need in needs) if needs else 0
+        return self._slots(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs) if needs else 0
 
     def prepare(self, cache: KVCache, needs: Sequence[Need]) -> None:
         """Let the cache take all rows with these needs, which there are bytes for, and bound how it grows.
@@ -92,33 +99,34 @@ class KVRoom:
             needs: of the rows that it holds, and of those that are to join.
         """
         longest, most = _longest(needs), self._most - sum(need.own_bytes for need in needs)
-        if self._counted(cache, longest) * max(cache.slots, len(needs)) > most:
+        slots = len(needs) if self._paged else max(cache.slots, len(needs))
+        if self._slots(needs, slots, _grown(cache, longest)) > most:
             for layer, end in zip(cache.layers, longest, strict=True):
-                layer.resize(len(needs), min(layer.capacity, max(end, *_held(layer))))
+                layer.resize(len(needs), min(layer.capacity, max(end, *layer.held())))
         for layer, end in zip(cache.layers, longest, strict=True):
             layer.limit = end
-        slot = self._counted(cache, longest)
-        cache.most_slots = min(self._rows, most // slot) if slot else self._rows
+        slot = sum(map(mul, _grown(cache, longest), self._sizes))
+        cache.most_slots = self._rows if self._paged or not slot else min(self._rows, most // slot)
 
-    def _counted(self, cache: KVCache, longest: Sequence[int]) -> int:
-        """Bytes of a slot that rows of these lengths, and what is there already, let grow."""
-        return self._slot([max(layer.capacity, end) for layer, end in zip(cache.layers, longest, strict=True)])
+    def _slots(self, needs: Sequence[Need], slots: int, room: Sequence[int]) -> int:
+        """Bytes of so many slots, with room for so many columns in each layer, for rows with these needs."""
+        columns = (
+            sum(_in_slot(need, layer) for need in needs) if self._paged and window is None else slots * room[layer]
+            for layer, window in enumerate(self._windows)
+        )
+        return sum(map(mul, columns, self._sizes))
 
-    def _slot(self, columns: Sequence[int]) -> int:
-        return sum(count * size for count, size in zip(columns, self._sizes, strict=True))
+
+def _in_slot(need: Need, layer: int) -> int:
+    """The most columns in a slot."""
+    return 0 if need.own[layer] else need.columns[layer]
 
 
 def _longest(needs: Sequence[Need]) -> list[int]:
-    """The most columns in a slot, per layer."""
-    return [
-        max(0 if own else count for count, own in layer)
-        for layer in zip(*(zip(need.columns, need.own, strict=True) for need in needs), strict=True)
-    ]
+    """The most columns in any slot, per layer."""
+    return [max(_in_slot(need, layer) for need in needs) for layer in range(len(needs[0].columns))]
 
 
-def _held(layer: KVLayer) -> list[int]:
-    """Columns in use per slot; more than a need where a window has not shifted yet."""
-    return [
-        0 if own else layer.stored(row) + scratch
-        for row, (scratch, own) in enumerate(zip(layer.scratch, layer.encoded, strict=True))
-    ]
+def _grown(cache: KVCache, longest: Sequence[int]) -> list[int]:
+    """Columns per layer of slots that rows of these lengths, and what is there already, let grow."""
+    return [max(layer.capacity, end) for layer, end in zip(cache.layers, longest, strict=True)]
