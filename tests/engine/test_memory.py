@@ -44,6 +44,7 @@ def test_bytes_used_and_saved(new: int, plan: DepthPlan, release: bool) -> None:
 @pytest.mark.parametrize("paged", [True, False])
 def test_rows_add_up(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "PAGED", paged)
+    monkeypatch.setattr(kv_memory, "SMALL", 1)
     run = make_run(tiny("llama"), [prompt(4), prompt(11), prompt(2)], [FULL, D3_PLAN, SPLIT], 12)
     for _ in run.loop.run():
         rows = [run.cache.row_bytes(row) for row in range(run.cache.rows)]

@@ -103,6 +103,7 @@ def test_the_storage_stays_within_what_was_counted(
     """With free slots, and with columns that no row under way needs any more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_memory, "PAGED", paged)
+        patch.setattr(kv_memory, "SMALL", 1)
         probe = Scheduler(engine(family), start=False)
         most = int(times * max(probe._room.bytes([submit(probe, job).entries[0].need]) for job in jobs))
         scheduler = Scheduler(
@@ -121,6 +122,7 @@ def test_the_storage_stays_within_what_was_counted(
 def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a slot takes what its row writes, and not what the longest does."""
     monkeypatch.setattr(kv_memory, "PAGED", paged)
+    monkeypatch.setattr(kv_memory, "SMALL", 1)
     scheduler = Scheduler(engine("llama"), kv_bytes=72 * sum(engine("llama").stack.position_bytes), start=False)
     handles = [scheduler.submit(prompt(size, size), max_new_tokens=4) for size in (30, 2, 3, 4, 5, 6)]
     scheduler.turn()

@@ -49,7 +49,7 @@ def write(layer: KVLayer, row: int, count: int) -> None:
 def test_zeros_and_what_is_cleared(seed: int, dtype: torch.dtype) -> None:
     """As with a plain tensor, for parts of any size at any place."""
     dice, like = random.Random(seed), torch.empty(0, dtype=dtype)
-    rows = dice.choice([1, 40, 3000])
+    rows = dice.choice([1, 40, 30_000])
     ours, plain = kv_memory.zeros(like, 3, rows, 7), like.new_zeros(3, rows, 7)
     for _ in range(30):
         assert torch.equal(ours, plain)

@@ -2,7 +2,7 @@
 
 Attention over several rows wants one tensor, with room for the longest row in each slot. Here the room of the others is
 an address range and nothing more: of each head's columns only the pages in use take memory, as in vAttention (arXiv
-2405.04437), which does so on GPUs. On Linux and a CPU; elsewhere all of a tensor takes memory.
+2405.04437), which does so on GPUs. On Linux and a CPU; elsewhere, and where it is small, all of a tensor takes memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 
 PAGED = sys.platform == "linux"
 
+SMALL = 1 << 20
+"""Bytes below which a tensor comes from the heap, which is warm: every new page costs a microsecond or two."""
+
 _UNRESERVED = 0x4000
 """MAP_NORESERVE, which Python names from 3.13 on: more addresses than there is memory are no mistake here."""
 
@@ -32,7 +35,7 @@ def is_paged(device: torch.device) -> bool:
 def zeros(like: Tensor, *shape: int) -> Tensor:
     """A tensor of zeros in the dtype and on the device of another one; MemoryError where there is no room for it."""
     size = prod(shape) * like.element_size()
-    if not size or not is_paged(like.device):
+    if size < SMALL or not is_paged(like.device):
         return like.new_zeros(shape)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
@@ -44,8 +47,8 @@ def zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def clear(part: Tensor) -> None:
-    """Fill a contiguous part of such a tensor with zeros; the pages that lie wholly in it take no memory any more."""
-    if _madvise is None or not is_paged(part.device):
+    """Fill a contiguous part of such a tensor with zeros; in a large one, pages wholly in it give theirs back."""
+    if _madvise is None or not is_paged(part.device) or part.untyped_storage().nbytes() < SMALL:
         part.zero_()
         return
     raw = part.view(-1).view(torch.uint8)

@@ -4,9 +4,9 @@ A layer's storage is one block of slots, each as long as its longest row needs, 
 slot takes all of that memory, or what its row writes: see `shoal.model.kv_memory`. A window moves on when the slot is
 full, so there it is all in any case.
 
-Not counted: the bias of rewritten columns, 4 bytes for each head and column, a few hundredths of its key and value; and
+Not counted: the bias of rewritten columns, 4 bytes for each head and column, a few hundredths of its key and value;
 pages of which a row uses a part, at each end of what a head has written, 4 KiB or less for its keys and as much for its
-values.
+values; and what rows have not written of a layer's storage of less than a megabyte, which is taken whole.
 """
 
 from __future__ import annotations
