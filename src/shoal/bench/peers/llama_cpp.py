@@ -34,7 +34,7 @@ class LlamaCpp:
         self._api: Any = None
         self._model: Any = None
         self._vocab = 0
-        self._context: _Context | None = None
+        self._context: Context | None = None
 
     def prepare(self) -> About:
         """Load the subject's GGUF file, or one that is written for the purpose."""
@@ -122,13 +122,17 @@ class LlamaCpp:
             return file_traffic(self._subject, _KV_BYTES)
         return traffic_of(self._subject, bits_of(self._kind), _KV_BYTES)
 
-    def _room(self, rows: int, length: int) -> _Context:
+    def _room(self, rows: int, length: int) -> Context:
         """An empty context for so many sequences of that length."""
         if self._context is None or self._context.size != (rows, length):
             if self._context is not None:
                 self._context.close()
-            self._context = _Context(self._api, self._model, rows, length, self._setting.threads, self._vocab)
+            self._context = self.new_context(rows, length)
         return self._context
+
+    def new_context(self, rows: int, length: int) -> Context:
+        """Another one, which is the caller's to close."""
+        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab)
 
 
 def library() -> Any:
@@ -155,7 +159,7 @@ _Token = tuple[int, int, int, bool]
 """Id, position, sequence, whether logits are wanted."""
 
 
-class _Context:
+class Context:
     """A llama_context and one llama_batch that is filled anew for every call."""
 
     def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int) -> None:
@@ -217,6 +221,16 @@ class _Context:
     def drop(self, row: int) -> None:
         """Forget one sequence."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
+
+    def save(self, path: Path) -> None:
+        """Keep the first sequence's keys and values in a file."""
+        self._api.llama_state_seq_save_file(self._handle, str(path).encode(), 0, (ctypes.c_int32 * 0)(), 0)
+
+    def load(self, path: Path) -> None:
+        """Take back what `save` kept."""
+        if not self._api.llama_state_seq_load_file(
+                self._handle, str(path).encode(), 0, (ctypes.c_int32 * 1)(), 1, ctypes.c_size_t()):
+            raise RuntimeError(f"llama.cpp cannot read {path}")
 
     def close(self) -> None:
         """Free both."""

@@ -127,7 +127,7 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
     meet(&w->run->team, w->id);
 }
 
-static void run_attention(const Worker *w, int entry) {
+static void run_attention(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
