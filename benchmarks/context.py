@@ -1,12 +1,12 @@
 """What a long context costs: steps after contexts of several lengths, and prompts of several lengths, in turn.
 
     python benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] [--rounds 5]
-        [--ticks 8] [--dtype float32] [--peer llama.cpp] [--work DIR] [--json OUT]
+        [--ticks 8] [--dtype float32] [--peer llama.cpp] [--json OUT]
 
 Systems are Shoal, the same with KV in 8 bits and, with `--peer`, llama.cpp on the same file, its KV in float16. Every
-round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once: Shoal's
-holds the keys and values of 512 tokens over and over, llama.cpp's is read token by token and kept in `--work`, if that is
-given. `kv_roof` is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the
+round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once, of the
+keys and values of 512 tokens over and over: Shoal's copied, llama.cpp's read in pieces that do not see each other.
+`kv_roof` is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the
 first one, over the seconds by which its steps do. The last line on stdout is the result as JSON.
 """
 
@@ -97,22 +97,17 @@ class Ours:
 class Peer:
     """llama.cpp."""
 
-    def __init__(self, model: str, work: Path | None, kv_numbers: float) -> None:
+    def __init__(self, model: str, kv_numbers: float) -> None:
         self._system = LlamaCpp(MeasuredModel(model=model), Setting("float32", FILE, threads=torch.get_num_threads()))
         self._system.prepare()
-        self._work, self._model = work, Path(model).stem
         self.kv_bytes = 2 * kv_numbers
 
     def hold(self, context: int) -> Callable[[], object]:
         """See `System`."""
-        room = self._system.new_context(1, context + 1)
-        kept = None if self._work is None else self._work / f"{self._model}-{context}.state"
-        if kept is None or not kept.exists():
-            room.prefill([words(context)])
-            if kept is not None:
-                room.save(kept)
-        else:
-            room.load(kept)
+        room, tokens = self._system.new_context(2, context + 1, unified=True), words(READ)
+        for first in range(0, context, READ):
+            room.decode([(token, place, 1, False) for place, token in enumerate(tokens[: context - first], first)])
+            room.join(1)
 
         def step() -> None:
             room.decode([(words(1)[0], context, 0, True)])
@@ -170,7 +165,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ticks", type=int, default=8, help="steps in a turn, of which the median counts")
     parser.add_argument("--dtype", help="of Shoal's KV; the machine's own by default")
     parser.add_argument("--peer", choices=["llama.cpp"])
-    parser.add_argument("--work", type=Path, help="where llama.cpp's contexts are kept for the next time")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
@@ -180,7 +174,7 @@ def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System
     yield "shoal", Ours(engine, "full")
     yield "shoal kv_int8", Ours(engine, "kv_int8")
     if args.peer:
-        yield args.peer, Peer(args.model, args.work, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
+        yield args.peer, Peer(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
 
 
 def words(count: int) -> list[int]:

@@ -130,9 +130,9 @@ class LlamaCpp:
             self._context = self.new_context(rows, length)
         return self._context
 
-    def new_context(self, rows: int, length: int) -> Context:
-        """Another one, which is the caller's to close."""
-        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab)
+    def new_context(self, rows: int, length: int, unified: bool = False) -> Context:
+        """Another one, which is the caller's to close; `unified`: sequences share the memory of `length` tokens."""
+        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab, unified)
 
 
 def library() -> Any:
@@ -162,11 +162,13 @@ _Token = tuple[int, int, int, bool]
 class Context:
     """A llama_context and one llama_batch that is filled anew for every call."""
 
-    def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int) -> None:
+    def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int,
+                 unified: bool = False) -> None:
         self.size = (rows, length)
         self._api, self._vocab = api, vocab
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = rows * (-(-length // 256) * 256), rows
+        params.n_ctx, params.n_seq_max = (1 if unified else rows) * (-(-length // 256) * 256), rows
+        params.kv_unified = unified
         params.n_batch = min(_BATCH, params.n_ctx)
         params.n_threads = params.n_threads_batch = threads
         self._handle = api.llama_init_from_model(model, params)
@@ -222,15 +224,11 @@ class Context:
         """Forget one sequence."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
 
-    def save(self, path: Path) -> None:
-        """Keep the first sequence's keys and values in a file."""
-        self._api.llama_state_seq_save_file(self._handle, str(path).encode(), 0, (ctypes.c_int32 * 0)(), 0)
-
-    def load(self, path: Path) -> None:
-        """Take back what `save` kept."""
-        if not self._api.llama_state_seq_load_file(
-                self._handle, str(path).encode(), 0, (ctypes.c_int32 * 1)(), 1, ctypes.c_size_t()):
-            raise RuntimeError(f"llama.cpp cannot read {path}")
+    def join(self, row: int) -> None:
+        """Let the first sequence have what another one holds, which is empty then; they share their memory."""
+        memory = self._api.llama_get_memory(self._handle)
+        self._api.llama_memory_seq_cp(memory, row, 0, -1, -1)
+        self.drop(row)
 
     def close(self) -> None:
         """Free both."""

@@ -116,8 +116,9 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
-/* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. */
-static void attend_chunk(const Worker *w, const Task *task, int first, int last, const Seen *seen) {
+/* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. The first
+   of few fetch what follows from column `next` on. */
+static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
@@ -132,6 +133,9 @@ static void attend_chunk(const Worker *w, const Task *task, int first, int last,
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first);
         }
+        const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + 2 * QUERIES;
+        const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
+        w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }
@@ -150,7 +154,7 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         for (int k = 0; k < round_up(high, LANES); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LANES), multiplies_bf16(w->run->m));
-        attend_chunk(w, task, s->first, s->last, seen);
+        attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
     }
 }
 
@@ -168,7 +172,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
         const int whole = (int)round_up(seen.high, LANES);
         for (int k = seen.high; k < whole; k++) columns[k] = -1;
         lay_columns(&w->chunk, source, columns, whole, multiplies_bf16(w->run->m));
-        attend_chunk(w, task, i, i + 1, &seen);
+        attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
     }
 }
 
@@ -222,16 +226,18 @@ static void attend_layer(Worker *w, int entry, const Chosen *c, const Segment *s
     }
 }
 
-/* The attention's output of token number i, all heads: the splits' sums brought to their common peak. */
-static void merge_splits(const Run *r, const Segment *s, int i, float *out) {
-    const int dim = r->m->head_dim;
-    for (int head = 0; head < r->m->heads; head++, out += dim) {
-        float peak = -INFINITY, total = 0;
-        for (int k = 0; k < s->splits; k++) peak = fmaxf(peak, state_at(r, s, k, i, head)->peak);
+/* The attention's output of some heads, this thread's share: the splits' sums brought to their common peak. */
+static void merge_splits(const Worker *w, const Segment *s) {
+    const Run *r = w->run;
+    const int dim = r->m->head_dim, heads = r->m->heads;
+    for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
+        const int i = k / heads, head = k % heads;
+        float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
+        for (int split = 0; split < s->splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
         memset(out, 0, sizeof(float) * dim);
-        for (int k = 0; k < s->splits; k++) {
-            const State *state = state_at(r, s, k, i, head);
-            float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
+        for (int split = 0; split < s->splits; split++) {
+            const State *state = state_at(r, s, split, i, head);
+            const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
             total += weight * state->total;
             for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
         }

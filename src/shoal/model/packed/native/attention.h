@@ -12,6 +12,8 @@
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
 #define QUERIES 4   /* that share the loads of keys and values */
 #define MAX_HEAD_DIM 256
+#define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
+#define STEP (32 * SCORED) /* bytes of the next chunk's keys, or values, that a few products fetch */
 
 /* What a (token, head) knows after some columns; followed by the weighted sum of values, `dim` floats. */
 typedef struct {
@@ -46,6 +48,7 @@ typedef struct {
     char *keys, *values;
     float *factors, *weights, *bias; /* [CHUNK]: of scores, of softmax's weights, beside scores */
     int scaled, biased;              /* whether there are the last two */
+    const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
     int dim;
     float cap;
 } Chunk;
@@ -72,6 +75,7 @@ INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORE
 INLINE Vi load_words(const char *line, int part, int dim, const int form, const int bf16) {
     const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
     const char *at = line + part * width * form_bytes(form);
+    _mm_prefetch(at + NEAR, _MM_HINT_T0);
     if (form == STORED_INT8) {
         char copy[32] = {0};
         if (rest < width) memcpy(copy, at, rest), at = copy;
@@ -158,11 +162,18 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
+INLINE const char *fetch(const char *ahead) {
+    if (!ahead) return NULL;
+    UNROLL for (int i = 0; i < STEP; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    return ahead + STEP;
+}
+
 /* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. */
 INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
                   const int bf16) {
     const int words = words_of_line(c->dim, bf16);
     const int64_t group = 64 * round_up(words, 16);
+    const char *ahead = c->ahead[0];
     for (int g = first / SCORED * SCORED; g < last; g += SCORED) {
         Vf sum[QUERIES][SCORED];
         UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = vf_zero();
@@ -170,6 +181,7 @@ INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], i
         for (int d = 0; d < words; d++, keys += 64) {
             Vi key[SCORED];
             UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
+            ahead = fetch(ahead);
             UNROLL for (int h = 0; h < queries; h++) {
                 const Vi x = spread(q[h] + 4 * d);
                 UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
@@ -221,10 +233,12 @@ INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, con
     const int64_t line = 64ll * vectors_of_line(c->dim, bf16);
     Vf sum[QUERIES][MIXED];
     UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < width; k++) sum[h][k] = vf_zero();
-    const char *values = c->values + first * line + 64 * at;
+    const char *values = c->values + first * line + 64 * at, *ahead = c->ahead[1];
+    if (ahead) ahead += (int64_t)at / width * (last - first) * STEP;
     for (int i = first; i < last; i++, values += line) {
         Vi value[MIXED];
         UNROLL for (int k = 0; k < width; k++) value[k] = vi_load(values + 64 * k);
+        ahead = fetch(ahead);
         UNROLL for (int h = 0; h < queries; h++) {
             const Vi x = spread(weights[h] + 4 * i);
             UNROLL for (int k = 0; k < width; k++) sum[h][k] = multiply_add(sum[h][k], value[k], x, bf16);

@@ -51,7 +51,6 @@ static Worker worker_of(Run *r, int id, int threads) {
     char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
-    w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.chunk = chunk_at(at, m->head_dim);
     return w;
@@ -61,7 +60,7 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + round_up(4ll * SUMS, 64) + chunk_bytes(m->head_dim);
+    return acts + queries + round_up(4ll * SUMS, 64) + chunk_bytes(m->head_dim);
 }
 
 /* At most how many (token, head, split) states a layer needs. */
@@ -82,6 +81,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     float *at = (float *)memory;
     r->x = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
+    r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->hidden = at, at += tokens * r->hidden_line;
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
     r->private = (char *)at;

@@ -10,7 +10,7 @@
 typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
-    float *x, *qkv, *hidden, *states; /* [tokens] lines each; states: [task][token][head of the task] */
+    float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     int64_t x_line, qkv_line, hidden_line;
     char *private; /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
@@ -35,7 +35,6 @@ typedef struct {
     int id, threads;
     Acts acts;
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
-    float *line;   /* [heads * head_dim], one token */
     float *sums;   /* of a panel, see multiply() */
     Chunk chunk;
 } Worker;
