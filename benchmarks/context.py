@@ -1,84 +1,214 @@
-"""What a long context costs: a short and a long prompt decode in turn, tick by tick.
+"""What a long context costs: steps after contexts of several lengths, and prompts of several lengths, in turn.
 
-    python benchmarks/context.py [--shape 1b] [--dtype bfloat16] [--contexts 64,4096] [--ticks 60] [--json OUT]
+    python benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] [--rounds 5]
+        [--ticks 8] [--dtype float32] [--peer llama.cpp] [--json OUT]
 
-Taking turns matters more here than anywhere: the long prompt takes half a minute to read, and a shared machine's
-bandwidth changes in less. The ratio of times stands beside the ratio of the bytes that a step reads, weights and KV.
-The last line on stdout is the result as JSON.
+Systems are Shoal, the same with KV in 8 bits and, with `--peer`, llama.cpp on the same file, its KV in float16. Every
+round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once, of the
+keys and values of 512 tokens over and over: Shoal's copied, llama.cpp's read in pieces that do not see each other.
+`kv_roof` is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the
+first one, over the seconds by which its steps do. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+import shoal
+from shoal.bench import idle, report
 from shoal.bench.bandwidth import read_bandwidth
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import traffic_of
-from shoal.engine.device import as_dtype
+from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.rounds import in_order
+from shoal.bench.subject import FILE, MeasuredModel
+from shoal.bench.system import Setting
+from shoal.cli import env
+from shoal.engine.engine import Engine
+from shoal.methods.kv_int8 import Bytes
+from shoal.model.kv import KVCache
+from shoal.model.kv_form import column_bytes
+from shoal.model.stack import SequenceChunk
+
+READ = 512
 
 
-def main() -> None:
+class System(Protocol):
+    """One of those that take turns."""
+
+    kv_bytes: float
+    """Of one position, in all layers."""
+
+    def hold(self, context: int) -> Callable[[], object]:
+        """Make a context; what is returned runs one step on it."""
+        ...
+
+    def read(self, prompt: Sequence[int]) -> object:
+        """Run a prompt."""
+        ...
+
+
+class Ours:
+    """Shoal, by its engine's stack."""
+
+    def __init__(self, engine: Engine, method: str) -> None:
+        self._engine, self._method = engine, method
+        self._store = Bytes(0) if method == "kv_int8" else None
+        stack = engine.stack
+        plain = [heads * (one + other) * stack.dtype.itemsize for heads, one, other in stack.kv_sizes]
+        self.kv_bytes = sum(plain) if self._store is None else sum(
+            column_bytes(self._store.form(0), sizes, stack.dtype) for sizes in stack.kv_sizes)
+
+    def hold(self, context: int) -> Callable[[], object]:
+        """See `System`."""
+        stack = self._engine.stack
+        rooms = [context + 1] * stack.num_layers
+        cache = KVCache(stack.windows, 1, rooms)
+        cache.set_store(0, self._store, rooms)
+        plan = self._engine.recipe("full", 2).plan
+        tokens = words(min(READ, context))
+        for first in range(0, len(tokens), stack.prefill_chunk):
+            piece = tokens[first : first + stack.prefill_chunk]
+            stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
+            cache.commit(0, range(len(piece)))
+        more = torch.arange(context - len(tokens)) % len(tokens)
+        for layer in cache.layers:
+            keys, values = layer.read(0, len(tokens), stack.dtype)
+            layer.append(keys[None, :, more], values[None, :, more], [0], [len(more)])
+        cache.commit(0, range(len(more)))
+
+        def step() -> None:
+            stack.forward([SequenceChunk(0, [tokens[0]], [1], plan, wanted=1)], cache).argmax(-1).tolist()
+            cache.rollback(0)
+
+        return step
+
+    def read(self, prompt: Sequence[int]) -> object:
+        """See `System`."""
+        return self._engine.generate(list(prompt), method=self._method, max_new_tokens=1, ignore_eos=True)
+
+
+class Peer:
+    """llama.cpp."""
+
+    def __init__(self, model: str, kv_numbers: float) -> None:
+        self._system = LlamaCpp(MeasuredModel(model=model), Setting("float32", FILE, threads=torch.get_num_threads()))
+        self._system.prepare()
+        self.kv_bytes = 2 * kv_numbers
+
+    def hold(self, context: int) -> Callable[[], object]:
+        """See `System`."""
+        room, tokens = self._system.new_context(2, context + 1, unified=True), words(READ)
+        for first in range(0, context, READ):
+            room.decode([(token, place, 1, False) for place, token in enumerate(tokens[: context - first], first)])
+            room.join(1)
+
+        def step() -> None:
+            room.decode([(words(1)[0], context, 0, True)])
+            room.forget(context)
+
+        return step
+
+    def read(self, prompt: Sequence[int]) -> object:
+        """See `System`."""
+        return self._system.generate([prompt], 1, None)
+
+
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--contexts", default="64,4096")
-    parser.add_argument("--ticks", type=int, default=60)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    report = measure(args, [int(word) for word in args.contexts.split(",")])
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
-
-
-def measure(args: argparse.Namespace, contexts: list[int]) -> dict[str, Any]:
-    """Seconds per tick for each context, and each in relation to the first."""
-    subject, dtype = MeasuredModel(args.shape), as_dtype(args.dtype)
-    engine = subject.engine(dtype, "cpu", "auto", None)
-    traffic = traffic_of(subject, dtype.itemsize * 8, dtype.itemsize)
-    streams = []
-    for context in contexts:
-        prompt = [(7 * place) % 1000 for place in range(context)]
-        streams.append(engine.stream(prompt, max_new_tokens=args.ticks + 3, ignore_eos=True))
-        next(streams[-1]), next(streams[-1])
-    seconds: list[list[float]] = [[] for _ in streams]
-    roof = read_bandwidth(0.3)
-    for _ in range(args.ticks):
-        for stream, times in zip(streams, seconds, strict=True):
-            start = time.perf_counter()
-            next(stream)
-            times.append(time.perf_counter() - start)
-    rows = []
-    for context, times in zip(contexts, seconds, strict=True):
-        read = traffic.mean_step(subject.full_plan(), context, args.ticks)
-        ratios = [mine / first for mine, first in zip(times, seconds[0], strict=True)]
-        rows.append(
-            {
-                "context": context,
-                "median_seconds": statistics.median(times),
-                "least_seconds": min(times),
-                "bytes": read,
-                "bytes_ratio": read / traffic.mean_step(subject.full_plan(), contexts[0], args.ticks),
-                "time_ratio": statistics.median(ratios),
-            }
-        )
-    return {
-        "command": " ".join(["benchmarks/context.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "roof": [roof, read_bandwidth(0.3)],
-        "rows": rows,
+    args = arguments(argv)
+    engine = shoal.load(args.model, dtype=args.dtype)
+    systems = dict(made(args, engine))
+    before, roofs = idle.watch(0.5), [read_bandwidth(0.3)]
+    steps = {context: {name: system.hold(context) for name, system in systems.items()} for context in args.contexts}
+    found: dict[str, dict[int, dict[str, list[float]]]] = {
+        what: {size: {name: [] for name in systems} for size in sizes}
+        for what, sizes in (("steps", args.contexts), ("prompts", args.prompts))
     }
+    for number in range(args.rounds):
+        for name in in_order(list(systems), number):
+            for context in args.contexts:
+                steps[context][name]()
+                found["steps"][context][name].append(statistics.median(timed(steps[context][name])
+                                                                       for _ in range(args.ticks)))
+            for size in args.prompts:
+                found["prompts"][size][name].append(timed(lambda: systems[name].read(words(size))))  # noqa: B023
+        roofs.append(read_bandwidth(0.3))
+    report.publish({
+        **report.heading(env.collect(), ["python", "benchmarks/context.py", *argv]), "kind": "context",
+        "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
+        "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": roofs,
+        "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},
+        "steps": [row(context, times) | roof_parts(context, found["steps"], systems, roofs)
+                  for context, times in found["steps"].items()],
+        "prompts": [row(size, times) for size, times in found["prompts"].items()],
+    }, args.json)
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    def sizes(text: str) -> list[int]:
+        return [int(word) for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--contexts", type=sizes, default=[512, 8192, 32768])
+    parser.add_argument("--prompts", type=sizes, default=[512, 2048, 8192])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ticks", type=int, default=8, help="steps in a turn, of which the median counts")
+    parser.add_argument("--dtype", help="of Shoal's KV; the machine's own by default")
+    parser.add_argument("--peer", choices=["llama.cpp"])
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System]]:
+    """Systems by name."""
+    yield "shoal", Ours(engine, "full")
+    yield "shoal kv_int8", Ours(engine, "kv_int8")
+    if args.peer:
+        yield args.peer, Peer(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
+
+
+def words(count: int) -> list[int]:
+    """A prompt."""
+    return [(7 * place) % 1000 + 100 for place in range(count)]
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """What was read for one length; every system over the first one, round by round."""
+    first = next(iter(times.values()))
+    ratios = {name: statistics.median(b / a for a, b in zip(first, found, strict=True)) for name, found in times.items()}
+    return {"tokens": size, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
+            "over_first": ratios}
+
+
+def roof_parts(
+    context: int, steps: dict[int, dict[str, list[float]]], systems: dict[str, System], roofs: list[float]
+) -> dict[str, Any]:
+    """`kv_roof` by system; of the first context nothing."""
+    first = next(iter(steps))
+    if context == first:
+        return {}
+    more = {name: statistics.median(b - a for a, b in zip(steps[first][name], steps[context][name], strict=True))
+            for name in systems}
+    return {"kv_roof": {name: (context - first) * system.kv_bytes / more[name] / statistics.median(roofs)
+                        for name, system in systems.items()}}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

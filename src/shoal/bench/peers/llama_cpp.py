@@ -34,7 +34,7 @@ class LlamaCpp:
         self._api: Any = None
         self._model: Any = None
         self._vocab = 0
-        self._context: _Context | None = None
+        self._context: Context | None = None
 
     def prepare(self) -> About:
         """Load the subject's GGUF file, or one that is written for the purpose."""
@@ -122,13 +122,17 @@ class LlamaCpp:
             return file_traffic(self._subject, _KV_BYTES)
         return traffic_of(self._subject, bits_of(self._kind), _KV_BYTES)
 
-    def _room(self, rows: int, length: int) -> _Context:
+    def _room(self, rows: int, length: int) -> Context:
         """An empty context for so many sequences of that length."""
         if self._context is None or self._context.size != (rows, length):
             if self._context is not None:
                 self._context.close()
-            self._context = _Context(self._api, self._model, rows, length, self._setting.threads, self._vocab)
+            self._context = self.new_context(rows, length)
         return self._context
+
+    def new_context(self, rows: int, length: int, unified: bool = False) -> Context:
+        """Another one, which is the caller's to close; `unified`: sequences share the memory of `length` tokens."""
+        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab, unified)
 
 
 def library() -> Any:
@@ -155,14 +159,16 @@ _Token = tuple[int, int, int, bool]
 """Id, position, sequence, whether logits are wanted."""
 
 
-class _Context:
+class Context:
     """A llama_context and one llama_batch that is filled anew for every call."""
 
-    def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int) -> None:
+    def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int,
+                 unified: bool = False) -> None:
         self.size = (rows, length)
         self._api, self._vocab = api, vocab
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = rows * (-(-length // 256) * 256), rows
+        params.n_ctx, params.n_seq_max = (1 if unified else rows) * (-(-length // 256) * 256), rows
+        params.kv_unified = unified
         params.n_batch = min(_BATCH, params.n_ctx)
         params.n_threads = params.n_threads_batch = threads
         self._handle = api.llama_init_from_model(model, params)
@@ -217,6 +223,12 @@ class _Context:
     def drop(self, row: int) -> None:
         """Forget one sequence."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
+
+    def join(self, row: int) -> None:
+        """Let the first sequence have what another one holds, which is empty then; they share their memory."""
+        memory = self._api.llama_get_memory(self._handle)
+        self._api.llama_memory_seq_cp(memory, row, 0, -1, -1)
+        self.drop(row)
 
     def close(self) -> None:
         """Free both."""

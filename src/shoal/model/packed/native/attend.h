@@ -58,41 +58,26 @@ static void store_new(const Worker *w, const Task *task) {
     }
 }
 
-static void load_bytes(char *to, const int8_t *from, float scale, int count, int dtype) {
-    float line[MAX_HEAD_DIM] ALIGNED;
-    for (int j = 0; j < count; j++) line[j] = scale * from[j];
-    store_line(to, line, count, dtype);
-}
-
-/* Keys, values and biases of columns that lie side by side, the first being column `first`. */
-typedef struct {
-    const char *keys, *values;
-    const float *bias;
-    int first;
-} Stretch;
-
-/* Columns low..high-1 of the task's head: where they lie, or out of their own form. */
-static Stretch stretch_at(const Worker *w, const Task *task, int low, int high) {
-    const Run *r = w->run;
+static Source source_of(const Run *r, const Task *task) {
     const ShoalModel *m = r->m;
     const ShoalOwn *own = own_of(r->b, task->number, task->segment->row);
-    const int64_t line = kv_line(m), at = first_line(r, task, own) + low;
-    Stretch lines = {.first = low, .bias = own && own->bias ? own->bias + (int64_t)task->head * own->bias_capacity + low : NULL};
-    if (!own || !own->keys) {
-        lines.keys = (const char *)r->b->keys[task->number] + at * line;
-        lines.values = (const char *)r->b->values[task->number] + at * line;
-        return lines;
+    const int64_t first = first_line(r, task, own);
+    Source s = {.dim = m->head_dim, .scale = m->attention_scale, .cap = m->attention_cap};
+    if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
+    if (own && own->keys) {
+        s.form = STORED_INT8, s.keys = (const char *)own->keys + first * s.dim, s.values = (const char *)own->values + first * s.dim;
+        s.key_scales = own->key_scales + first, s.value_scales = own->value_scales + first;
+    } else {
+        s.form = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
+        s.keys = (const char *)r->b->keys[task->number] + first * kv_line(m);
+        s.values = (const char *)r->b->values[task->number] + first * kv_line(m);
     }
-    char *values = w->decoded + CHUNK * line;
-    for (int j = 0; j < high - low; j++) {
-        load_bytes(w->decoded + j * line, own->keys + (at + j) * m->head_dim, own->key_scales[at + j], m->head_dim, m->kv_dtype);
-        load_bytes(values + j * line, own->values + (at + j) * m->head_dim, own->value_scales[at + j], m->head_dim, m->kv_dtype);
-    }
-    lines.keys = w->decoded, lines.values = values;
-    return lines;
+    return s;
 }
 
-INLINE int64_t query_bytes(const ShoalModel *m) { return round_up(m->head_dim, 32) * (m->kv_dtype == DTYPE_BF16 ? 2 : 4); }
+INLINE int multiplies_bf16(const ShoalModel *m) { return BF16_PRODUCTS && m->kv_dtype == DTYPE_BF16; }
+
+INLINE int64_t query_bytes(const ShoalModel *m) { return round_up(m->head_dim, 32) * (multiplies_bf16(m) ? 2 : 4); }
 
 static void ready_queries(const Worker *w, const Task *task, int i) {
     const Run *r = w->run;
@@ -104,7 +89,7 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
         const float *queries = r->qkv + i * r->qkv_line;
         ready_head(m, task->layer, queries, task->head * group + h, m->heads, task->layer->q_norm, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
-        store_line(to, line, (int)round_up(m->head_dim, 32), m->kv_dtype);
+        store_line(to, line, (int)round_up(m->head_dim, 32), multiplies_bf16(m) ? DTYPE_BF16 : DTYPE_FP32);
         reset(state_at(r, task->segment, task->split, i, task->head * group + h), m->head_dim);
     }
 }
@@ -117,82 +102,87 @@ INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t
     return ~seen;
 }
 
-/* All query heads of token number i that belong to the task's KV head look at some columns. */
-static void attend_columns(const Worker *w, const Task *task, int i, Columns *c) {
+INLINE int selects(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
+
+/* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
+INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
+    const Segment *s = task->segment;
+    const int t = task->chosen->token[i];
+    if (selects(r->b, t)) return (Seen){0};
+    const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
+    const int high = min_int(min_int(task->high, base + CHUNK), s->stored + r->b->node[t] + 1);
+    Seen seen = {.low = max_int(low - base, 0), .high = high - base, .first_node = s->stored - base};
+    if (high > s->stored) seen.hidden = hidden_nodes(r->b, task->layer, t);
+    return seen;
+}
+
+/* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. The first
+   of few fetch what follows from column `next` on. */
+static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
-    const Segment *s = task->segment;
-    const int group = m->heads / m->kv_heads;
-    c->dim = m->head_dim, c->scale = m->attention_scale, c->cap = m->attention_cap;
-    Attend *attend = attend_for(m->kv_dtype, m->head_dim);
-    for (int h = 0; h < group; h += QUERIES) {
+    const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
+    for (int k = first * group; k < last * group; k += QUERIES) {
         const char *q[QUERIES];
         State *states[QUERIES];
-        int heads = min_int(QUERIES, group - h);
-        for (int j = 0; j < QUERIES; j++) {
-            int head = h + min_int(j, heads - 1);
-            q[j] = w->queries + ((i - s->first) * group + head) * query_bytes(m);
-            states[j] = state_at(r, s, task->split, i, task->head * group + head);
+        const Seen *sights[QUERIES];
+        const int count = min_int(QUERIES, last * group - k);
+        for (int j = 0; j < count; j++) {
+            const int i = (k + j) / group, head = (k + j) % group;
+            q[j] = w->queries + (k + j - before * group) * query_bytes(m);
+            states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
+            sights[j] = seen + (i - first);
         }
-        attend(q, states, c, heads);
+        const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + 2 * QUERIES;
+        const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
+        w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
+        (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }
 
-INLINE int selects(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
-
-/* Columns low..high-1 of a chunk for token number i. */
-static void attend_token(const Worker *w, const Task *task, const Stretch *lines, int i, int low, int high) {
-    const Run *r = w->run;
+/* A chunk begins at a multiple of CHUNK positions, so that a column's place in it does not depend on what is stored. */
+static void attend_columns(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
-    const int t = task->chosen->token[i];
-    const int64_t line = kv_line(r->m);
-    if (selects(r->b, t)) return;
-    low = max_int(low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
-    high = min_int(high, s->stored + r->b->node[t] + 1);
-    if (low >= high) return;
-    const int64_t skip = low - lines->first;
-    Columns c = {.keys = lines->keys + skip * line, .values = lines->values + skip * line};
-    c.bias = lines->bias ? lines->bias + skip : NULL;
-    c.columns = high - low, c.first_node = s->stored - low;
-    c.hidden = high > s->stored ? hidden_nodes(r->b, task->layer, t) : 0;
-    attend_columns(w, task, i, &c);
+    for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
+        Seen seen[MAX_TOKENS];
+        int32_t columns[CHUNK];
+        int high = 0;
+        for (int i = s->first; i < s->last; i++) {
+            const Seen one = seen[i - s->first] = seen_by(w->run, task, i, base);
+            if (one.low < one.high) high = max_int(high, one.high);
+        }
+        for (int k = 0; k < round_up(high, LANES); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
+        if (!high) continue;
+        lay_columns(&w->chunk, source, columns, (int)round_up(high, LANES), multiplies_bf16(w->run->m));
+        attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
+    }
 }
 
 /* What was selected for token number i among the task's columns, brought together chunk by chunk. */
-static void attend_selected(const Worker *w, const Task *task, int i) {
-    const Run *r = w->run;
+static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
+    const ShoalBatch *b = w->run->b;
     const int t = task->chosen->token[i];
-    if (!selects(r->b, t)) return;
-    const int64_t line = kv_line(r->m);
-    const int32_t *columns = r->b->columns[t] + (int64_t)task->head * r->b->counts[t], *end = columns + r->b->counts[t];
-    char *values = w->gathered + CHUNK * line;
-    float bias[CHUNK];
-    while (columns < end && *columns < task->low) columns++;
-    while (columns < end && *columns < task->high) {
-        Columns c = {.keys = w->gathered, .values = values};
-        for (; c.columns < CHUNK && columns < end && *columns < task->high; columns++, c.columns++) {
-            const Stretch one = stretch_at(w, task, *columns, *columns + 1);
-            memcpy(w->gathered + c.columns * line, one.keys, line);
-            memcpy(values + c.columns * line, one.values, line);
-            if (one.bias) bias[c.columns] = *one.bias, c.bias = bias;
-        }
-        attend_columns(w, task, i, &c);
+    if (!selects(b, t)) return;
+    const int32_t *from = b->columns[t] + (int64_t)task->head * b->counts[t], *end = from + b->counts[t];
+    while (from < end && *from < task->low) from++;
+    while (from < end && *from < task->high) {
+        int32_t columns[CHUNK];
+        Seen seen = {0};
+        for (; seen.high < CHUNK && from < end && *from < task->high; from++) columns[seen.high++] = *from;
+        const int whole = (int)round_up(seen.high, LANES);
+        for (int k = seen.high; k < whole; k++) columns[k] = -1;
+        lay_columns(&w->chunk, source, columns, whole, multiplies_bf16(w->run->m));
+        attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
     }
 }
 
-static void run_task(const Worker *w, const Task *task) {
+static void run_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
+    const Source source = source_of(w->run, task);
     if (!w->run->b->select) store_new(w, task);
     for (int i = s->first; i < s->last; i++) ready_queries(w, task, i);
-    int all = 0; /* tokens that read all they see */
-    for (int i = s->first; i < s->last; i++) all += !selects(w->run->b, task->chosen->token[i]);
-    for (int low = task->low; all && low < task->high;) {
-        int high = min_int(task->high, (s->start + low) / CHUNK * CHUNK + CHUNK - s->start);
-        const Stretch lines = stretch_at(w, task, low, high);
-        for (int i = s->first; i < s->last; i++) attend_token(w, task, &lines, i, low, high);
-        low = high;
-    }
-    for (int i = s->first; i < s->last; i++) attend_selected(w, task, i);
+    attend_columns(w, task, &source);
+    for (int i = s->first; i < s->last; i++) attend_selected(w, task, &source, i);
 }
 
 /* Keys into the cache, queries to where they can be looked at; then the caller says which columns are read. */
@@ -217,7 +207,7 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
 }
 
 /* The tasks of a layer, as many as this thread comes to. */
-static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
+static void attend_layer(Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
     const Run *r = w->run;
     const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
     int total = 0;
@@ -236,16 +226,18 @@ static void attend_layer(const Worker *w, int entry, const Chosen *c, const Segm
     }
 }
 
-/* The attention's output of token number i, all heads: the splits' sums brought to their common peak. */
-static void merge_splits(const Run *r, const Segment *s, int i, float *out) {
-    const int dim = r->m->head_dim;
-    for (int head = 0; head < r->m->heads; head++, out += dim) {
-        float peak = -INFINITY, total = 0;
-        for (int k = 0; k < s->splits; k++) peak = fmaxf(peak, state_at(r, s, k, i, head)->peak);
+/* The attention's output of some heads, this thread's share: the splits' sums brought to their common peak. */
+static void merge_splits(const Worker *w, const Segment *s) {
+    const Run *r = w->run;
+    const int dim = r->m->head_dim, heads = r->m->heads;
+    for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
+        const int i = k / heads, head = k % heads;
+        float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
+        for (int split = 0; split < s->splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
         memset(out, 0, sizeof(float) * dim);
-        for (int k = 0; k < s->splits; k++) {
-            const State *state = state_at(r, s, k, i, head);
-            float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
+        for (int split = 0; split < s->splits; split++) {
+            const State *state = state_at(r, s, split, i, head);
+            const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
             total += weight * state->total;
             for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
         }

@@ -1,14 +1,19 @@
-/* Attention of a few query heads over a chunk of the columns of one KV head. Softmax runs online: every (token, head)
-   carries its peak, its denominator and its weighted sum of values from chunk to chunk. */
+/* Attention of the query heads of one KV head over a chunk of its columns. The chunk is first laid out for products,
+   whatever the form in which it is stored: 16 columns of keys side by side, so that nothing is summed across a vector.
+   Softmax runs online: every (token, head) carries its peak, its denominator and its weighted sum of values from chunk
+   to chunk. The order of sums depends on the columns' places alone, and a column that is hidden adds zero: what a query
+   gets does not depend on which others there are. */
 #ifndef SHOAL_ATTENTION_H
 #define SHOAL_ATTENTION_H
 
 #include "simd.h"
 
-#define CHUNK 128   /* columns at a time: keys and values of a chunk stay in the second-level cache for all tokens */
+#define CHUNK 128   /* columns at a time: laid out they stay in the nearest caches for all queries */
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
-#define QUERIES 4   /* heads that share the loads of a key */
+#define QUERIES 4   /* that share the loads of keys and values */
 #define MAX_HEAD_DIM 256
+#define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
+#define STEP (32 * SCORED) /* bytes of the next chunk's keys, or values, that a few products fetch */
 
 /* What a (token, head) knows after some columns; followed by the weighted sum of values, `dim` floats. */
 typedef struct {
@@ -25,70 +30,187 @@ INLINE void reset(State *s, int dim) {
     memset(s->sum, 0, sizeof(float) * round_up(dim, 32));
 }
 
-/* Keys and values of one KV head, `columns` of them, and who is masked: bit j of `hidden` is column first_node + j. */
+enum { STORED_FP32, STORED_BF16, STORED_INT8 };
+
+/* The columns of one KV head, `dim` numbers each, as they are stored. By column, or NULL: what keys and values are
+   multiplied with, and what is added to scores. */
 typedef struct {
     const char *keys, *values;
-    int columns, dim, first_node;
-    uint64_t hidden;
-    float scale, cap;
-    const float *bias; /* of the columns, or NULL */
-} Columns;
+    const float *key_scales, *value_scales, *bias;
+    int form, dim;
+    float scale, cap; /* of scores */
+} Source;
 
-INLINE Vi load_part(const char *line, int part, int parts, const int bf16, int dim, const int whole) {
-    const char *at = line + 64 * part;
-    if (whole || part < parts - 1) return vi_loadu(at);
-    int width = bf16 ? 32 : 16, rest = dim - part * width;
-    uint32_t mask = rest >= 32 ? 0xffffffffu : (1u << rest) - 1;
-    return bf16 ? vi_load_halves(mask, at) : vi_load_words((Mask)mask, at);
+/* A chunk of them. A word is a float or, where bf16 is multiplied, two of them: of one key, or of two columns' values.
+   Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16] pairs, of even
+   dimensions and of odd ones. */
+typedef struct {
+    char *keys, *values;
+    float *factors, *weights, *bias; /* [CHUNK]: of scores, of softmax's weights, beside scores */
+    int scaled, biased;              /* whether there are the last two */
+    const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
+    int dim;
+    float cap;
+} Chunk;
+
+/* What a token sees of a chunk: places low..high-1 without the nodes in `hidden`, of which bit 0 stands at first_node. */
+typedef struct {
+    int low, high, first_node;
+    uint64_t hidden;
+} Seen;
+
+INLINE int words_of_line(int dim, const int bf16) { return bf16 ? dim / 2 : dim; }
+INLINE int vectors_of_line(int dim, const int bf16) { return bf16 ? (dim + 31) / 32 * 2 : (dim + 15) / 16; }
+INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + 3 * CHUNK * 4; }
+
+INLINE Chunk chunk_at(char *at, int dim) {
+    const int64_t part = CHUNK * 4 * round_up(dim, 32);
+    float *rest = (float *)(at + 2 * part);
+    return (Chunk){.keys = at, .values = at + part, .factors = rest, .weights = rest + CHUNK, .bias = rest + 2 * CHUNK, .dim = dim};
+}
+
+INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORED_BF16 ? 2 : 1; }
+
+/* 16 words of a line from number 16 * part on, zero beyond its end. */
+INLINE Vi load_words(const char *line, int part, int dim, const int form, const int bf16) {
+    const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
+    const char *at = line + part * width * form_bytes(form);
+    fetch(at + NEAR);
+    if (form == STORED_INT8) {
+        char copy[32] = {0};
+        if (rest < width) memcpy(copy, at, rest), at = copy;
+        if (!bf16) return vi_bits(vf_from(vi_load_signed(at)));
+        return join_bf16(vf_from(vi_load_signed(at)), vf_from(vi_load_signed(at + 16)));
+    }
+    if (form == STORED_BF16 && !bf16) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
+    if (rest == width) return vi_loadu(at);
+    return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
+}
+
+INLINE void lay_keys(const Source *s, const int32_t *columns, char *to, const int form, const int bf16) {
+    const int64_t line = (int64_t)s->dim * form_bytes(form);
+    for (int part = 0; part * 16 < words_of_line(s->dim, bf16); part++, to += 16 * 64) {
+        Vi v[16];
+        UNROLL for (int i = 0; i < 16; i++)
+            v[i] = columns[i] < 0 ? vi_zero() : load_words(s->keys + columns[i] * line, part, s->dim, form, bf16);
+        weave(v, 16);
+        UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
+    }
+}
+
+INLINE void lay_values(const Source *s, const int32_t *columns, char *to, const int form, const int bf16) {
+    const int64_t line = (int64_t)s->dim * form_bytes(form);
+    const int vectors = vectors_of_line(s->dim, bf16), parts = bf16 ? vectors / 2 : vectors;
+    const Vi low = vi_all(0xffff), high = vi_all((int32_t)0xffff0000);
+    for (int i = 0; i < 16; i += 1 + bf16)
+        for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
+            Vi v[2];
+            UNROLL for (int j = 0; j <= bf16; j++)
+                v[j] = columns[i + j] < 0 ? vi_zero() : load_words(s->values + columns[i + j] * line, part, s->dim, form, bf16);
+            if (!bf16) vi_store(to, v[0]);
+            else {
+                vi_store(to, vi_or(vi_and(v[0], low), vi_shift_up(v[1], 16)));
+                vi_store(to + 64, vi_or(vi_shift_right(v[0], 16), vi_and(v[1], high)));
+            }
+        }
+}
+
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
+    const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
+    const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
+    for (int i = 0; i < count; i += 16) {
+        lay_keys(s, columns + i, c->keys + i / 16 * keys, form, bf16);
+        lay_values(s, columns + i, c->values + i / 16 * values, form, bf16);
+    }
+}
+
+static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_FP32, 0);
+}
+static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS);
+}
+static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_INT8, 0);
+}
+static void lay_int8_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
+}
+
+/* Lay out columns that are listed up to a multiple of 16; -1: none. */
+static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+    c->cap = s->cap, c->scaled = s->value_scales != NULL, c->biased = s->bias != NULL;
+    for (int i = 0; i < count; i++) {
+        const int at = max_int(columns[i], 0);
+        c->factors[i] = s->key_scales ? s->scale * s->key_scales[at] : s->scale;
+        if (c->scaled) c->weights[i] = s->value_scales[at];
+        if (c->biased) c->bias[i] = s->bias[at];
+    }
+    if (s->form == STORED_FP32) lay_fp32(c, s, columns, count);
+    else if (s->form == STORED_BF16) lay_bf16(c, s, columns, count);
+    else if (bf16) lay_int8_bf16(c, s, columns, count);
+    else lay_int8(c, s, columns, count);
 }
 
 INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {
-    return bf16 ? dot_bf16(sum, a, b)
-                : vf_fma(vf_bits(a), vf_bits(b), sum);
+    return bf16 ? dot_bf16(sum, a, b) : vf_fma(vf_bits(a), vf_bits(b), sum);
 }
 
-/* scores[h][c] of `heads` (1, 2 or 4) queries and all columns, 16 products at a time. */
-INLINE void score(const char *const *q, const Columns *c, float scores[][CHUNK], const int heads, const int bf16,
-                  const int whole) {
-    const int wide = 16 / heads, step = max_int(1, SUMS_AT_ONCE / heads), size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
-    const Vf scale = vf_all(c->scale);
-    for (int first = 0; first < c->columns; first += wide) {
-        Vf sum[16];
-        UNROLL for (int from = 0; from < wide; from += step) {
-            Vf some[SUMS_AT_ONCE];
-            UNROLL for (int i = 0; i < SUMS_AT_ONCE; i++) some[i] = vf_zero();
-            for (int p = 0; p < parts; p++)
-                UNROLL for (int j = 0; j < step; j++) {
-                    const char *line = c->keys + (int64_t)min_int(first + from + j, c->columns - 1) * c->dim * size;
-                    Vi key = load_part(line, p, parts, bf16, c->dim, whole);
-                    UNROLL for (int h = 0; h < heads; h++)
-                        some[h * step + j] = multiply_add(some[h * step + j], key, vi_load(q[h] + 64 * p), bf16);
-                }
-            UNROLL for (int i = 0; i < heads * step; i++) sum[i / step * wide + from + i % step] = some[i];
+INLINE Vi spread(const char *word) {
+    int32_t x;
+    memcpy(&x, word, 4);
+    return vi_all(x);
+}
+
+INLINE const char *fetch_step(const char *ahead) {
+    if (!ahead) return NULL;
+    UNROLL for (int i = 0; i < STEP; i += 64) fetch_far(ahead + i);
+    return ahead + STEP;
+}
+
+/* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. */
+INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
+                  const int bf16) {
+    const int words = words_of_line(c->dim, bf16);
+    const int64_t group = 64 * round_up(words, 16);
+    const char *ahead = c->ahead[0];
+    for (int g = first / SCORED * SCORED; g < last; g += SCORED) {
+        Vf sum[QUERIES][SCORED];
+        UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = vf_zero();
+        const char *keys = c->keys + g * group;
+        for (int d = 0; d < words; d++, keys += 64) {
+            Vi key[SCORED];
+            UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
+            ahead = fetch_step(ahead);
+            UNROLL for (int h = 0; h < queries; h++) {
+                const Vi x = spread(q[h] + 4 * d);
+                UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
+            }
         }
-        float product[16] ALIGNED;
-        vf_store(product, vf_mul(sum_lanes(sum), scale));
-        UNROLL for (int h = 0; h < heads; h++) memcpy(scores[h] + first, product + h * wide, sizeof(float) * wide);
+        UNROLL for (int h = 0; h < queries; h++)
+            UNROLL for (int k = 0; k < SCORED; k++)
+                vf_store(scores[h] + 16 * (g + k), vf_mul(sum[h][k], vf_load(c->factors + 16 * (g + k))));
     }
 }
 
-/* Hide what the token does not see, and pad to whole registers with what counts for nothing. */
-INLINE void hide(const Columns *c, float *scores) {
-    for (uint64_t bits = c->hidden; bits; bits &= bits - 1) {
-        int column = c->first_node + __builtin_ctzll(bits);
-        if (column >= 0 && column < c->columns) scores[column] = -INFINITY;
+/* Hide what the token does not see of places first..last-1. */
+INLINE void hide(const Seen *seen, float *scores, int first, int last) {
+    for (int i = first; i < min_int(seen->low, last); i++) scores[i] = -INFINITY;
+    for (int i = max_int(seen->high, first); i < last; i++) scores[i] = -INFINITY;
+    for (uint64_t bits = seen->hidden; bits; bits &= bits - 1) {
+        const int place = seen->first_node + __builtin_ctzll(bits);
+        if (place >= first && place < last) scores[place] = -INFINITY;
     }
-    for (int i = c->columns; i & (LANES - 1); i++) scores[i] = -INFINITY;
 }
 
 /* Turn scores into weights relative to the new peak. Returns by how much older sums shrink. */
-INLINE float soften(State *s, float *scores, int columns) {
+INLINE float soften(State *s, float *scores, int first, int last) {
     Vf peak = vf_all(-INFINITY), total = vf_zero();
-    for (int i = 0; i < columns; i += LANES) peak = vf_max(peak, vf_load(scores + i));
+    for (int i = first; i < last; i += LANES) peak = vf_max(peak, vf_load(scores + i));
     float top = fmaxf(s->peak, vf_top(peak));
     const int blind = top == -INFINITY; /* nothing visible yet: all weights come out as zero */
     if (blind) top = 0;
-    for (int i = 0; i < columns; i += LANES) {
+    for (int i = first; i < last; i += LANES) {
         Vf weight = exp_ps(vf_sub(vf_load(scores + i), vf_all(top)));
         total = vf_add(total, weight);
         vf_store(scores + i, weight);
@@ -104,78 +226,71 @@ INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
     vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
 
-/* bf16: columns go in pairs, interleaved so that one dot product of pairs serves 16 of the head's dimensions. */
-INLINE void mix_bf16(State *const *s, const Columns *c, const uint16_t weights[][CHUNK], const float *shrink, int part,
-                     int parts, const int heads, const int whole) {
-    const int64_t line = 2 * c->dim;
-    Vf low[QUERIES], high[QUERIES];
-    UNROLL for (int h = 0; h < heads; h++) low[h] = high[h] = vf_zero();
-    for (int i = 0; i < c->columns; i += 2) {
-        const char *at = c->values + i * line;
-        Vi a = load_part(at, part, parts, 1, c->dim, whole), b = vi_zero();
-        if (i + 1 < c->columns) b = load_part(at + line, part, parts, 1, c->dim, whole);
-        Vi even = pair_low(a, b), odd = pair_high(a, b);
-        UNROLL for (int h = 0; h < heads; h++) {
-            int32_t pair;
-            memcpy(&pair, weights[h] + i, 4);
-            low[h] = dot_bf16(low[h], even, vi_all(pair));
-            high[h] = dot_bf16(high[h], odd, vi_all(pair));
+/* Add values, `width` vectors of their lines from number `at` on, by the weights in rows first..last-1: columns, or pairs
+   of them. */
+INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, const float *shrink, int first, int last,
+                int at, const int width, const int queries, const int bf16) {
+    const int64_t line = 64ll * vectors_of_line(c->dim, bf16);
+    Vf sum[QUERIES][MIXED];
+    UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < width; k++) sum[h][k] = vf_zero();
+    const char *values = c->values + first * line + 64 * at, *ahead = c->ahead[1];
+    if (ahead) ahead += (int64_t)at / width * (last - first) * STEP;
+    for (int i = first; i < last; i++, values += line) {
+        Vi value[MIXED];
+        UNROLL for (int k = 0; k < width; k++) value[k] = vi_load(values + 64 * k);
+        ahead = fetch_step(ahead);
+        UNROLL for (int h = 0; h < queries; h++) {
+            const Vi x = spread(weights[h] + 4 * i);
+            UNROLL for (int k = 0; k < width; k++) sum[h][k] = multiply_add(sum[h][k], value[k], x, bf16);
         }
     }
-    UNROLL for (int h = 0; h < heads; h++) {
-        add_sum(s[h], 32 * part, shrink[h], unpair_first(low[h], high[h]));
-        add_sum(s[h], 32 * part + 16, shrink[h], unpair_second(low[h], high[h]));
-    }
+    UNROLL for (int h = 0; h < queries; h++)
+        UNROLL for (int k = 0; k < width; k += 1 + bf16) {
+            if (!bf16) add_sum(s[h], 16 * (at + k), shrink[h], sum[h][k]);
+            else {
+                const Vi even = vi_bits(sum[h][k]), odd = vi_bits(sum[h][k + 1]);
+                add_sum(s[h], 16 * (at + k), shrink[h], vf_bits(zip_low(even, odd)));
+                add_sum(s[h], 16 * (at + k + 1), shrink[h], vf_bits(zip_high(even, odd)));
+            }
+        }
 }
 
-INLINE void mix_fp32(State *const *s, const Columns *c, float scores[][CHUNK], const float *shrink, int part, int parts,
-                     const int heads, const int whole) {
-    Vf sum[QUERIES];
-    UNROLL for (int h = 0; h < heads; h++) sum[h] = vf_zero();
-    for (int i = 0; i < c->columns; i++) {
-        const char *line = c->values + (int64_t)i * c->dim * 4;
-        Vf value = vf_bits(load_part(line, part, parts, 0, c->dim, whole));
-        UNROLL for (int h = 0; h < heads; h++) sum[h] = vf_fma(value, vf_all(scores[h][i]), sum[h]);
+/* A few queries look at a chunk. */
+INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
+                           const int bf16) {
+    float scores[QUERIES][CHUNK] ALIGNED, shrink[QUERIES];
+    uint16_t halves[QUERIES][CHUNK] ALIGNED;
+    const char *weights[QUERIES];
+    int low = CHUNK, high = 0;
+    for (int h = 0; h < queries; h++) low = min_int(low, seen[h]->low), high = max_int(high, seen[h]->high);
+    if (low >= high) return;
+    const int first = low / LANES, last = (high + LANES - 1) / LANES, rows = bf16 ? LANES / 2 : LANES;
+    score(c, q, scores, first, last, queries, bf16);
+    UNROLL for (int h = 0; h < queries; h++) {
+        float *mine = scores[h];
+        for (int i = first * LANES; c->cap > 0 && i < last * LANES; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
+        for (int i = first * LANES; c->biased && i < last * LANES; i += LANES)
+            vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
+        hide(seen[h], mine, first * LANES, last * LANES);
+        shrink[h] = soften(s[h], mine, first * LANES, last * LANES);
+        for (int i = first * LANES; c->scaled && i < last * LANES; i += LANES)
+            vf_store(mine + i, vf_mul(vf_load(mine + i), vf_load(c->weights + i)));
+        for (int i = first * LANES; bf16 && i < last * LANES; i += LANES) store_bf16(halves[h] + i, vf_load(mine + i), 0xffff);
+        weights[h] = bf16 ? (const char *)halves[h] : (const char *)mine;
     }
-    UNROLL for (int h = 0; h < heads; h++) add_sum(s[h], 16 * part, shrink[h], sum[h]);
+    int at = 0;
+    const int vectors = vectors_of_line(c->dim, bf16), narrow = 1 + bf16;
+    for (; at + MIXED <= vectors; at += MIXED) mix(s, c, weights, shrink, first * rows, last * rows, at, MIXED, queries, bf16);
+    for (; at < vectors; at += narrow) mix(s, c, weights, shrink, first * rows, last * rows, at, narrow, queries, bf16);
 }
 
-/* One token's `heads` queries look at a chunk. */
-INLINE void attend_heads(const char *const *q, State *const *s, const Columns *c, const int heads, const int bf16,
-                         const int whole) {
-    float scores[QUERIES][CHUNK] ALIGNED;
-    uint16_t weights[QUERIES][CHUNK] ALIGNED;
-    float shrink[QUERIES];
-    const int size = bf16 ? 2 : 4, parts = (c->dim * size + 63) / 64;
-    score(q, c, scores, heads == 3 ? 4 : heads, bf16, whole);
-    UNROLL for (int h = 0; h < heads; h++) {
-        for (int i = 0; c->cap > 0 && i < c->columns; i += LANES) vf_store(scores[h] + i, soft_cap(vf_load(scores[h] + i), c->cap));
-        for (int i = 0; c->bias && i < c->columns; i += LANES)
-            vf_store(scores[h] + i, vf_add(vf_load(scores[h] + i), vf_load_some(head_mask(c->columns - i), c->bias + i)));
-        hide(c, scores[h]);
-        shrink[h] = soften(s[h], scores[h], c->columns);
-        for (int i = 0; bf16 && i < c->columns; i += LANES) store_bf16(weights[h] + i, vf_load(scores[h] + i), 0xffff);
+#define ATTEND(name, bf16)                                                                                             \
+    static void name(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {    \
+        if (queries == 4) attend_queries(c, q, s, seen, 4, bf16);                                                      \
+        else if (queries == 3) attend_queries(c, q, s, seen, 3, bf16);                                                 \
+        else if (queries == 2) attend_queries(c, q, s, seen, 2, bf16);                                                 \
+        else attend_queries(c, q, s, seen, 1, bf16);                                                                   \
     }
-    for (int p = 0; p < parts; p++) {
-        if (bf16) mix_bf16(s, c, (const uint16_t(*)[CHUNK])weights, shrink, p, parts, heads, whole);
-        else mix_fp32(s, c, scores, shrink, p, parts, heads, whole);
-    }
-}
-
-#define ATTEND(name, bf16, whole)                                                                              \
-    static void name(const char *const *q, State *const *s, const Columns *c, int heads) {                     \
-        if (heads == 4) attend_heads(q, s, c, 4, bf16, whole);                                                 \
-        else if (heads == 3) attend_heads(q, s, c, 3, bf16, whole);                                            \
-        else if (heads == 2) attend_heads(q, s, c, 2, bf16, whole);                                            \
-        else attend_heads(q, s, c, 1, bf16, whole);                                                            \
-    }
-ATTEND(attend_bf16, 1, 1) ATTEND(attend_bf16_ragged, 1, 0) ATTEND(attend_fp32, 0, 1) ATTEND(attend_fp32_ragged, 0, 0)
-
-typedef void Attend(const char *const *q, State *const *s, const Columns *c, int heads);
-
-INLINE Attend *attend_for(int dtype, int dim) {
-    if (dtype == DTYPE_BF16) return dim % 32 ? attend_bf16_ragged : attend_bf16;
-    return dim % 16 ? attend_fp32_ragged : attend_fp32;
-}
+ATTEND(attend_fp32, 0) ATTEND(attend_bf16, BF16_PRODUCTS)
 
 #endif

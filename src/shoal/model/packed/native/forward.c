@@ -51,9 +51,8 @@ static Worker worker_of(Run *r, int id, int threads) {
     char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
-    w.line = (float *)at, at += round_up(4ll * m->heads * m->head_dim, 64);
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
-    w.decoded = at, w.gathered = at + 2ll * CHUNK * m->head_dim * 4;
+    w.chunk = chunk_at(at, m->head_dim);
     return w;
 }
 
@@ -61,8 +60,7 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    int64_t chunks = b->own || b->select ? 4ll * CHUNK * m->head_dim * 4 : 0;
-    return acts + queries + round_up(4ll * m->heads * m->head_dim, 64) + round_up(4ll * SUMS, 64) + chunks;
+    return acts + queries + round_up(4ll * SUMS, 64) + chunk_bytes(m->head_dim);
 }
 
 /* At most how many (token, head, split) states a layer needs. */
@@ -83,6 +81,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     float *at = (float *)memory;
     r->x = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
+    r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->hidden = at, at += tokens * r->hidden_line;
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
     r->private = (char *)at;
@@ -113,7 +112,7 @@ double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, ch
 #pragma omp single
         r.team.threads = omp_get_num_threads();
         const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
-        const Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
+        Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
         embed(&w);
         meet(&r.team, w.id);
         for (int entry = 0; entry < b->active_count; entry++) {

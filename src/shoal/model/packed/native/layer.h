@@ -127,7 +127,7 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
     meet(&w->run->team, w->id);
 }
 
-static void run_attention(const Worker *w, int entry) {
+static void run_attention(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
@@ -145,11 +145,10 @@ static void run_attention(const Worker *w, int entry) {
     if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
     attend_layer(w, entry, &c, segments, count);
     meet(&r->team, w->id);
-    for (const Segment *s = segments; s < segments + count; s++)
-        for (int i = s->first; i < s->last; i++) {
-            merge_splits(r, s, i, w->line);
-            prepare(&w->acts, &layer->o, w->line, NULL, 0, i, c.count);
-        }
+    for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, s);
+    meet(&r->team, w->id);
+    const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
+    for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->o, r->attended + i * line, NULL, 0, i, c.count);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 

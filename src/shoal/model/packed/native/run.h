@@ -10,7 +10,7 @@
 typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
-    float *x, *qkv, *hidden, *states; /* [tokens] lines each; states: [task][token][head of the task] */
+    float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     int64_t x_line, qkv_line, hidden_line;
     char *private; /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
@@ -35,9 +35,8 @@ typedef struct {
     int id, threads;
     Acts acts;
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
-    float *line;   /* [heads * head_dim], one token */
     float *sums;   /* of a panel, see multiply() */
-    char *decoded, *gathered; /* keys and then values of a chunk: out of their own form, and those selected for a token */
+    Chunk chunk;
 } Worker;
 
 INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {
@@ -78,7 +77,7 @@ static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const C
 }
 
 INLINE State *state_at(const Run *r, const Segment *s, int split, int i, int head) {
-    int64_t index = s->state + ((int64_t)(i - s->first) * r->m->heads + head) * s->splits + split;
+    int64_t index = s->state + ((int64_t)split * (s->last - s->first) + i - s->first) * r->m->heads + head;
     return (State *)(r->states + index * state_floats(r->m->head_dim));
 }
 

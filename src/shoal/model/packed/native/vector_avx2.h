@@ -6,8 +6,10 @@
 #include <immintrin.h>
 
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
-#define SUMS_AT_ONCE 4 /* of scores, for the same reason */
 #define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed in 16 bits, twice as many: see dot_narrow() */
+#define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
+#define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
+#define MIXED 1  /* vectors of values that are added up at once for a few queries */
 
 typedef struct {
     __m256 a, b;
@@ -207,10 +209,13 @@ INLINE __m256i round_bf16(__m256 value) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
 }
+INLINE __m256i halves_bf16(Vf v) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(v.a), round_bf16(v.b)), 0xd8);
+}
+INLINE Vi join_bf16(Vf low, Vf high) { return PAIR(Vi, halves_bf16(low), halves_bf16(high)); }
 INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
     uint16_t copy[16];
-    const __m256i halves = _mm256_packus_epi32(round_bf16(value.a), round_bf16(value.b));
-    _mm256_storeu_si256((__m256i *)copy, _mm256_permute4x64_epi64(halves, 0xd8));
+    _mm256_storeu_si256((__m256i *)copy, halves_bf16(value));
     memcpy(to, copy, mask == 0xffff ? 32 : 2 * __builtin_popcount(mask));
 }
 
@@ -226,16 +231,6 @@ INLINE Vi zip_half(__m256i x, __m256i y) {
 }
 INLINE Vi zip_low(Vi x, Vi y) { return zip_half(x.a, y.a); }
 INLINE Vi zip_high(Vi x, Vi y) { return zip_half(x.b, y.b); }
-
-/* Halves of x and y in turn, of the first and of the last four halves of every 16 bytes; and what was summed over the
-   pairs that this makes, back in the order of the halves: 0 to 15, 16 to 31. */
-INLINE Vi pair_low(Vi x, Vi y) { return EACH3(Vi, _mm256_unpacklo_epi16, x, y); }
-INLINE Vi pair_high(Vi x, Vi y) { return EACH3(Vi, _mm256_unpackhi_epi16, x, y); }
-INLINE Vf unpair(__m256 low, __m256 high) {
-    return PAIR(Vf, _mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-INLINE Vf unpair_first(Vf low, Vf high) { return unpair(low.a, high.a); }
-INLINE Vf unpair_second(Vf low, Vf high) { return unpair(low.b, high.b); }
 
 /* The first lane of `values` where `keys` has its `top`; 0 if there is none. */
 INLINE float value_at(Vf keys, float top, Vf values) {

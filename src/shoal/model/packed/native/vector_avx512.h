@@ -5,8 +5,10 @@
 #include <immintrin.h>
 
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
-#define SUMS_AT_ONCE 16 /* of scores */
 #define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed before widen() */
+#define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
+#define SCORED 4 /* groups of 16 columns of which a few queries are scored at once */
+#define MIXED 4  /* vectors of values that are added up at once for a few queries */
 
 typedef __m512 Vf;      /* 16 floats */
 typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
@@ -88,6 +90,9 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
+/* Halves of bf16, those of `low` first. */
+INLINE Vi join_bf16(Vf low, Vf high) { return (Vi)_mm512_cvtne2ps_pbh(high, low); }
+
 INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
 
 /* Words of x and y in turn: of their first eight, of their last eight. */
@@ -96,19 +101,6 @@ INLINE Vi zip_low(Vi x, Vi y) {
 }
 INLINE Vi zip_high(Vi x, Vi y) {
     return _mm512_permutex2var_epi32(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
-}
-
-/* Halves of x and y in turn, of the first and of the last four halves of every 16 bytes; and what was summed over the
-   pairs that this makes, back in the order of the halves: 0 to 15, 16 to 31. */
-INLINE Vi pair_low(Vi x, Vi y) { return _mm512_unpacklo_epi16(x, y); }
-INLINE Vi pair_high(Vi x, Vi y) { return _mm512_unpackhi_epi16(x, y); }
-INLINE Vf unpair_first(Vf low, Vf high) {
-    const __m512i places = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-    return _mm512_castpd_ps(_mm512_permutex2var_pd(_mm512_castps_pd(low), places, _mm512_castps_pd(high)));
-}
-INLINE Vf unpair_second(Vf low, Vf high) {
-    const __m512i places = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    return _mm512_castpd_ps(_mm512_permutex2var_pd(_mm512_castps_pd(low), places, _mm512_castps_pd(high)));
 }
 
 /* The first lane of `values` where `keys` has its `top`; 0 if there is none. */

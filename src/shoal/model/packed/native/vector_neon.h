@@ -6,7 +6,9 @@
 #include <arm_neon.h>
 
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 32 registers */
-#define SUMS_AT_ONCE 4 /* of scores, for the same reason */
+#define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
+#define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
+#define MIXED 1  /* vectors of values that are added up at once for a few queries */
 #define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
 
 typedef struct {
@@ -188,11 +190,16 @@ INLINE uint32x4_t round_bf16(float32x4_t value) {
     const uint32x4_t rounded = bits + (odd + vdupq_n_u32(0x7fff)), quiet = bits | vdupq_n_u32(0x400000);
     return vbslq_u32(vceqq_f32(value, value), rounded, quiet);
 }
+INLINE uint16x8_t halves_bf16(float32x4_t low, float32x4_t high) {
+    return vshrn_high_n_u32(vshrn_n_u32(round_bf16(low), 16), round_bf16(high), 16);
+}
+INLINE Vi join_bf16(Vf low, Vf high) {
+    return FOUR(Vi, vreinterpretq_u32_u16(halves_bf16(low.a, low.b)), vreinterpretq_u32_u16(halves_bf16(low.c, low.d)),
+                vreinterpretq_u32_u16(halves_bf16(high.a, high.b)), vreinterpretq_u32_u16(halves_bf16(high.c, high.d)));
+}
 INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
-    const Vi bits = EACH2(Vi, round_bf16, value);
     uint16_t copy[16];
-    vst1q_u16(copy, vshrn_high_n_u32(vshrn_n_u32(bits.a, 16), bits.b, 16));
-    vst1q_u16(copy + 8, vshrn_high_n_u32(vshrn_n_u32(bits.c, 16), bits.d, 16));
+    vst1q_u16(copy, halves_bf16(value.a, value.b)), vst1q_u16(copy + 8, halves_bf16(value.c, value.d));
     memcpy(to, copy, mask == 0xffff ? 32 : 2 * lanes_in(mask));
 }
 
@@ -205,19 +212,6 @@ INLINE Vf load_half(const void *from) {
 /* Words of x and y in turn: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) { return FOUR(Vi, vzip1q_u32(x.a, y.a), vzip2q_u32(x.a, y.a), vzip1q_u32(x.b, y.b), vzip2q_u32(x.b, y.b)); }
 INLINE Vi zip_high(Vi x, Vi y) { return FOUR(Vi, vzip1q_u32(x.c, y.c), vzip2q_u32(x.c, y.c), vzip1q_u32(x.d, y.d), vzip2q_u32(x.d, y.d)); }
-
-/* Halves of x and y in turn, of the first and of the last four halves of every 16 bytes; and what was summed over the
-   pairs that this makes, back in the order of the halves: 0 to 15, 16 to 31. */
-INLINE uint32x4_t pair_low_of(uint32x4_t x, uint32x4_t y) {
-    return vreinterpretq_u32_u16(vzip1q_u16(vreinterpretq_u16_u32(x), vreinterpretq_u16_u32(y)));
-}
-INLINE uint32x4_t pair_high_of(uint32x4_t x, uint32x4_t y) {
-    return vreinterpretq_u32_u16(vzip2q_u16(vreinterpretq_u16_u32(x), vreinterpretq_u16_u32(y)));
-}
-INLINE Vi pair_low(Vi x, Vi y) { return EACH3(Vi, pair_low_of, x, y); }
-INLINE Vi pair_high(Vi x, Vi y) { return EACH3(Vi, pair_high_of, x, y); }
-INLINE Vf unpair_first(Vf low, Vf high) { return FOUR(Vf, low.a, high.a, low.b, high.b); }
-INLINE Vf unpair_second(Vf low, Vf high) { return FOUR(Vf, low.c, high.c, low.d, high.d); }
 
 /* The first lane of `values` where `keys` has its `top`; 0 if there is none. */
 INLINE float value_at(Vf keys, float top, Vf values) {
