@@ -11,6 +11,7 @@
 #define CHUNK 128   /* columns at a time: laid out they stay in the nearest caches for all queries */
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
 #define QUERIES 4   /* that share the loads of keys and values */
+#define SUMMED 64   /* words of a line of keys that are summed one after the other */
 #define MAX_HEAD_DIM 256
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
 #define STEP (32 * SCORED) /* bytes of the next chunk's keys, or values, that a few products fetch */
@@ -168,28 +169,38 @@ INLINE const char *fetch_step(const char *ahead) {
     return ahead + STEP;
 }
 
-/* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. */
+/* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. A long
+   line is summed by parts, which rounds less. */
 INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
                   const int bf16) {
     const int words = words_of_line(c->dim, bf16);
     const int64_t group = 64 * round_up(words, 16);
     const char *ahead = c->ahead[0];
     for (int g = first / SCORED * SCORED; g < last; g += SCORED) {
-        Vf sum[QUERIES][SCORED];
-        UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = vf_zero();
         const char *keys = c->keys + g * group;
-        for (int d = 0; d < words; d++, keys += 64) {
-            Vi key[SCORED];
-            UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
-            ahead = fetch_step(ahead);
-            UNROLL for (int h = 0; h < queries; h++) {
-                const Vi x = spread(q[h] + 4 * d);
-                UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
+        for (int from = 0; from < words; from += SUMMED) {
+            Vf sum[QUERIES][SCORED];
+            UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = vf_zero();
+            for (int d = from; d < min_int(from + SUMMED, words); d++, keys += 64) {
+                Vi key[SCORED];
+                UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
+                ahead = fetch_step(ahead);
+                UNROLL for (int h = 0; h < queries; h++) {
+                    const Vi x = spread(q[h] + 4 * d);
+                    UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
+                }
             }
+            UNROLL for (int h = 0; h < queries; h++)
+                UNROLL for (int k = 0; k < SCORED; k++) {
+                    float *at = scores[h] + 16 * (g + k);
+                    vf_store(at, from ? vf_add(vf_load(at), sum[h][k]) : sum[h][k]);
+                }
         }
         UNROLL for (int h = 0; h < queries; h++)
-            UNROLL for (int k = 0; k < SCORED; k++)
-                vf_store(scores[h] + 16 * (g + k), vf_mul(sum[h][k], vf_load(c->factors + 16 * (g + k))));
+            UNROLL for (int k = 0; k < SCORED; k++) {
+                float *at = scores[h] + 16 * (g + k);
+                vf_store(at, vf_mul(vf_load(at), vf_load(c->factors + 16 * (g + k))));
+            }
     }
 }
 
