@@ -5,9 +5,9 @@
 
 Systems are Shoal, the same with KV in 8 bits and, with `--peer`, llama.cpp on the same file, its KV in float16. Every
 round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once, of the
-keys and values of 512 tokens over and over: Shoal's copied, llama.cpp's read in pieces that do not see each other.
-`kv_roof` is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the
-first one, over the seconds by which its steps do. The last line on stdout is the result as JSON.
+keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof` is the part of the
+machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over the seconds by
+which its steps do. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ class Peer:
 
     def hold(self, context: int) -> Callable[[], object]:
         """See `System`."""
-        room, tokens = self._system.new_context(2, context + 1, unified=True), words(READ)
-        for first in range(0, context, READ):
-            room.decode([(token, place, 1, False) for place, token in enumerate(tokens[: context - first], first)])
-            room.join(1)
+        room = self._system.new_context(2, context + 1, unified=True)
+        room.repeat(words(min(READ, context)), context // READ or 1)
 
         def step() -> None:
             room.decode([(words(1)[0], context, 0, True)])
@@ -201,7 +199,7 @@ def roof_parts(
     context: int, steps: dict[int, dict[str, list[float]]], systems: dict[str, System], roofs: list[float]
 ) -> dict[str, Any]:
     """`kv_roof` by system; of the first context nothing."""
-    first = next(iter(steps))
+    first = next(iter(steps), context)
     if context == first:
         return {}
     more = {name: statistics.median(b - a for a, b in zip(steps[first][name], steps[context][name], strict=True))

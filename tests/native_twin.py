@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,10 @@ class Twin:
     native: NativeModel
     spec: NativeSpec
     store: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = field(default_factory=dict)
+    bias: dict[int, Tensor] = field(default_factory=dict)
+    """Position -> what is added to its scores [kv_heads]."""
+    stored: Callable[[Tensor], Tensor] = lambda numbers: numbers
+    """What storing makes of keys or values [kv_heads, head_dim]."""
 
     def committed(self, layer: int, row: int) -> list[tuple[int, Tensor, Tensor]]:
         return self.store.setdefault((layer, row), [])
@@ -116,7 +121,8 @@ class Twin:
             keys = rms_norm(keys.flatten(), w["k_norm"], self.spec.eps).view_as(keys)
             w = {**w, "q_norm": None, "k_norm": None}
         queries = self.turn(layer, token.position, queries, w["q_norm"])
-        new[token.node] = (token.position, self.turn(layer, token.position, keys, w["k_norm"]), values)
+        keys = self.turn(layer, token.position, keys, w["k_norm"])
+        new[token.node] = (token.position, self.stored(keys), self.stored(values))
         seen = self.committed(layer, token.row) + [new[node] for node in token.path]
         window = case.windows[layer]
         if window is not None:
@@ -124,7 +130,9 @@ class Twin:
         k = torch.stack([entry[1] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
         v = torch.stack([entry[2] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
         scores = torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale
-        weights = torch.softmax(soft_cap(scores, case.caps[0]), -1)
+        none = torch.zeros(case.kv_heads)
+        bias = torch.stack([self.bias.get(entry[0], none) for entry in seen], 1).repeat_interleave(len(scores) // len(none), 0)
+        weights = torch.softmax(soft_cap(scores, case.caps[0]) + bias, -1)
         out = linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
         return rms_norm(out, w["attention_out_norm"], self.spec.eps)
 

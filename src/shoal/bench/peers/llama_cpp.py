@@ -224,11 +224,23 @@ class Context:
         """Forget one sequence."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
 
-    def join(self, row: int) -> None:
-        """Let the first sequence have what another one holds, which is empty then; they share their memory."""
-        memory = self._api.llama_get_memory(self._handle)
-        self._api.llama_memory_seq_cp(memory, row, 0, -1, -1)
-        self.drop(row)
+    def repeat(self, tokens: Sequence[int], times: int) -> None:
+        """Give the first sequence what `tokens` leave behind, over and over: read once, in the second one, and copied.
+
+        Raises:
+            RuntimeError: it does not fit.
+        """
+        api, memory = self._api, self._api.llama_get_memory(self._handle)
+        self.decode([(token, place, 1, False) for place, token in enumerate(tokens)])
+        size = api.llama_state_seq_get_size(self._handle, 1)
+        state = (ctypes.c_uint8 * size)()
+        api.llama_state_seq_get_data(self._handle, state, size, 1)
+        for number in range(times):
+            if not api.llama_state_seq_set_data(self._handle, state, size, 1):
+                raise RuntimeError(f"llama.cpp has no room for {times} times {len(tokens)} tokens")
+            api.llama_memory_seq_add(memory, 1, 0, -1, number * len(tokens))
+            api.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+            self.drop(1)
 
     def close(self) -> None:
         """Free both."""
