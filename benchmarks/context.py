@@ -190,7 +190,8 @@ def timed(run: Callable[[], object]) -> float:
 def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """What was read for one length; every system over the first one, round by round."""
     first = next(iter(times.values()))
-    ratios = {name: statistics.median(b / a for a, b in zip(first, found, strict=True)) for name, found in times.items()}
+    ratios = {name: statistics.median(b / a for a, b in zip(first, found, strict=True))
+              for name, found in times.items()}
     return {"tokens": size, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
             "over_first": ratios}
 
