@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,23 +39,8 @@ from shoal.model.stack import SequenceChunk
 READ = 512
 
 
-class System(Protocol):
-    """One of those that take turns."""
-
-    kv_bytes: float
-    """Of one position, in all layers."""
-
-    def hold(self, context: int) -> Callable[[], object]:
-        """Make a context; what is returned runs one step on it."""
-        ...
-
-    def read(self, prompt: Sequence[int]) -> object:
-        """Run a prompt."""
-        ...
-
-
 class Ours:
-    """Shoal, by its engine's stack."""
+    """Shoal, by its engine's stack. `kv_bytes`: of one position, in all layers."""
 
     def __init__(self, engine: Engine, method: str) -> None:
         self._engine, self._method = engine, method
@@ -66,7 +51,7 @@ class Ours:
             column_bytes(self._store.form(0), sizes, stack.dtype) for sizes in stack.kv_sizes)
 
     def hold(self, context: int) -> Callable[[], object]:
-        """See `System`."""
+        """Make a context; what is returned runs one step on it."""
         stack = self._engine.stack
         rooms = [context + 1] * stack.num_layers
         cache = KVCache(stack.windows, 1, rooms)
@@ -90,7 +75,7 @@ class Ours:
         return step
 
     def read(self, prompt: Sequence[int]) -> object:
-        """See `System`."""
+        """Run a prompt."""
         return self._engine.generate(list(prompt), method=self._method, max_new_tokens=1, ignore_eos=True)
 
 
@@ -103,7 +88,7 @@ class Peer:
         self.kv_bytes = 2 * kv_numbers
 
     def hold(self, context: int) -> Callable[[], object]:
-        """See `System`."""
+        """See `Ours`."""
         room = self._system.new_context(2, context + 1, unified=True)
         room.repeat(words(min(READ, context)), context // READ or 1)
 
@@ -114,8 +99,11 @@ class Peer:
         return step
 
     def read(self, prompt: Sequence[int]) -> object:
-        """See `System`."""
+        """See `Ours`."""
         return self._system.generate([prompt], 1, None)
+
+
+System = Ours | Peer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -190,8 +178,7 @@ def timed(run: Callable[[], object]) -> float:
 def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """What was read for one length; every system over the first one, round by round."""
     first = next(iter(times.values()))
-    ratios = {name: statistics.median(b / a for a, b in zip(first, found, strict=True))
-              for name, found in times.items()}
+    ratios = {name: statistics.median(b / a for a, b in zip(first, t, strict=True)) for name, t in times.items()}
     return {"tokens": size, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
             "over_first": ratios}
 

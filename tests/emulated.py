@@ -1,6 +1,6 @@
-"""The kernels as an ARM processor runs them: every call of the library goes to a program under qemu.
+"""The kernels as another machine runs them: every call of the library goes to a program under qemu, or under valgrind.
 
-A plugin of pytest, for the tests of the kernels as they are; tests/model/packed/test_native_arm.py starts it.
+A plugin of pytest, for the tests of the kernels as they are; test_native_arm.py and test_native_valgrind.py start it.
 
 A call takes along the memory that it reaches: structures, and the tensors whose addresses stand in them or among the
 arguments. It comes back as the library left it. Between its pieces lies junk, and what is written there is noticed.
@@ -11,26 +11,50 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 from array import array
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.model.packed.native import library
+from shoal.model.packed.native import build, library
 from shoal.model.packed.native.structs import BatchStruct, LayerStruct, Model
 
 COMMAND = "SHOAL_TEST_EMULATOR"
 """The environment variable that names the program: the words of a command, one a line."""
+KERNEL_TESTS = Path(__file__).parent / "model" / "packed"
+WITHOUT_LOADING = "not openmp and not reason and not wish and not narrower and not folder and not at_once"
+"""Of test_native.py what does not ask how the library is loaded."""
 _ARGUMENTS, _NAME = 6, 32  # as in emulated_calls.c
 _LINE = 64
 _JUNK = 0xA7
 _data_ptr = torch.Tensor.data_ptr
 _tensors: dict[int, int] = {}
 """Bytes at the addresses of tensors that somebody asked for. Memory that was freed since is asked for anew."""
+
+
+def built(folder: Path, compiler: str, vectors: str, *more: str) -> list[str]:
+    """The library and what answers calls of it (emulated_calls.c): the words of a command."""
+    target, program = folder / "libshoal.so", folder / "calls"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_NATIVE_FLAGS", " ".join(more))
+        build._compile(compiler, vectors, "generic", ["-Wl,--no-undefined", "-fopenmp"], target)
+    options = ["-std=gnu11", "-O1", "-Wall", "-Werror", *more]
+    subprocess.run([compiler, *options, str(KERNEL_TESTS / "emulated_calls.c"), "-o", str(program), "-ldl"], check=True)
+    return [str(program), str(target)]
+
+
+def passes(file: str, some: str, command: list[str]) -> None:
+    """Run the kernels' own tests of a file under the emulator."""
+    environment = {**os.environ, COMMAND: "\n".join(command), "PYTHONPATH": ":".join(sys.path)}
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", some, str(KERNEL_TESTS / file)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
 def pytest_configure(config: pytest.Config) -> None:

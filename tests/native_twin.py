@@ -132,7 +132,7 @@ class Twin:
         scores = torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale
         none = torch.zeros(case.kv_heads)
         bias = torch.stack([self.bias.get(entry[0], none) for entry in seen], 1)
-        bias = bias.repeat_interleave(len(scores) // len(none), 0)
+        bias = bias.repeat_interleave(case.heads // case.kv_heads, 0)
         weights = torch.softmax(soft_cap(scores, case.caps[0]) + bias, -1)
         out = linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
         return rms_norm(out, w["attention_out_norm"], self.spec.eps)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +15,8 @@ import emulated
 from gguf_blocks import random_blocks
 from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
-from shoal.model.packed.native import build, library
+from shoal.model.packed.native import library
 
-HERE = Path(__file__).parent
 PLAIN: tuple[native.Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
 TOKENS = (1, 2, 3, 5, 8, 17, 64)
 pytestmark = [
@@ -39,14 +35,9 @@ def found(name: str) -> str:
 
 
 def built(folder: Path, *more: str) -> list[str]:
-    """The library and what answers calls of it (emulated_calls.c); the words behind `qemu-aarch64 -cpu NAME`."""
-    compiler, target, program = found("aarch64-linux-gnu-gcc"), folder / "libshoal.so", folder / "calls"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHOAL_NATIVE_FLAGS", " ".join(more))
-        build._compile(compiler, "neon", "generic", ["-Wl,--no-undefined", "-fopenmp"], target)
-    options = ["-std=gnu11", "-O1", "-Wall", "-Werror", *more]
-    subprocess.run([compiler, *options, str(HERE / "emulated_calls.c"), "-o", str(program), "-ldl"], check=True)
-    return ["-L", "/usr/aarch64-linux-gnu", str(program), str(target)]
+    """The words behind `qemu-aarch64 -cpu NAME`."""
+    words = emulated.built(folder, found("aarch64-linux-gnu-gcc"), "neon", *more)
+    return ["-L", "/usr/aarch64-linux-gnu", *words]
 
 
 @pytest.fixture(scope="session")
@@ -68,37 +59,25 @@ def command(words: list[str]) -> list[str]:
     return [found("qemu-aarch64"), "-cpu", "neoverse-n1", *words]
 
 
-WITHOUT_LOADING = "not openmp and not reason and not wish and not narrower and not folder and not at_once"
-
-
 @pytest.mark.parametrize(("file", "some"), [
-    ("test_native.py", WITHOUT_LOADING),
+    ("test_native.py", emulated.WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", ""),
     ("test_native_checks.py", ""),
-    ("test_attention_bias.py", ""),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:
-    passes(file, some, command)
+    emulated.passes(file, some, command)
 
 
 @pytest.mark.parametrize(("file", "some"), [
-    ("test_native.py", WITHOUT_LOADING),
+    ("test_native.py", emulated.WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", "not number_of_threads"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
-    passes(file, some, [found("qemu-aarch64"), "-cpu", "neoverse-n1", *careful_words])
-
-
-def passes(file: str, some: str, command: list[str]) -> None:
-    """Run the tests of a file under the emulator."""
-    environment = {**os.environ, emulated.COMMAND: "\n".join(command), "PYTHONPATH": ":".join(sys.path)}
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", some, str(HERE / file)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-4000:]
+    emulated.passes(file, some, [found("qemu-aarch64"), "-cpu", "neoverse-n1", *careful_words])
 
 
 @pytest.fixture

@@ -28,9 +28,8 @@ class Long:
         self.twin: Twin = make_twin(case)
         dice = torch.Generator().manual_seed(columns)
         shape = (case.kv_heads, columns + ROOM, case.head_dim)
-        self.lines = [(torch.randn(shape, generator=dice)
-                       * 2.0 ** torch.randint(-3, 3, shape[:2], generator=dice)[..., None])
-                      .to(case.kv_dtype) for _ in range(2)]
+        sizes = 2.0 ** torch.randint(-3, 3, (*shape[:2], 1), generator=dice)
+        self.lines = [(torch.randn(shape, generator=dice) * sizes).to(case.kv_dtype) for _ in range(2)]
         self.bias = torch.randn(shape[:2], generator=dice) if biased else None
         keys, values = self.decoded()
         entries = [(start + c, keys[:, c], values[:, c]) for c in range(columns)]

@@ -44,7 +44,8 @@ class NativeSpec:
         attention_scale: what scores are multiplied with, usually head_dim ** -0.5.
         residual_scale, embedding_scale, logit_scale: factors of each sublayer's output, the embedding, the logits.
         attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of scores and logits; 0 for none.
-        kv_dtype: of the cache, float32 or bfloat16; queries and weights of values are rounded to it too.
+        kv_dtype: of the cache, float32 or bfloat16; queries and weights of values are rounded to it too where the
+            processor multiplies it.
     """
 
     hidden: int
