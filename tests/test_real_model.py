@@ -114,7 +114,7 @@ def test_eval(once: None, model: str, problems: str) -> None:
 
 def test_calibrate_ends_in_time(once: None, model: str, problems: str, tmp_path: Path) -> None:
     words = ["--suite", problems, "--loss-n", "2", "--answer-n", "2", "--metric", "perplexity", "--no-timing"]
-    words += ["--minutes", "0.1", "--out", str(tmp_path / "card.json"), "--json"]
+    words += ["--minutes", "0.02", "--out", str(tmp_path / "card.json"), "--json"]
     made = report("calibrate", "--model", model, *words)
     assert made["trials"]["cut_short"] and len(made["layer_scores"]["leave_one_out"]) == 30
 
