@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
+
+from shoal.user_cache import cache_folder, write_whole
 
 _CHUNK = 1 << 20
 
@@ -54,7 +53,7 @@ def _hash(path: str) -> str:
 
 
 def _notes() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal" / "sha256.json"
+    return cache_folder() / "sha256.json"
 
 
 def _remembered() -> dict[str, object]:
@@ -66,10 +65,4 @@ def _remembered() -> dict[str, object]:
 
 
 def _remember(seen: dict[str, object]) -> None:
-    """Write the notes whole or not at all: another process may be reading or writing them."""
-    notes = _notes()
-    with suppress(OSError):
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=notes.parent, encoding="utf-8", delete=False) as file:
-            json.dump(seen, file)
-        os.replace(file.name, notes)
+    write_whole(_notes(), lambda file: file.write(json.dumps(seen).encode()))

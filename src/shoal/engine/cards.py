@@ -24,6 +24,7 @@ from shoal.engine.card import Card, load_json
 from shoal.model.hf import HFStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
+from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -37,8 +38,7 @@ log = logging.getLogger(__name__)
 
 def cached() -> Path:
     """The folder of the user's own cards: `shoal/cards` in XDG_CACHE_HOME, by default in ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "shoal" / "cards"
+    return cache_folder() / "cards"
 
 
 def find(engine: Engine) -> Card:

@@ -6,16 +6,14 @@ A large vocabulary has half a million of them, and finding them takes longer tha
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from shoal.model.gguf.vocabulary import NORMAL, USER_DEFINED
+from shoal.user_cache import cache_folder, write_whole
 
 
 def merges_of(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> list[tuple[str, str]]:
@@ -23,11 +21,12 @@ def merges_of(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]
 
     They are kept in `shoal/merges` of $XDG_CACHE_HOME, by default ~/.cache, under the SHA-256 of the arguments.
     """
-    kept = _folder() / f"{_digest(tokens, kinds, keys)}.npy"
+    kept = cache_folder() / "merges" / f"{_digest(tokens, kinds, keys)}.npy"
     pairs = _read(kept, len(tokens))
     if pairs is None:
         pairs = implied_merges(tokens, kinds, keys)
-        _keep(kept, pairs)
+        found = np.asarray(pairs, dtype=np.int32).reshape(-1, 2)
+        write_whole(kept, lambda file: np.save(file, found, allow_pickle=False))
     return [(tokens[first], tokens[second]) for first, second in pairs]
 
 
@@ -46,10 +45,6 @@ def implied_merges(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[f
     return merges
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal" / "merges"
-
-
 def _digest(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> str:
     digest = hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass"))
     digest.update(array("q", kinds).tobytes())
@@ -58,7 +53,7 @@ def _digest(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) 
 
 
 def _read(path: Path, tokens: int) -> list[tuple[int, int]] | None:
-    """None where the file is missing or not what `_keep` wrote."""
+    """None where the file is missing or not what was kept."""
     try:
         pairs = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -67,15 +62,3 @@ def _read(path: Path, tokens: int) -> list[tuple[int, int]] | None:
         return None
     found: list[tuple[int, int]] = pairs.tolist()
     return found
-
-
-def _keep(path: Path, pairs: Sequence[tuple[int, int]]) -> None:
-    """Write the file whole or not at all: another process may be reading it, or the disk be full."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            try:
-                np.save(file, np.asarray(pairs, dtype=np.int32).reshape(-1, 2), allow_pickle=False)
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal import user_cache
 from shoal.file_hash import known_sha256, sha256
 from shoal.model.packed import native
 
@@ -206,5 +207,4 @@ def cache_folder() -> Path | None:
     chosen = os.environ.get("SHOAL_WEIGHTS")
     if chosen is not None:
         return Path(chosen).expanduser() if chosen else None
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "shoal" / "weights"
+    return user_cache.cache_folder() / "weights"
