@@ -139,7 +139,8 @@ def _machines(reports: Sequence[Report]) -> list[str]:
         number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
         lines.append(
             f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
-            f"(smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}, {', '.join(dates)}, {', '.join(commits)}."
+            f"(smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}, {', '.join(dates)}, "
+            f"{', '.join(commits)}."
         )
     return lines
 

@@ -33,7 +33,8 @@ def ratio(values: Iterable[float]) -> Ratio:
     sure = [out for out, share in enumerate(missed) if share <= 1 - CONFIDENCE]
     if not sure:
         return {**figure(listed), "low": None, "high": None, "confidence": None}
-    return {**figure(listed), "low": listed[sure[-1]], "high": listed[-1 - sure[-1]], "confidence": 1 - missed[sure[-1]]}
+    out = sure[-1]
+    return {**figure(listed), "low": listed[out], "high": listed[-1 - out], "confidence": 1 - missed[out]}
 
 
 def in_order(items: Sequence[T], round_number: int) -> list[T]:
