@@ -7,30 +7,30 @@
 
 #include "acts.h"
 
-/* What an integer kernel reads of the activations beside their words, from the first group of a tile on. */
+/* What an integer kernel reads of the activations beside their words, from the first group of a tile on: of [group][width of the
+   tile] tokens. */
 typedef struct {
     const float *scales, *totals;
     const int32_t *starts, *eights, *halves;
-    int64_t step; /* from one token to the next; of `halves` twice that */
 } Groups;
 
-INLINE Groups groups_at(const Acts *a, int first, int group) {
+INLINE Groups groups_at(const Acts *a, int first, int64_t group) {
     const int64_t at = (int64_t)first * a->groups + group;
     return (Groups){.scales = a->scales + at, .totals = a->totals + at, .starts = a->starts + at, .eights = a->eights + at,
-                    .halves = a->halves + 2 * at, .step = a->groups};
+                    .halves = a->halves + 2 * at};
 }
 
 /* sum[t] += weight scale * activation scale * part[t] */
 INLINE void add_scaled(const Groups *x, int64_t g, Vf scale, const Vi *part, Vf *sum, const int T) {
     UNROLL for (int t = 0; t < T; t++)
-        sum[t] = vf_fma(vf_from(part[t]), vf_mul(scale, vf_all(x->scales[t * x->step + g])), sum[t]);
+        sum[t] = vf_fma(vf_from(part[t]), vf_mul(scale, vf_all(x->scales[g * width_of(T) + t])), sum[t]);
 }
 
 /* The same where the two halves of a group have scales of their own. */
 INLINE void add_split(const Groups *x, int64_t g, const Vf scale[2], const Vi *part, const Vi *last, Vf *sum, const int T) {
     UNROLL for (int t = 0; t < T; t++) {
         const Vf both = vf_fma(vf_from(part[t]), scale[0], vf_mul(vf_from(last[t]), scale[1]));
-        sum[t] = vf_fma(both, vf_all(x->scales[t * x->step + g]), sum[t]);
+        sum[t] = vf_fma(both, vf_all(x->scales[g * width_of(T) + t]), sum[t]);
     }
 }
 
@@ -39,14 +39,14 @@ INLINE void add_split(const Groups *x, int64_t g, const Vf scale[2], const Vi *p
 INLINE void tile_bytes(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
                        const char *ahead, const int parts, const int T, const int size) {
     const int WORDS = size / 4, W = width_of(T), count = p->words / WORDS;
-    const Groups groups = groups_at(a, first, p->first / WORDS);
+    const Groups groups = groups_at(a, first, p->first / WORDS * W);
     const char *lines = lines_at(w, p), *scales = scales_at(w, p);
     Vf sum[8];
     UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
     for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += WORDS * 64, scales += 32) {
         Vi part[8];
         fetch_part(ahead, g, WORDS * 64, parts);
-        UNROLL for (int t = 0; t < T; t++) part[t] = start_bytes(groups.starts[t * groups.step + g]);
+        UNROLL for (int t = 0; t < T; t++) part[t] = start_bytes(groups.starts[g * W + t]);
         UNROLL for (int j = 0; j < WORDS; j++) {
             const Vi row = vi_load(lines + j * 64);
             UNROLL for (int t = 0; t < T; t++) part[t] = dot_bytes(part[t], row, vi_all(x[j * W + t]));
@@ -98,7 +98,7 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
     const int bits = bits_of(kind), split = kind == KIND_Q6_K, step = NARROW_WORDS(bits);
     const int W = width_of(T), count = p->words / WORDS, bytes = WORDS * line_bytes(kind);
-    const Groups groups = groups_at(a, first, p->first / WORDS);
+    const Groups groups = groups_at(a, first, p->first / WORDS * W);
     const char *lines = lines_at(w, p), *scales = scales_at(w, p);
     Vf sum[8];
     UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
@@ -106,8 +106,8 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
         fetch_part(ahead, g, bytes, parts);
         Vi part[8], last[8]; /* last: of inputs 16 to 31 where they are apart */
         UNROLL for (int t = 0; t < T; t++) {
-            part[t] = start_nibbles(&groups, t * groups.step + g, 0, kind);
-            if (split) last[t] = start_nibbles(&groups, t * groups.step + g, 1, kind);
+            part[t] = start_nibbles(&groups, g * W + t, 0, kind);
+            if (split) last[t] = start_nibbles(&groups, g * W + t, 1, kind);
         }
         UNROLL for (int from = 0; from < HALF; from += step) {
             Vi narrow[8], second[8];
@@ -134,7 +134,7 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
         if (split) add_split(&groups, g, scale, part, last, sum, T);
         else add_scaled(&groups, g, scale[0], part, sum, T);
         if (has_minima(kind))
-            UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(minimum, vf_all(groups.totals[t * groups.step + g]), sum[t]);
+            UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(minimum, vf_all(groups.totals[g * W + t]), sum[t]);
     }
     UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
