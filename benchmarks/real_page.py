@@ -150,7 +150,9 @@ def _number(value: float) -> str:
 
 
 def _ratio(figure: Mapping[str, float] | None) -> str:
-    return "" if figure is None else table.spread(figure, "{:.2f}")
+    if figure is None:
+        return ""
+    return table.spread(figure, "{:.2f}") if figure.get("low") is None else table.paired(figure)
 
 
 def _machines(reports: Sequence[Report]) -> list[str]:
@@ -166,7 +168,8 @@ def _machines(reports: Sequence[Report]) -> list[str]:
         number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
         lines.append(
             f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
-            f"(smallest-largest), {', '.join(dates)}, {', '.join(commits)}."
+            f"(smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}, {', '.join(dates)}, "
+            f"{', '.join(commits)}."
         )
     return lines
 

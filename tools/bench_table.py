@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.speed import table as speeds
-from shoal.bench.table import processor
+from shoal.bench.table import intervals, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -143,8 +143,8 @@ def intro(report: dict[str, Any]) -> str:
     where = f"{processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
             f"roof {bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f}-{bandwidth['max'] / 1e9:.1f}), "
-            f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "
-            f"commit {(report['commit'] or 'unknown')[:7]}.")
+            f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest){intervals(report)}, "
+            f"{report['date'][:10]}, commit {(report['commit'] or 'unknown')[:7]}.")
 
 
 def notes(report: dict[str, Any]) -> str:
