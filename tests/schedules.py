@@ -96,16 +96,16 @@ def follow(
         _check(client, alone(client.job))
     joined = [entry.joined for client in clients for entry in client.handle.entries if entry.joined is not None]
     assert joined == sorted(joined), "somebody went before those who had come earlier"
-    assert scheduler._batch.cache.rows == 0 and scheduler._batch.cache.bytes().allocated == 0
-    assert not scheduler._batch._parts._workers and not scheduler._open
+    assert scheduler._batches.plain.cache.rows == 0 and scheduler._batches.plain.cache.bytes().allocated == 0
+    assert not scheduler._batches.plain.parts._workers and not scheduler._open
     return clients
 
 
 def _turn(scheduler: Scheduler) -> None:
     scheduler.turn()
     needs = [need for entry in scheduler._running for need in entry.needs]
-    assert scheduler._batch.cache.rows <= len(needs) <= scheduler.max_rows
-    assert max(scheduler._batch.cache.bytes().allocated, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
+    assert scheduler._batches.plain.cache.rows <= len(needs) <= scheduler.max_rows
+    assert max(scheduler._batches.plain.cache.bytes().allocated, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
 
 
 def _finish(scheduler: Scheduler) -> None:

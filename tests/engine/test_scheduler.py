@@ -113,7 +113,7 @@ def test_the_storage_stays_within_what_was_counted(
             submit(scheduler, job)
         while scheduler.running or scheduler.waiting:
             scheduler.turn()
-            cache = scheduler._batch.cache
+            cache = scheduler._batches.plain.cache
             assert cache.bytes().allocated <= most
             assert cache.rows == scheduler.running <= cache.slots <= rows
 
@@ -140,7 +140,7 @@ def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
     needs = [handle.entries[0].need for handle in handles]
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs)
+        assert scheduler._batches.plain.cache.bytes().allocated <= scheduler._room.bytes(needs)
 
 
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.Monke
     stack = engine("llama").stack
     most = 64 * sum(stack.position_bytes)
     scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
-    cache, handles = scheduler._batch.cache, list[Any]()
+    cache, handles = scheduler._batches.plain.cache, list[Any]()
 
     def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
         """Rows, slots and columns once prompts of these lengths for that many tokens have joined."""
@@ -236,12 +236,12 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     late = None
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        decoding = {row.emitted for row in scheduler._batch.rows if row.emitted > 1}
+        decoding = {row.emitted for row in scheduler._batches.plain.rows if row.emitted > 1}
         assert len(decoding) <= 1
         if decoding and late is None:
             late = submit(scheduler, 0)
         if late is not None and late.entries[0].joined is not None:
-            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batch.rows)
+            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batches.plain.rows)
     assert late is not None and late.results[0].tokens == alone("llama", 0)
 
 
@@ -259,7 +259,7 @@ def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypa
     for _ in range(3):
         scheduler.turn()
     assert scheduler.running == 3
-    assert len({row.emitted for row in scheduler._batch.rows}) == 1
+    assert len({row.emitted for row in scheduler._batches.plain.rows}) == 1
     monkeypatch.undo()
     finish(scheduler)
     assert [handle.results[0].tokens for handle in handles] == [alone("llama", job) for job in range(3)]

@@ -2,7 +2,7 @@
 
 `exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
 derived from the parts that a method's default knobs put together, not declared by the method. Two methods combine where
-they fill different parts.
+they fill different parts, and neither excludes one of the other's.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def table(info: ModelInfo | None) -> list[dict[str, Any]]:
 
 def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     known = None not in (row["parts"], other["parts"])
-    return known and other is not row and set(row["parts"]).isdisjoint(other["parts"])
+    return known and other is not row and set(row["parts"]).isdisjoint([*other["parts"], *other["excludes"]]) and (
+        set(row["excludes"]).isdisjoint(other["parts"]))
 
 
 def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -108,6 +109,7 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "name": name,
             "family": cls.family or None if parts is None else family_of(cls, parts),
             "parts": None if parts is None else list(parts),
+            "excludes": [] if recipe is None else list(recipe.excludes),
             "summary": (cls.__doc__ or "").strip().split("\n")[0],
             "paper": cls.paper,
             "needs": list(cls.needs),
@@ -116,7 +118,7 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "options": _options(cls),
         }
     except Exception as error:  # somebody else's method must not take the list down
-        return {"name": name, "family": None, "parts": None, "summary": "", "paper": "", "needs": [], "exact": None,
+        return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [], "exact": None,
                 "exact_to": None, "options": {}, "runs": False, "why_not": f"cannot be imported: {error}"}
     why_not = _refusal(cls, info)
     return {**row, "runs": None if info is None else why_not is None, "why_not": why_not}

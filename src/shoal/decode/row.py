@@ -91,6 +91,11 @@ class Row:
         """The most rows of a batch that decode for it."""
         return self.recipe.branches(self.sampling.greedy)
 
+    def check(self) -> None:
+        """Refuse what the recipe's loop cannot honour; see `shoal.decode.recipe.Loop`."""
+        if self.recipe.loop is not None:
+            self.recipe.loop.check(self)
+
     @property
     def rule(self) -> Rule:
         """The recipe's acceptance rule, by default an exact match."""

@@ -193,7 +193,7 @@ class Engine:
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """Who says that a method loses time by guessing, unless it sees to that itself."""
-        if recipe.proposer is None or recipe.self_metered:
+        if not recipe.scratch or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
 
@@ -233,7 +233,7 @@ class Engine:
         prompt = max(row.prompt_length for row in rows)
         answer = min(max_new_tokens, _RESERVE)
         drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
-        room = _DRAFT if any(row.recipe.proposer is not None for row in rows) else 0
+        room = max(min(_DRAFT, row.recipe.scratch) for row in rows)
         reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         keeps = [row.recipe.keep for row in rows if row.recipe.keep is not None]
         if len(keeps) == len(rows):
