@@ -29,6 +29,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.jacobi import Jacobi
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model import kv_memory
@@ -46,6 +47,9 @@ JOBS: list[Job] = [
     (prompt(12, 7), {"max_new_tokens": 6, "temperature": 1.0, "seed": 4}),
     (prompt(4, 8), {"max_new_tokens": 1}),
     (prompt(7, 9), {"max_new_tokens": 8, "repetition_penalty": 1.4, "stop_token_ids": [3, 50, 60]}),
+    (prompt(8, 10), {"max_new_tokens": 9, "method": Jacobi(n=4)}),
+    (prompt(2, 11), {"max_new_tokens": 7, "method": Jacobi(n=3), "temperature": 1.0, "seed": 5}),
+    (prompt(20, 12), {"max_new_tokens": 8, "method": [Jacobi(n=4), D3(alpha=0.8, core=2)]}),
 ]
 """Ticks cost what their layers cost: waves soon pay."""
 
@@ -113,9 +117,10 @@ def test_the_storage_stays_within_what_was_counted(
             submit(scheduler, job)
         while scheduler.running or scheduler.waiting:
             scheduler.turn()
-            cache = scheduler._batches.plain.cache
-            assert cache.bytes().allocated <= most
-            assert cache.rows == scheduler.running <= cache.slots <= rows
+            caches = [batch.cache for batch in scheduler._batches]
+            assert sum(cache.bytes().allocated for cache in caches) <= most
+            assert sum(cache.rows for cache in caches) == scheduler.running
+            assert all(cache.rows <= cache.slots <= rows for cache in caches)
 
 
 @pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])

@@ -118,8 +118,9 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "options": _options(cls),
         }
     except Exception as error:  # somebody else's method must not take the list down
-        return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [], "exact": None,
-                "exact_to": None, "options": {}, "runs": False, "why_not": f"cannot be imported: {error}"}
+        return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [],
+                "exact": None, "exact_to": None, "options": {}, "runs": False,
+                "why_not": f"cannot be imported: {error}"}
     why_not = _refusal(cls, info)
     return {**row, "runs": None if info is None else why_not is None, "why_not": why_not}
 

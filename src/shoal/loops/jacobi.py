@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class JacobiBatch(Batch):
     """Each row feeds a block behind its last token: what the model chose for these places in the step before.
 
-    A choice is the argmax, or the draw that the plain loop makes at that place of the text. As far as a block comes back
-    as it was, it is right, and so is the token after that: they are emitted. The choices behind them rest on a wrong
-    token; they are the block of the next step, filled up at its end.
+    A choice is the argmax, or the draw that the plain loop makes at that place of the text. As far as a block comes
+    back as it was, it is right, and so is the token after that: they are emitted. The choices behind them rest on a
+    wrong token; they are the block of the next step, filled up at its end.
     """
 
     def __init__(self, size: int, *args: Any, **options: Any) -> None:

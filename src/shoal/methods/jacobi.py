@@ -25,9 +25,9 @@ _MOST = 64
 class Jacobi(Method):
     """The next n tokens are decoded at once: each is chosen after what the last step chose for those before it.
 
-    What comes back as it was is right, and is emitted with the token after it: one token a step or more, the same ones as
-    in the plain loop, samples too. Needs no draft and no training. Pays where the model chooses the right token after
-    wrong ones: seldom, unless it was trained for that.
+    What comes back as it was is right, and is emitted with the token after it: one token a step or more, the same ones
+    as in the plain loop, samples too. Needs no draft and no training. Pays where the model chooses the right token
+    after wrong ones: seldom, unless it was trained for that.
 
     Attributes:
         n: tokens of a block, 1 to 64; 1 is the plain loop.
