@@ -173,4 +173,4 @@ def test_long_answers_reserve_no_more_than_they_may_need() -> None:
 
 
 def _allocated(stream: Any) -> list[int]:
-    return [layer.allocated for layer in stream._steps.gi_frame.f_locals["self"].cache.layers]
+    return [layer.allocated for layer in stream._steps.gi_frame.f_locals["batch"].cache.layers]

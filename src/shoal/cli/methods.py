@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     info = None if engine is None else engine.info()
     rows = table(info)
     if args.json:
-        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine)})
+        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine),
+                           "changes": engine.changes if engine else ""})
     else:
         print("\n\n".join(_text(row, rows) for row in rows))
         if engine is not None:
@@ -65,6 +66,11 @@ def _card(engine: Engine) -> dict[str, Any]:
 
 
 def _said(engine: Engine) -> str:
+    made = f"It was made of another model ({engine.changes}): exact means equal to this one, not to that."
+    return _worth(engine) + (f"\n{made}" if engine.changes else "")
+
+
+def _worth(engine: Engine) -> str:
     card = engine.card
     if card.empty:
         return ("Nothing is known about this model's layers: depth methods drop them by position. The first use of one "

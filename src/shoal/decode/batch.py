@@ -364,24 +364,9 @@ def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
     if row.record is not None:
         for node in outcome.path:
             row.record(target.logits(node), target.scores(node))
-    first = row.emitted
-    steps = []
-    for offset, piece in enumerate(row.stop.push(tokens)):
-        drafted = offset < len(outcome.path) - 1
-        steps.append(
-            Step(
-                row=row.number,
-                index=first + offset,
-                token=piece.token,
-                text=piece.text,
-                depth=row.recipe.plan.depth(first + offset),
-                from_draft=drafted,
-                logprob=target.logprob(outcome.path[offset], piece.token),
-                finish_reason=piece.finish_reason,
-            )
-        )
-        row.ledger.accepted += drafted
-        row.ledger.accepted_at[offset + 1] += drafted
-        row.tokens.append(piece.token)
-    row.steps.extend(steps)
+    guessed = len(outcome.path) - 1
+    steps = row.emit(tokens, guessed, lambda offset, token: target.logprob(outcome.path[offset], token))
+    kept = min(len(steps), guessed)
+    row.ledger.accepted += kept
+    row.ledger.accepted_at.update(range(1, kept + 1))
     return steps

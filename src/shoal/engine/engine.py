@@ -62,6 +62,7 @@ class Engine:
         ranks: the processes that share the model.
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
+        changes: what was done to another model to make this one, in words. Exact means exact to this one.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         self.misses_card = True
         self.ranks = ALONE
         self.changed: Source | None = None
+        self.changes = ""
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)
@@ -106,6 +108,7 @@ class Engine:
             tensors=self._tensors,
             fingerprint=lambda: self.fingerprint,
             memory=self._memory,
+            changes=self.changes,
             free=self.ranks.size == 1,
         )
 
