@@ -49,11 +49,10 @@ class Odd(Method):
 class OddLoop(Loop):
     fault: str
 
-    def begin(self, *arguments: Any) -> Batch:
+    def batch(self) -> type[Batch]:
         if self.fault == "begin":
             raise RuntimeError("no batch today")
-        stack, cache, rows, prefixes, release = arguments
-        return OddBatch(stack, cache, rows, prefixes=prefixes, release=release)
+        return OddBatch
 
     def check(self, row: Row) -> None:
         if row.sampling.logprobs is not None:

@@ -65,9 +65,8 @@ def begin(
     prefixes: Prefixes | None = None, release: bool = True,
 ) -> RowBatch:
     """A batch for rows of that loop; None is the plain one, which also says what the arguments are."""
-    if loop is None:
-        return Batch(stack, cache, rows, prefixes=prefixes, release=release)
-    return loop.begin(stack, cache, rows, prefixes, release)
+    make = Batch if loop is None else loop.batch()
+    return make(stack, cache, rows, prefixes=prefixes, release=release)
 
 
 def run(batch: RowBatch, budget: int, most: int = 2048) -> Generator[list[Step], None, None]:

@@ -13,18 +13,15 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from shoal.decode.accept import Outcome, Target
     from shoal.decode.loop import RowBatch
-    from shoal.decode.prefixes import Prefixes
     from shoal.decode.row import Row
     from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
-    from shoal.model.kv import KVCache
     from shoal.model.kv_form import Store
-    from shoal.model.stack import Stack
 
 Exactness = Literal["full", "plan", "none"]
 PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop")
@@ -88,10 +85,8 @@ class Loop(ABC):
         return 0
 
     @abstractmethod
-    def begin(
-        self, stack: Stack, cache: KVCache | None, rows: Sequence[Row], prefixes: Prefixes | None, release: bool
-    ) -> RowBatch:
-        """A batch of rows; the arguments are those of `shoal.decode.batch.Batch`."""
+    def batch(self) -> Callable[..., RowBatch]:
+        """What makes its batches, of the arguments of `shoal.decode.batch.Batch`; mostly a class derived from it."""
 
     def check(self, row: Row) -> None:
         """Refuse a row that asks for what the loop cannot honour, before anything runs.

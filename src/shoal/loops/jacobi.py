@@ -22,9 +22,8 @@ class JacobiBatch(Batch):
     wrong token; they are the block of the next step, filled up at its end.
     """
 
-    def __init__(self, size: int, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._size = size
         self._blocks: dict[int, list[int]] = {}
 
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
@@ -34,7 +33,7 @@ class JacobiBatch(Batch):
 
     def _block(self, row: Row) -> list[int]:
         """The paper fills up with padding; tokens of the row's own text need none, and are likelier."""
-        size = min(self._size - 1, self.parts.most(row))
+        size = min(row.recipe.scratch, self.parts.most(row))
         block = self._blocks[id(row)][:size]
         return block + (row.tokens[-1:] * (size - len(block)))
 

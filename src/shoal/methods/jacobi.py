@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,11 +11,7 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
-    from shoal.decode.prefixes import Prefixes
-    from shoal.decode.row import Row
-    from shoal.model.kv import KVCache
-    from shoal.model.stack import Stack
+    from shoal.loops.jacobi import JacobiBatch
 
 _MOST = 64
 
@@ -62,10 +57,8 @@ class JacobiLoop(Loop):
         """The block but for its last token, which nothing follows."""
         return self.n - 1
 
-    def begin(
-        self, stack: Stack, cache: KVCache | None, rows: Sequence[Row], prefixes: Prefixes | None, release: bool
-    ) -> RowBatch:
+    def batch(self) -> type[JacobiBatch]:
         """See `Loop`."""
         from shoal.loops.jacobi import JacobiBatch
 
-        return JacobiBatch(self.n, stack, cache, rows, prefixes=prefixes, release=release)
+        return JacobiBatch
