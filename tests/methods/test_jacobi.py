@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +14,9 @@ from backends import Backend, on_backends
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
+from generate_calls import batch, generate
 from scripted import Scripted
+from serving import MODEL, serving, tiny_engine
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
@@ -211,3 +214,24 @@ def test_a_chat_goes_on_from_what_was_kept() -> None:
             assert found.tokens == plain.tokens
     finally:
         engine.tokenizer = engine_words
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_in_transformers_generate(sampled: bool) -> None:
+    found = []
+    for method in (Full(), Jacobi(n=4)):
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"do_sample": sampled, "top_k": 20 if sampled else None, "repetition_penalty": 1.2}
+        found.append(generate(tiny("llama"), **batch(), **options, custom_generate=method))
+    assert torch.equal(*found)
+
+
+def test_over_http() -> None:
+    body = {"model": MODEL, "prompt": "Some words", "max_tokens": 24, "temperature": 0.8, "seed": 4}
+    with serving(tiny_engine()) as server:
+        asked = ({"method": "full"}, {"method": "jacobi", "method_args": {"n": 4}})
+        answers = [httpx.post(f"{server.url}/v1/completions", json={**body, **how}, timeout=60) for how in asked]
+        refused = httpx.post(f"{server.url}/v1/completions", json={**body, "method": ["jacobi", "best_of"]}, timeout=60)
+    plain, found = [answer.json()["choices"][0] for answer in answers]
+    assert found == plain and found["text"]
+    assert refused.status_code == 400 and "jacobi has a loop of its own" in refused.json()["error"]["message"]
