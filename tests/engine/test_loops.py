@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import mul
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,10 @@ from shoal.methods.d3 import D3
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model import kv_memory
+from shoal.model.kv import KVCache
+from shoal.model.kv_layer import ENDLESS
+from shoal.model.kv_room import KVRoom
 from shoal.types import ModelInfo
 from test_matrix import engine_of
 
@@ -161,6 +166,21 @@ def test_a_block_is_counted_in_the_memory_of_a_row() -> None:
     scheduler = Scheduler(engine, start=False)
     plain, wide = (submit(scheduler, method, 1).entries[0].need for method in (Full(), Jacobi(n=9)))
     assert [more - less for more, less in zip(wide.columns, plain.columns, strict=True)] == [8] * 6
+
+
+def test_caches_share_the_memory_by_what_their_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However each grows, slots that nobody needs yet included."""
+    monkeypatch.setattr(kv_memory, "PAGED", False)
+    stack = engine_of("llama").stack
+    most = 100 * sum(stack.position_bytes)
+    room, caches = KVRoom(stack, most, rows=16), [KVCache(stack.windows, 0) for _ in range(3)]
+    short, long = (room.need(DepthPlan.full(6), size, 2) for size in (3, 18))
+    room.share([(caches[0], [short]), (caches[1], [long, short]), (caches[2], [])])
+    counted = [sum(map(mul, (layer.limit for layer in cache.layers), stack.position_bytes)) for cache in caches[:2]]
+    assert [cache.most_slots for cache in caches] == [2, 4, ENDLESS]
+    assert sum(cache.most_slots * slot for cache, slot in zip(caches, counted, strict=False)) <= most
+    room.share([(caches[0], [short])])
+    assert caches[0].most_slots == 16
 
 
 def test_a_loop_that_is_not_exact_makes_the_recipe_so_and_is_not_scored() -> None:
