@@ -1,7 +1,7 @@
 """Distance to the full model: how far next-token distributions move when tokens of an answer run fewer layers.
 
 Texts are the full model's own answers, made once, or given ones. Every contender reads the same tokens after the same
-prompts, which run every layer. What is kept of a text are sums by position, so that any bins and any set of texts can be
+prompts, which run every layer. What is kept of a text are sums over bins of positions, so that any set of texts can be
 put together later. The first token of an answer comes from the prompt and is not judged.
 """
 
@@ -74,7 +74,8 @@ class Readings:
 
 def binned(values: Sequence[float]) -> list[float]:
     """Sums of what tokens 1, 2, ... of an answer have, token i in bin i // BIN."""
-    return [round(float(sum(values[max(start - 1, 0) : start - 1 + BIN])), 5) for start in range(0, len(values) + 1, BIN)]
+    starts = range(-1, len(values), BIN)
+    return [round(float(sum(values[max(start, 0) : start + BIN])), 5) for start in starts]
 
 
 def bin_sizes(count: int) -> list[int]:
@@ -105,7 +106,7 @@ class Judge:
             truth = self._truth[row, first]
             said, best = _log_probs(logits)
             reading = found[row]
-            reading.kl += (truth.certainty - torch.linalg.vecdot(truth.probs, said)).tolist()
+            reading.kl += (truth.certainty - _dot(truth.probs, said)).tolist()
             reading.kept += (best == truth.best).tolist()
             self._add_own(reading, row, first, said, best)
 
@@ -115,7 +116,7 @@ class Judge:
     def _learn(self, row: int, first: int, logits: Tensor) -> None:
         said, best = _log_probs(logits)
         probs = said.exp()
-        self._truth[row, first] = _Truth(probs, torch.linalg.vecdot(probs, said), best)
+        self._truth[row, first] = _Truth(probs, _dot(probs, said), best)
         self.full[row].kl += [0.0] * len(logits)
         self.full[row].kept += [True] * len(logits)
         self._add_own(self.full[row], row, first, said, best)
@@ -138,6 +139,11 @@ class _Truth:
 def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities [n, V] float32 and argmaxes [n]."""
     return logits.float().log_softmax(-1), logits.argmax(-1)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Row by row [n]; ten times as fast as `vecdot` here."""
+    return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
 @dataclass

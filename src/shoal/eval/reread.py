@@ -37,13 +37,18 @@ class Reread:
         self._stack, self._texts = stack, texts
         longest = max(len(prompt) + len(answer) for prompt, answer in texts)
         self._cache = KVCache(stack.windows, len(texts), [longest] * stack.num_layers)
-        self._feed(stack, DepthPlan.full(stack.num_layers), [len(prompt) for prompt, _ in texts], None)
+        self._read_prompts()
 
     def under(self, way: Way, take: Take) -> None:
         """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
+        self._read_prompts()  # again only where a sliding window has lost something of them
         self._feed(*way, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take)
         for row, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(row, len(prompt))
+
+    def _read_prompts(self) -> None:
+        full = DepthPlan.full(self._stack.num_layers)
+        self._feed(self._stack, full, [len(prompt) for prompt, _ in self._texts], None)
 
     @torch.no_grad()
     def _feed(self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None) -> None:
