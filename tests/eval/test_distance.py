@@ -11,7 +11,7 @@ from torch import Tensor
 
 from families import tiny
 from oracle import prefix_counts, prefix_oracle
-from passing import PLANS, Passing, ids
+from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -25,6 +25,7 @@ from shoal.eval.outcomes import Outcomes
 from shoal.eval.reread import way
 from shoal.eval.rising import RisingPlan
 from shoal.methods.full import Full
+from shoal.methods.schedule import Schedule
 
 FULL = DepthPlan.full(6)
 
@@ -99,9 +100,10 @@ def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) ->
     answers = [found.tokens for found in decoder.answers(prompts, contender(tiny_engine, Full(), 40), 40)]
     kept = [at for at, answer in enumerate(answers) if len(answer) > 1]
     prompts, answers = [prompts[at] for at in kept], [answers[at] for at in kept]
-    at = setting(tiny_engine, Lengths(tuple(map(len, answers))), 1.15, 40, order="late_middle", core=2)
+    falling = [Schedule((4, 3), steps) for steps in ((1, 2), (3, 9), (6, 6), (12, 14))]
+    rivals = [contender(tiny_engine, method, 40) for method in falling]
     seen = set()
-    for who in controls(at, ["constant", "budgets"]):
+    for who in [*rivals, Contender("reversed d3", {}, RISING)]:
         free = [found.tokens for found in decoder.answers(prompts, who, 40)]
         for mine, theirs, found in zip(answers, free, outcomes_of(tiny_engine, who.plan, prompts, answers),
                                        strict=True):
