@@ -12,7 +12,7 @@ from torch import Tensor
 from families import tiny
 from oracle import prefix_counts, prefix_oracle
 from passing import PLANS, RISING, Passing, ids
-from shoal.depth.plan import DepthPlan
+from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.eval import distance
@@ -24,8 +24,11 @@ from shoal.eval.equal_depth import Lengths
 from shoal.eval.outcomes import Outcomes
 from shoal.eval.reread import way
 from shoal.eval.rising import RisingPlan
+from shoal.eval.why import apart
 from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
+from shoal.model.packed.build import build
+from shoal.model.packed.source import ModelSource
 
 FULL = DepthPlan.full(6)
 
@@ -79,6 +82,33 @@ def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
         check(model, judge.under(way(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("context", [6, 5, 4])
+@pytest.mark.parametrize("judged", [6, 5, 3])
+def test_a_token_is_judged_apart_from_its_context(judged: int, context: int, kernels: bool) -> None:
+    """Token by token: its context by passing by or left out, its own depth after that."""
+    model = tiny("llama", dtype=torch.float32)
+    engine = engine_for(model, backend="packed")
+    if not kernels:
+        engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
+    order, read = (4, 2, 3), texts(40, 2, 9)
+    how = apart(engine.stack, context, judged, order)
+    for mine, text in zip(Judge(engine, read).apart(how), read, strict=True):
+        truth = slow_log_probs(model, text, FULL)
+        for place in range(1, len(text.answer)):
+            if judged > context:
+                plan: Any = RisingPlan((6, *[context] * (place - 1), judged), order, 6)
+            else:
+                steps = [NEVER] * 6
+                for number, layer in enumerate(order[: 6 - judged]):
+                    steps[layer] = 1 if number < 6 - context else place
+                plan = DepthPlan.whole_layers(steps)
+            short = Told("s", "", text.prompt, text.answer[: place + 1])
+            said = slow_log_probs(model, short, plan)[-1]
+            kl = float((truth[place - 1].exp() * (truth[place - 1] - said)).sum())
+            assert mine.kl[place - 1] == pytest.approx(kl, abs=2e-3), place
+
+
 def test_bins_add_up() -> None:
     for count in (1, 14, 15, 16, 17, 31, 32, 47, 100):
         values = [0.25 * at for at in range(1, count + 1)]
@@ -92,7 +122,7 @@ def test_bins_add_up() -> None:
 def outcomes_of(engine: Engine, plan: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[dict[str, Any]]:
     read = [Told("s", str(at), tuple(prompt), tuple(answer))
             for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    return [one.outcome(plan) for one in Judge(engine, read).under(way(engine.stack, plan))]
+    return [one.outcome(0.0) for one in Judge(engine, read).under(way(engine.stack, plan))]
 
 
 def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) -> None:
@@ -119,7 +149,8 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     read = texts(18, 7, 12, 15, 9)
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
     rivals = [contender(tiny_engine, Full(), 18, "full"), *controls(at, ["budgets"])]
-    whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, rivals)
+    subjects = [distance.subject(tiny_engine.stack, who) for who in rivals]
+    whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, subjects)
     plain, calls = Judge.under, []
 
     def tired(self: Judge, *args: Any) -> Any:
@@ -131,24 +162,24 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     monkeypatch.setattr(Judge, "under", tired)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, rivals)
+            Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects)
     kept = (tmp_path / "parts").read_text()
     (tmp_path / "parts").write_text(kept + '{"run": "unfinis')
-    again = Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, rivals)
+    again = Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects)
     assert again == whole and len(whole[0]) == 5
     lines = [sorted((tmp_path / part).read_text().splitlines()) for part in ("whole", "parts")]
     assert lines[0] == lines[1]
     assert len(calls) == 2 + 4 * (len(rivals) - 1)  # of four batches
     monkeypatch.delattr(distance, "Judge")
-    assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, rivals) == whole
+    assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects) == whole
 
 
 def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
     clock = iter(range(100))
     monkeypatch.setattr(distance.time, "monotonic", lambda: next(clock))
-    plan = Contender("d", {"method": "d"}, PLANS["d3"])
-    (found,) = Distances(tiny_engine, until=1.5).measure(texts(18, 7, 12, 15), [plan])
+    who = distance.subject(tiny_engine.stack, Contender("d", {"method": "d"}, PLANS["d3"]))
+    (found,) = Distances(tiny_engine, until=1.5).measure(texts(18, 7, 12, 15), [who])
     assert list(found) == ["s/0", "s/1", "s/2"]
 
 

@@ -8,7 +8,7 @@ put together later. The first token of an answer comes from the prompt and is no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -18,11 +18,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.engine.engine import Engine
-from shoal.eval.decoders import Contender, Plan
+from shoal.eval.decoders import Contender
 from shoal.eval.evaluate import BIN
 from shoal.eval.outcomes import Outcomes, RunKey
-from shoal.eval.reread import Reread, Way, way
+from shoal.eval.reread import Reread, Take, Way, way
 from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
 
 _TRUTH_BYTES = 400_000_000
 _TOGETHER = 16
@@ -60,15 +61,19 @@ class Readings:
     kept: list[bool] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
 
-    def outcome(self, plan: Plan) -> dict[str, Any]:
-        """Sums by position, as they are kept; the first bin is one token short, the one that is not judged."""
+    def outcome(self, layers: float) -> dict[str, Any]:
+        """Sums by position, as they are kept; the first bin is one token short, the one that is not judged.
+
+        Args:
+            layers: what the answer ran, its first token included.
+        """
         return {
             "kl": binned(self.kl),
             "nll": binned(self.nll),
             "kept": [round(value) for value in binned(self.kept)],
             "count": len(self.kl),
             "prefix": 1 + len(list(takewhile(bool, self.own))),
-            "layers": plan.layer_tokens(1 + len(self.kl)),
+            "layers": layers,
         }
 
 
@@ -94,29 +99,37 @@ class Judge:
     def __init__(self, engine: Engine, texts: Sequence[Told]) -> None:
         self._texts = texts
         self._reread = Reread(engine.stack, [(text.prompt, text.answer) for text in texts])
-        self._truth: dict[tuple[int, int], _Truth] = {}
+        self._truth = [_Truth.room(len(text.answer) - 1, engine.stack) for text in texts]
         self.full = [Readings() for _ in texts]
         self._reread.under(way(engine.stack, engine.recipe("full", 1).plan), self._learn)
 
     def under(self, how: Way) -> list[Readings]:
         """Every text under a plan."""
+        return self._found(lambda take: self._reread.under(how, take))
+
+    def apart(self, how: Way) -> list[Readings]:
+        """Every text where step 1 of a plan makes what later tokens see, and step 2 what is judged."""
+        return self._found(lambda take: self._reread.apart(how, take))
+
+    def _found(self, read: Callable[[Take], None]) -> list[Readings]:
         found = [Readings() for _ in self._texts]
 
         def take(row: int, first: int, logits: Tensor) -> None:
-            truth = self._truth[row, first]
+            truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
             said, best = _log_probs(logits)
             reading = found[row]
-            reading.kl += (truth.certainty - _dot(truth.probs, said)).tolist()
-            reading.kept += (best == truth.best).tolist()
+            reading.kl += (truth.certainty[here] - _dot(truth.probs[here], said)).tolist()
+            reading.kept += (best == truth.best[here]).tolist()
             self._add_own(reading, row, first, said, best)
 
-        self._reread.under(how, take)
+        read(take)
         return found
 
     def _learn(self, row: int, first: int, logits: Tensor) -> None:
+        truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
         said, best = _log_probs(logits)
-        probs = said.exp()
-        self._truth[row, first] = _Truth(probs, _dot(probs, said), best)
+        torch.exp(said, out=truth.probs[here])
+        truth.certainty[here], truth.best[here] = _dot(truth.probs[here], said), best
         self.full[row].kl += [0.0] * len(logits)
         self.full[row].kept += [True] * len(logits)
         self._add_own(self.full[row], row, first, said, best)
@@ -135,6 +148,13 @@ class _Truth:
     certainty: Tensor
     best: Tensor
 
+    @classmethod
+    def room(cls, count: int, stack: Stack) -> _Truth:
+        """Room for so many tokens."""
+        device = stack.device
+        return cls(torch.empty(count, stack.vocab_size, device=device), torch.empty(count, device=device),
+                   torch.empty(count, dtype=torch.long, device=device))
+
 
 def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities [n, V] float32 and argmaxes [n]."""
@@ -146,9 +166,36 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
+@dataclass(frozen=True)
+class Subject:
+    """Something whose distance to the full model is measured.
+
+    Attributes:
+        spec: what it is, as JSON; outcomes are kept under it.
+        read: reads texts.
+        layers: layers summed over so many tokens of an answer.
+    """
+
+    spec: Mapping[str, Any]
+    read: Callable[[Judge], list[Readings]]
+    layers: Callable[[int], float]
+
+
+def subject(stack: Stack, who: Contender) -> Subject:
+    """A contender as what is measured.
+
+    Raises:
+        Unsupported: its plan alone does not say how likely a token is, or needs a packed model.
+    """
+    who.check_scored()
+    how = way(stack, who.plan)
+    whole = who.spec["method"] == "full"
+    return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how), who.plan.layer_tokens)
+
+
 @dataclass
 class Distances:
-    """Measures contenders on texts, each outcome kept as soon as it is there.
+    """Measures subjects on texts, each outcome kept as soon as it is there.
 
     Attributes:
         engine: the model.
@@ -211,43 +258,37 @@ class Distances:
                 pass
             return [list(result.tokens) for result in stream.results]
 
-    def measure(self, texts: Sequence[Told], contenders: Sequence[Contender]) -> list[dict[str, dict[str, Any]]]:
-        """Read every text under every contender's plan; outcomes by suite/item, contender after contender.
+    def measure(self, texts: Sequence[Told], subjects: Sequence[Subject]) -> list[dict[str, dict[str, Any]]]:
+        """Read every text as every subject does; outcomes by suite/item, subject after subject.
 
-        After `until` the texts that are not read yet are left out, for all contenders alike. Measure many contenders
-        at once: they share the reading at full depth.
-
-        Raises:
-            Unsupported: a contender's plan alone does not say how likely a token is.
+        After `until` the texts that are not read yet are left out, for all subjects alike. Measure many subjects at
+        once: they share the reading at full depth.
         """
-        for who in contenders:
-            who.check_scored()
-        ways = [way(self.engine.stack, who.plan) for who in contenders]
         for batch in self._batches(texts):
-            open_ones = [(who, how) for who, how in zip(contenders, ways, strict=True) if self._missing(batch, who)]
+            open_ones = [who for who in subjects if self._missing(batch, who)]
             if not open_ones:
                 continue
             if self.late:
                 break
             judge = Judge(self.engine, batch)
-            for who, how in open_ones:
-                self._keep(batch, who, judge.full if who.spec["method"] == "full" else judge.under(how))
-        done = [text for text in texts if not any(self._missing([text], who) for who in contenders)]
+            for who in open_ones:
+                self._keep(batch, who, who.read(judge))
+        done = [text for text in texts if not any(self._missing([text], who) for who in subjects)]
         return [{f"{text.suite}/{text.id}": self.outcomes.of(self._run(text.suite, who))[text.id] for text in done}
-                for who in contenders]
+                for who in subjects]
 
-    def _run(self, suite: str, who: Contender) -> RunKey:
+    def _run(self, suite: str, who: Subject) -> RunKey:
         return self.run_of(suite, "distance", who.spec)
 
-    def _missing(self, texts: Sequence[Told], who: Contender) -> list[Told]:
+    def _missing(self, texts: Sequence[Told], who: Subject) -> list[Told]:
         return [text for text in texts if text.id not in self.outcomes.of(self._run(text.suite, who))]
 
-    def _keep(self, texts: Sequence[Told], who: Contender, readings: Sequence[Readings]) -> None:
+    def _keep(self, texts: Sequence[Told], who: Subject, readings: Sequence[Readings]) -> None:
         for suite in dict.fromkeys(text.suite for text in texts):
             run = self._run(suite, who)
             rows = zip(texts, readings, strict=True)
             known = self.outcomes.of(run)
-            self.outcomes.add(run, [(text.id, reading.outcome(who.plan)) for text, reading in rows
+            self.outcomes.add(run, [(text.id, reading.outcome(who.layers(len(text.answer)))) for text, reading in rows
                                     if text.suite == suite and text.id not in known])
 
     def _batches(self, texts: Sequence[Told]) -> Iterator[Sequence[Told]]:

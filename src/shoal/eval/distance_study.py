@@ -20,7 +20,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.depth.speedup import ideal_speedup
 from shoal.eval.controls import controls, setting
 from shoal.eval.decoders import Contender, contender
-from shoal.eval.distance import Distances, Told, bin_sizes
+from shoal.eval.distance import Distances, Told, bin_sizes, subject
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.evaluate import BIN
 from shoal.eval.items import Item, Sample, encode
@@ -61,7 +61,7 @@ def run(distances: Distances, texts: Sequence[Told], study: Study) -> dict[str, 
     """The comparison on some texts: a row of figures per contender, over all suites and for each of them."""
     groups = contenders_of(distances, texts, study)
     everyone = [who for _, rivals in groups for who in rivals]
-    found = distances.measure(texts, everyone)
+    found = distances.measure(texts, [subject(distances.engine.stack, who) for who in everyone])
     if not found[0]:
         raise TimeoutError("no time was left to read any text; the same command goes on from here")
     layers, head = distances.engine.stack.num_layers, distances.engine.stack.head_layers

@@ -41,8 +41,19 @@ class Reread:
 
     def under(self, way: Way, take: Take) -> None:
         """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
+        self._again(*way, take, twins=False)
+
+    def apart(self, way: Way, take: Take) -> None:
+        """The same where what a token is judged by and what later tokens see of it differ.
+
+        Every token runs twice: at step 1 of the plan for those after it, and at step 2 to be judged, seeing the
+        tokens before it as step 1 left them.
+        """
+        self._again(*way, take, twins=True)
+
+    def _again(self, stack: Stack, plan: DepthPlan, take: Take, twins: bool) -> None:
         self._read_prompts()  # again only where a sliding window has lost something of them
-        self._feed(*way, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take)
+        self._feed(stack, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, twins)
         for row, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(row, len(prompt))
 
@@ -51,19 +62,23 @@ class Reread:
         self._feed(self._stack, full, [len(prompt) for prompt, _ in self._texts], None)
 
     @torch.no_grad()
-    def _feed(self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None) -> None:
+    def _feed(
+        self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None, twins: bool = False
+    ) -> None:
         """Feed every row up to its end, forwards as full as they can be."""
-        while pieces := self._pieces(ends):
+        while pieces := self._pieces(ends, BLOCK // (1 + twins)):
             chunks = [self._chunk(row, count, plan, take is not None) for row, count in pieces]
+            if twins:
+                chunks = [_with_twins(chunk) for chunk in chunks]
             logits = stack.forward(chunks, self._cache).split([chunk.wanted for chunk in chunks])
             for (row, count), values in zip(pieces, logits, strict=True):
                 if take is not None:
                     take(row, self._cache.positions[row] - len(self._texts[row][0]) + 1, values)
                 self._cache.commit(row, range(count))
 
-    def _pieces(self, ends: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows that a forward feeds, and how many tokens of each."""
-        found, room = [], min(BLOCK, self._stack.prefill_chunk)
+    def _pieces(self, ends: Sequence[int], room: int) -> list[tuple[int, int]]:
+        """Rows that a forward feeds, and how many tokens of each, `room` together."""
+        found = []
         for row, end in enumerate(ends):
             count = min(room, end - self._cache.positions[row])
             if count:
@@ -78,6 +93,14 @@ class Reread:
         tokens = [prompt[at] if at < len(prompt) else answer[at - len(prompt)] for at in places]
         steps = [max(0, at - len(prompt) + 1) for at in places]
         return SequenceChunk(row, tokens, steps, plan, wanted=count if judged else 1)
+
+
+def _with_twins(chunk: SequenceChunk) -> SequenceChunk:
+    """The chain at step 1, and at step 2 a twin of each of its tokens, which stands where that token does."""
+    count = len(chunk.tokens)
+    before = range(-1, count - 1)
+    return SequenceChunk(chunk.row, [*chunk.tokens, *chunk.tokens], [1] * count + [2] * count, chunk.plan,
+                         [*before, *before], [*range(count), *range(count)], wanted=count)
 
 
 def way(stack: Stack, plan: DepthPlan | RisingPlan) -> Way:
