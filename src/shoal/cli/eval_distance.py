@@ -21,6 +21,8 @@ def measure(
     args: argparse.Namespace, engine: Engine, study: Study, suites: Sequence[tuple[Suite, Sequence[Item]]]
 ) -> int:
     """Measure, print the table, end with one JSON line."""
+    from shoal.bench.report import heading
+    from shoal.cli import env
     from shoal.eval import distance_study
     from shoal.eval.distance import Distances
     from shoal.eval.outcomes import Outcomes
@@ -31,7 +33,7 @@ def measure(
     distances = Distances(engine, kept, args.max_new_tokens, until=until)
     try:
         texts = distance_study.texts_of(distances, suites)
-        report: dict[str, Any] = {"command": args.words, **engine_facts(engine), "seed": args.seed,
+        report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "seed": args.seed,
                                   "distance": distance_study.run(distances, texts, study)}
     except TimeoutError as error:
         print(error)

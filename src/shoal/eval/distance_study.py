@@ -7,14 +7,10 @@ full model's, so these lengths are the same for every contender and nothing is s
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Sequence
 from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
-
-import torch
 
 from shoal.depth.plan import DepthPlan
 from shoal.depth.speedup import ideal_speedup
@@ -80,7 +76,6 @@ def run(distances: Distances, texts: Sequence[Told], study: Study) -> dict[str, 
         "read": len(found[0]),
         "suites": {suite: len(part) for suite, part in _suites(found[0]).items()},
         "bin": BIN,
-        "machine": machine(),
         "rows": rows,
     }
 
@@ -168,12 +163,6 @@ def times(
         predicted = card.tpot(who.plan, prompt, answer)
         found.append({"label": who.label, "speedup": speed, "predicted": predicted, **(timing or {})})
     return [{**row, "predicted_speedup": found[0]["predicted"] / row["predicted"]} for row in found]
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were made on."""
-    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def _labelled(groups: Sequence[tuple[float | None, list[Contender]]]) -> list[tuple[float | None, Contender]]:
