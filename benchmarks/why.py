@@ -106,7 +106,7 @@ class Asked:
             subjects["all", depth] = why.at_depth(self.stack, depth, self.at.order)
             if depth in self.few:
                 subjects["one", depth] = why.judged_apart(self.stack, self.layers, depth, self.at.order)
-        rows = self.rows(subjects, ("tokens", "depth"), self.texts)
+        rows = self.rows(subjects, ("which", "depth"), self.texts)
         return [{**row, "by_position": by_position(found)} for row, found in rows]
 
     def context(self) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ class Asked:
         lengths = Lengths(tuple(len(text.answer) for text in rest))
         found = []
         for speed in self.speedups:
-            at = setting(self.engine, lengths, speed, self.distances.max_new_tokens)
+            at = setting(self.engine, lengths, speed, self.distances.max_new_tokens, self.at.order, self.at.core.size)
             rivals = [*controls(at, ["constant", "budgets"]), self.best(at, losses, True), self.best(at, losses, False)]
             outcomes = self.distances.measure(rest, [subject(self.stack, who) for who in rivals])
             if outcomes[0]:

@@ -122,7 +122,7 @@ def test_bins_add_up() -> None:
 def outcomes_of(engine: Engine, plan: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[dict[str, Any]]:
     read = [Told("s", str(at), tuple(prompt), tuple(answer))
             for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    return [one.outcome(0.0) for one in Judge(engine, read).under(way(engine.stack, plan))]
+    return [one.outcome(0.0, True) for one in Judge(engine, read).under(way(engine.stack, plan))]
 
 
 def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) -> None:

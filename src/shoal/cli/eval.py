@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
     chosen = [suites.get(name) for name in args.suite.split(",") if name]
     _check(args)
+    if args.measure != "distance" and any(suite.kind == "prompts" for suite in chosen):
+        raise ValueError("suites of prompts have nothing to judge answers by; measure them with --measure distance")
     items = [suite.items(args.data, limit=args.n, seed=args.seed) for suite in chosen]
     engine = _engine(args)
     if args.measure == "distance":

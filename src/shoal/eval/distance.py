@@ -37,12 +37,14 @@ class Told:
         suite: where its prompt comes from.
         id: its name there.
         prompt, answer: token ids; at least one, and at least two.
+        greedy: whether the answer is the full model's greedy one.
     """
 
     suite: str
     id: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    greedy: bool = False
 
 
 @dataclass
@@ -61,19 +63,22 @@ class Readings:
     kept: list[bool] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
 
-    def outcome(self, layers: float) -> dict[str, Any]:
+    def outcome(self, layers: float, greedy: bool) -> dict[str, Any]:
         """Sums by position, as they are kept; the first bin is one token short, the one that is not judged.
 
         Args:
             layers: what the answer ran, its first token included.
+            greedy: whether the text is the full model's greedy answer. Up to where the likeliest token is another
+                one, it is then also what the plan would have answered: the prefix that they have in common.
         """
+        prefix = {"prefix": 1 + len(list(takewhile(bool, self.own)))} if greedy else {}
         return {
             "kl": binned(self.kl),
             "nll": binned(self.nll),
             "kept": [round(value) for value in binned(self.kept)],
             "count": len(self.kl),
-            "prefix": 1 + len(list(takewhile(bool, self.own))),
             "layers": layers,
+            **prefix,
         }
 
 
@@ -247,7 +252,8 @@ class Distances:
             found = [self._answers([prompts[item] for item in part], sampled, part)]
             self.outcomes.add(run, [(item, {"tokens": tokens}) for item, tokens in zip(part, found[0], strict=True)])
         done = self.outcomes.of(run)
-        told = [Told(suite, item, tuple(prompt), tuple(done[item]["tokens"])) for item, prompt in prompts.items()]
+        told = [Told(suite, item, tuple(prompt), tuple(done[item]["tokens"]), not sampled)
+                for item, prompt in prompts.items()]
         return [text for text in told if len(text.answer) > 1]
 
     def _answers(self, prompts: Sequence[Sequence[int]], sampled: bool, items: Sequence[str]) -> list[list[int]]:
@@ -288,8 +294,8 @@ class Distances:
             run = self._run(suite, who)
             rows = zip(texts, readings, strict=True)
             known = self.outcomes.of(run)
-            self.outcomes.add(run, [(text.id, reading.outcome(who.layers(len(text.answer)))) for text, reading in rows
-                                    if text.suite == suite and text.id not in known])
+            self.outcomes.add(run, [(text.id, reading.outcome(who.layers(len(text.answer)), text.greedy))
+                                    for text, reading in rows if text.suite == suite and text.id not in known])
 
     def _batches(self, texts: Sequence[Told]) -> Iterator[Sequence[Told]]:
         """Texts read together: as many as the full model's distributions fit memory. The same whatever is known."""

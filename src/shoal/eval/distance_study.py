@@ -7,7 +7,7 @@ full model's, so these lengths are the same for every contender and nothing is s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
@@ -105,7 +105,7 @@ def figures(found: Found, full: Found, num_layers: int, head_layers: float) -> d
     """
     rows = list(found.values())
     layers = sum(row["layers"] for row in rows) / sum(row["count"] + 1 for row in rows)
-    parted = [row["prefix"] <= row["count"] for row in rows]
+    prefixes = {"prefix": _prefixes(rows)} if all("prefix" in row for row in rows) else {}
     return {
         "n": len(rows),
         "tokens": sum(row["count"] for row in rows),
@@ -113,8 +113,7 @@ def figures(found: Found, full: Found, num_layers: int, head_layers: float) -> d
         "ideal_speedup": ideal_speedup(num_layers, layers, head_layers),
         **{measure: _mean(found, measure) for measure in _MEASURES},
         "added_loss": _difference(_ratio(full, found, "nll")),
-        "prefix": {"mean": mean(row["prefix"] for row in rows), "median": median(row["prefix"] for row in rows),
-                   "never_parts": 1 - mean(parted)},
+        **prefixes,
         "by_position": by_position(found),
     }
 
@@ -122,10 +121,13 @@ def figures(found: Found, full: Found, num_layers: int, head_layers: float) -> d
 def compared(base: Found, other: Found) -> dict[str, Any]:
     """`other` minus `base` on the same texts, paired by prompt: per token, by position, and in common tokens."""
     bins = max(len(row["kl"]) for row in other.values())
-    before, after = ([row["prefix"] for row in found.values()] for found in (base, other))
+    prefixes = {}
+    if all("prefix" in row for row in other.values()):
+        before, after = ([row["prefix"] for row in found.values()] for found in (base, other))
+        prefixes["prefix"] = _difference(ratio_difference(before, after, [1] * len(base)))
     return {
         **{measure: _difference(_ratio(base, other, measure)) for measure in ("kl", "kept")},
-        "prefix": _difference(ratio_difference(before, after, [1] * len(base))),
+        **prefixes,
         "kl_by_position": [_difference(_ratio(base, other, "kl", index)) for index in range(bins)],
     }
 
@@ -163,6 +165,13 @@ def times(
         predicted = card.tpot(who.plan, prompt, answer)
         found.append({"label": who.label, "speedup": speed, "predicted": predicted, **(timing or {})})
     return [{**row, "predicted_speedup": found[0]["predicted"] / row["predicted"]} for row in found]
+
+
+def _prefixes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of greedy answers: how many tokens they have in common with the full model's, and how many never part."""
+    lengths = [row["prefix"] for row in rows]
+    return {"mean": mean(lengths), "median": median(lengths),
+            "never_parts": mean(row["prefix"] > row["count"] for row in rows)}
 
 
 def _labelled(groups: Sequence[tuple[float | None, list[Contender]]]) -> list[tuple[float | None, Contender]]:

@@ -77,8 +77,8 @@ _TASKS: dict[str, _Cell] = {
 
 def _versus(key: str, scale: float, digits: int) -> _Cell:
     def cell(row: dict[str, Any]) -> str:
-        compared = row.get("versus_d3")
-        return "" if compared is None or row["label"] == "d3" else _points(key, scale, digits)(compared)
+        compared = row.get("versus_d3", {})
+        return "" if row["label"] == "d3" or key not in compared else _points(key, scale, digits)(compared)
 
     return cell
 
@@ -94,7 +94,7 @@ _DISTANCE: dict[str, _Cell] = {
     "kept %": lambda row: f"{100 * row['kept']['mean']:.1f}",
     "- D3's, points [95 %]": _versus("kept", 100, 1),
     "added loss": lambda row: f"{row['added_loss']['mean']:+.3f}",
-    "common tokens": lambda row: f"{row['prefix']['mean']:.1f}",
+    "common tokens": lambda row: f"{row['prefix']['mean']:.1f}" if "prefix" in row else "",
     "- D3's [95 %] ": _versus("prefix", 1, 1),
 }
 
