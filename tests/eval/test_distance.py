@@ -76,7 +76,7 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
 def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
     """Answers longer than a block and a window, several plans after one another, on the kernels."""
     model = tiny(family, dtype=torch.float32)
-    engine, read = engine_for(model, backend="packed"), texts(90, 2, 70, 9)
+    engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
     judge = Judge(engine, read)
     for _ in range(2):
         check(model, judge.under(way(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
@@ -172,6 +172,15 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     assert len(calls) == 2 + 4 * (len(rivals) - 1)  # of four batches
     monkeypatch.delattr(distance, "Judge")
     assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects) == whole
+
+
+def test_more_texts_are_put_together_otherwise_and_only_they_are_measured(tmp_path: Path, tiny_engine: Engine) -> None:
+    who, read = Contender("d", {"method": "d"}, PLANS["d3"]), texts(9, 7, 12)
+    subjects = [distance.subject(tiny_engine.stack, who)]
+    first = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read[1:], subjects)
+    both = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read, subjects)
+    assert list(both[0]) == ["s/0", "s/1", "s/2"] and first[0] == {key: both[0][key] for key in ("s/1", "s/2")}
+    assert len((tmp_path / "kept").read_text().splitlines()) == 1 + 3
 
 
 def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
