@@ -131,8 +131,11 @@ class Judge:
         return found
 
     def _by_rows(self, take: Take) -> Take:
-        """`take` for a few tokens at a time, on one thread: 150,000 columns of one token fit a processor's cache, and
-        small operations on several threads stall wherever another process runs."""
+        """`take` for a few tokens at a time, on one thread.
+
+        150,000 columns of one token fit a processor's cache, and small operations on several threads stall wherever
+        another process runs.
+        """
         def taken(row: int, first: int, logits: Tensor) -> None:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
