@@ -204,7 +204,12 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
     assert again["distance"]["rows"] == whole["distance"]["rows"]
     monkeypatch.setattr(Distances, "_answers", None)
     monkeypatch.setattr(Judge, "under", None)
-    assert evaluated(capsys, *words, "--out", str(tmp_path / "parts"))["distance"]["rows"] == whole["distance"]["rows"]
+    words.remove("--json")
+    assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--timed", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "KL, nats" in out and "reversed d3" in out and "expected, ms/token" in out
+    assert json.loads(out.splitlines()[-1])["distance"]["rows"] == whole["distance"]["rows"]
+    assert json.loads((tmp_path / "parts" / "results.json").read_text()) == json.loads(out.splitlines()[-1])
 
 
 def test_distance_is_asked_for_alone_and_by_prompts(capsys, tiny_folder, problems):

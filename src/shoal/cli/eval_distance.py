@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,14 +46,17 @@ def measure(
         report["distance"]["cost"] = card.to_dict()
         report["distance"]["times"] = distance_study.times(distances, texts, study, args.timed, card)
     if args.out is not None:
-        (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), json.dumps(report, indent=1))
+        (args.out / "results.json").write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
         from shoal.eval.distance_plots import draw_distance
 
         draw_distance(report, args.plot)
     if not args.json:
-        from shoal.eval.table import distance_table
+        from shoal.eval.table import distance_table, times_table
 
         print(distance_table(report["distance"]["rows"]))
+        if args.timed:
+            print(f"\n{times_table(report['distance']['times'])}")
     common.print_json(report)
     return 0

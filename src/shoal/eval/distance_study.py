@@ -225,4 +225,5 @@ def _sum(bins: Sequence[float], index: int | None) -> float:
 
 
 def _difference(found: Difference) -> dict[str, float]:
-    return {"mean": found.mean, "low": found.low, "high": found.high, "p": found.p}
+    values = {"mean": found.mean, "low": found.low, "high": found.high, "p": found.p}
+    return {name: float(f"{value:.7g}") for name, value in values.items()}  # a report holds thousands of them

@@ -99,6 +99,21 @@ _DISTANCE: dict[str, _Cell] = {
 }
 
 
+_TIMES: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "asked for": lambda row: f"{row['speedup'] or 1:g}x",
+    "expected, ms/token": lambda row: f"{1000 * row['predicted']:.2f}",
+    "expected": lambda row: f"{row['predicted_speedup']:.2f}x",
+    "measured, ms/token": lambda row: f"{1000 * row['seconds_per_token']:.2f}",
+    "measured": lambda row: f"{row['realised_speedup']:.2f}x",
+}
+
+
+def times_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `distance_study.times`."""
+    return _aligned(_TIMES, rows)
+
+
 def distance_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of `distance_study.run`."""
     return _aligned(_DISTANCE, rows)
