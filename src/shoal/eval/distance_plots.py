@@ -38,7 +38,8 @@ def draw_positions(rows: Sequence[Mapping[str, Any]], speed: float, path: Path) 
 
 def draw_depth(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """KL against mean layers, with 95 % intervals; one line per kind of schedule."""
-    axes, figure = plots.axes_of("mean layers per token", "KL from full depth, nats per token", "distance")
+    axes, figure = plots.axes_of("mean layers per token", "KL from full depth, nats per token",
+                                 "distance to the full model")
     for label, found in plots.lines(rows).items():
         values = [row["kl"] for row in found]
         errors = [[one["mean"] - one["low"] for one in values], [one["high"] - one["mean"] for one in values]]
