@@ -165,6 +165,7 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
 
 
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
+    from shoal.eval import distance
     from shoal.eval.distance import Distances, Judge
 
     words = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
@@ -190,9 +191,10 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
     assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--minutes", "0"]) == 0
     assert "no time is left" in capsys.readouterr().out
     plain, calls = Judge.under, iter(range(10**6))
+    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * 256 * 130)  # three texts are read together
 
     def tired(self, *args):
-        if next(calls) == 2:
+        if next(calls) == 6:
             raise KeyboardInterrupt
         return plain(self, *args)
 
@@ -200,6 +202,10 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
     assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
     capsys.readouterr()
     monkeypatch.setattr(Judge, "under", plain)
+    monkeypatch.setattr(Distances, "late", True)
+    part = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))["distance"]
+    assert part["read"] == 3 and part["items"] == 12 and part["warning"].startswith("3 of 12 texts are read")
+    monkeypatch.setattr(Distances, "late", False)
     again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
     assert again["distance"]["rows"] == whole["distance"]["rows"]
     monkeypatch.setattr(Distances, "_answers", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,11 @@ def measure(
     except TimeoutError as error:
         print(error)
         return 0
+    read = report["distance"]["read"]
+    if read < len(texts):
+        report["distance"]["warning"] = (f"{read} of {len(texts)} texts are read; depths are equal over all of them "
+                                         "only, so look at mean layers before comparing. The same command goes on")
+        print(f"warning: {report['distance']['warning']}", file=sys.stderr)
     if args.timed:
         from shoal.calibrate import cost
 
