@@ -162,3 +162,62 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
         assert f"by the plan alone, without its {part}" in fails(capsys, *words)
     (suite,) = evaluated(capsys, *words, "--measure", "answers", "--n", "4")["suites"]
     assert len(suite["answers"]) == 2 and "loss" not in suite
+
+
+def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
+    from shoal.eval import distance
+    from shoal.eval.distance import Distances, Judge
+
+    words = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
+             "--order", "late_middle", "--loss-groups", "constant,budgets", "--n", "12", "--max-new-tokens", "40",
+             "--dtype", "float32", "--json", "--seed", "1"]
+    whole = evaluated(capsys, *words, "--out", str(tmp_path / "whole"), "--timed", "2", "--plot",
+                      str(tmp_path / "drawn"))
+    full, d3, *controls = whole["distance"]["rows"]
+    assert full["label"] == "full" and full["kl"]["mean"] == 0 and full["kept"]["mean"] == 1
+    assert "prefix" not in full  # the model does not chat, so its answers are drawn
+    assert [row["label"] for row in controls] == ["constant", "linear", "reversed d3"]
+    for row in (d3, *controls):
+        assert row["mean_layers"] == pytest.approx(d3["mean_layers"], abs=0.06) and row["n"] == 12
+        assert sum(one["tokens"] for one in row["by_position"]) == row["tokens"] == 12 * 39
+        assert 0 < row["kl"]["low"] < row["kl"]["mean"] < row["kl"]["high"]
+        assert sum(part["tokens"] for part in row["by_suite"].values()) == row["tokens"]
+    assert controls[0]["versus_d3"]["kl"]["mean"] == pytest.approx(controls[0]["kl"]["mean"] - d3["kl"]["mean"])
+    assert [row["label"] for row in whole["distance"]["times"]] == ["full", "d3", "constant"]
+    assert whole["machine"] and "seconds_per_token" in whole["distance"]["times"][1]
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {
+        "distance-loss.png", "distance-depth.png", "distance-positions-1.25.png"}
+
+    assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--minutes", "0"]) == 0
+    assert "no time is left" in capsys.readouterr().out
+    plain, calls = Judge.under, iter(range(10**6))
+    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * 256 * 130)  # three texts are read together
+
+    def tired(self, *args):
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    monkeypatch.setattr(Judge, "under", tired)
+    assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
+    capsys.readouterr()
+    monkeypatch.setattr(Judge, "under", plain)
+    monkeypatch.setattr(Distances, "late", True)
+    part = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))["distance"]
+    assert part["read"] == 3 and part["items"] == 12 and part["warning"].startswith("3 of 12 texts are read")
+    monkeypatch.setattr(Distances, "late", False)
+    again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
+    assert again["distance"]["rows"] == whole["distance"]["rows"]
+    monkeypatch.setattr(Distances, "_answers", None)
+    monkeypatch.setattr(Judge, "under", None)
+    words.remove("--json")
+    assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--timed", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "KL, nats" in out and "reversed d3" in out and "expected, ms/token" in out
+    assert json.loads(out.splitlines()[-1])["distance"]["rows"] == whole["distance"]["rows"]
+    assert json.loads((tmp_path / "parts" / "results.json").read_text()) == json.loads(out.splitlines()[-1])
+
+
+def test_distance_is_asked_for_alone_and_by_prompts(capsys, tiny_folder, problems):
+    assert "distance alone" in fails(capsys, "--suite", problems, "--measure", "loss,distance")
+    assert "--measure distance" in fails(capsys, "--suite", "chat", "--data", str(problems), "--measure", "loss")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from chat_tokenizer import chat_tokenizer
-from families import VOCAB, tiny
-from oracle import decoder_layers, greedy_under_plan, prefix_counts, prefix_oracle
-from shoal.depth.plan import NEVER, DepthPlan
+from families import tiny
+from oracle import greedy_under_plan, prefix_counts, prefix_oracle
+from passing import PLANS, RISING, Passing, ids
+from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
@@ -33,50 +33,6 @@ from shoal.model import hf
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.source import ModelSource
-
-PLANS = {
-    "full": DepthPlan.full(6),
-    "d3": DepthPlan.whole_layers((NEVER, 9, 2, 4, 6, NEVER)),
-    "at once": DepthPlan.whole_layers((NEVER, 1, 1, 1, NEVER, NEVER)),
-    "sublayers": DepthPlan((NEVER, 3, 5, NEVER, 2, NEVER), (NEVER, 6, 1, 4, NEVER, 3)),
-}
-RISING = RisingPlan((6, 3, 3, 4, 3, 5, 6, 4, 6), (2, 3, 1), 6)
-
-
-def ids(*lengths: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
-
-
-class Passing:
-    """Decoding with transformers' cache: each layer runs in full, and its output is put away where it is skipped, so
-    that its keys and values come from the stream that passes by."""
-
-    def __init__(self, model: Any, plan: RisingPlan) -> None:
-        self.model, self.plan, self.step = model, plan, 0
-
-    def logits(self, prompt: list[int], count: int, forced: list[int] | None = None) -> Tensor:
-        """[count, V]: what each token is decided from, the tokens before it being greedy ones or those of `forced`."""
-        past, new, rows = None, list(prompt), []
-        with ExitStack() as stack, torch.no_grad():
-            for index, layer in enumerate(decoder_layers(self.model)):
-                handle = layer.register_forward_hook(self._keep(index), with_kwargs=True)
-                stack.callback(handle.remove)
-            for self.step in range(count):
-                out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
-                past = out.past_key_values
-                rows.append(out.logits[0, -1])
-                new = [int(rows[-1].argmax()) if forced is None else forced[self.step]]
-        return torch.stack(rows)
-
-    def _keep(self, index: int) -> Any:
-        def hook(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            before: Tensor = args[0] if args else kwargs["hidden_states"]
-            count = self.plan.counts[min(self.step, len(self.plan.counts) - 1)]
-            gone = self.step > 0 and index in self.plan.removal[: self.plan.num_layers - count]
-            return output if not gone else (before, *output[1:]) if isinstance(output, tuple) else before
-
-        return hook
 
 
 def slow_answer(model: Any, prompt: list[int], plan: Any, count: int) -> list[int]:

@@ -44,7 +44,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, wikitext2/, novels/")
     what.add_argument("--n", metavar="N", type=int, default=1000, help="items per suite, drawn by --seed")
     what.add_argument("--loss-n", metavar="N", type=int, help="items of which losses are measured; as --n if none")
-    what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both")
+    what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both; or "
+                      "distance to the full model, on its own answers")
     what.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="the longest answer")
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     rivals = parser.add_argument_group("controls at equal realised depth")
@@ -64,6 +65,8 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--timed", metavar="N", type=int, default=0, help="answers that each method also decodes alone, "
                      "in turn, for seconds and the realised speed-up")
     how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
+    how.add_argument("--minutes", metavar="T", type=float, help="distance: begin no further texts after so long; the "
+                     "same command goes on from there")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
     common.add_model(parser)
     common.add_json(parser)
@@ -81,8 +84,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
     chosen = [suites.get(name) for name in args.suite.split(",") if name]
     _check(args)
+    if args.measure != "distance" and any(suite.kind == "prompts" for suite in chosen):
+        raise ValueError("suites of prompts have nothing to judge answers by; measure them with --measure distance")
     items = [suite.items(args.data, limit=args.n, seed=args.seed) for suite in chosen]
     engine = _engine(args)
+    if args.measure == "distance":
+        from shoal.cli.eval_distance import measure
+
+        return measure(args, engine, _study(args, engine), list(zip(chosen, items, strict=True)))
     from shoal.eval import study
     from shoal.eval.evaluate import Evaluator
     from shoal.eval.outcomes import Outcomes
@@ -159,8 +168,9 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     check_groups(_words(args.groups) + _words(args.loss_groups))
     for measure in _words(args.measure):
-        if measure not in ("answers", "loss"):
-            raise ValueError(f"--measure holds {measure!r}; it takes answers and loss, separated by a comma")
+        if measure not in ("answers", "loss") and args.measure != "distance":
+            raise ValueError(f"--measure holds {measure!r}; it takes answers and loss, separated by a comma, or "
+                             "distance alone")
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -168,7 +178,10 @@ def _engine(args: argparse.Namespace) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
-    return common.load_engine(args, methods=_methods(args).values())
+    from shoal.methods import make
+
+    rivals = [make("d3")] if args.controls and args.measure == "distance" else []
+    return common.load_engine(args, methods=[*_methods(args).values(), *rivals])
 
 
 def _study(args: argparse.Namespace, engine: Engine) -> Study:

@@ -34,6 +34,17 @@ def _axes(figure: Any, x: str, y: str, title: str) -> Any:
     return axes
 
 
+def axes_of(x: str, y: str, title: str) -> tuple[Any, Any]:
+    """Axes in the style of all pictures, and the figure that they are on."""
+    figure = _figure(8, 4.8)
+    return _axes(figure, x, y, title), figure
+
+
+def colour(label: str) -> str:
+    """The colour of a schedule in all pictures."""
+    return _COLOURS.get(label, _OTHER)
+
+
 def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
     """Every picture that a report of `shoal eval` has figures for, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,11 +68,11 @@ def draw_accuracy(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path
     full = suite["answers"][0]
     low, high = (100 * end for end in full["accuracy_interval"])
     axes.axhspan(low, high, color="#eeeeee", label=f"full depth, {num_layers} layers")
-    for label, rows in _lines(suite["answers"]).items():
+    for label, rows in lines(suite["answers"]).items():
         values = [100 * row["accuracy"] for row in rows]
         errors = [[100 * abs(row["accuracy"] - row["accuracy_interval"][end]) for row in rows] for end in (0, 1)]
-        axes.errorbar([row["mean_layers"] for row in rows], values, yerr=errors, label=label, **_style(label))
-    return _saved(figure, axes, path)
+        axes.errorbar([row["mean_layers"] for row in rows], values, yerr=errors, label=label, **style(label))
+    return saved(figure, axes, path)
 
 
 def draw_loss(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
@@ -69,12 +80,12 @@ def draw_loss(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
     figure = _figure(8, 4.8)
     title = f"{suite['suite']}: reference solutions"
     axes = _axes(figure, "mean layers per token", "loss added to full depth, nats per token", title)
-    for label, rows in _lines(suite["loss"]).items():
+    for label, rows in lines(suite["loss"]).items():
         found = [row["loss_difference"] for row in rows]
         means = [value["mean"] for value in found]
         errors = [[value["mean"] - value["low"] for value in found], [value["high"] - value["mean"] for value in found]]
-        axes.errorbar([row["mean_layers"] for row in rows], means, yerr=errors, label=label, **_style(label))
-    return _saved(figure, axes, path)
+        axes.errorbar([row["mean_layers"] for row in rows], means, yerr=errors, label=label, **style(label))
+    return saved(figure, axes, path)
 
 
 def draw_positions(suite: Mapping[str, Any], path: Path) -> Path:
@@ -89,7 +100,7 @@ def draw_positions(suite: Mapping[str, Any], path: Path) -> Path:
             axes.plot(places, [math.exp(found["loss"]) for found in bins], color=colour, marker="o", label=label)
             ends = [[math.exp(found["loss"] + side * 1.96 * found["error"]) for found in bins] for side in (-1, 1)]
             axes.fill_between(places, *ends, color=colour, alpha=0.15, linewidth=0)
-    return _saved(figure, axes, path)
+    return saved(figure, axes, path)
 
 
 def draw_schedules(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
@@ -104,7 +115,7 @@ def draw_schedules(suite: Mapping[str, Any], num_layers: int, path: Path) -> Pat
             depths = _depths(row["method"], num_layers, length)
             axes.step(range(length), depths, where="post", label=row["label"], color=_COLOURS[row["label"]])
     axes.set_ylim(0, num_layers + 0.5)
-    return _saved(figure, axes, path)
+    return saved(figure, axes, path)
 
 
 def draw_layers(card: Mapping[str, Any], path: Path) -> Path:
@@ -135,7 +146,7 @@ def _depths(spec: Mapping[str, Any], num_layers: int, length: int) -> list[float
     return [plan.depth(step) for step in range(length)]
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Rows of controls by label, deepest first."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -144,13 +155,15 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
     return {label: sorted(found, key=lambda row: -row["mean_layers"]) for label, found in lines.items()}
 
 
-def _style(label: str) -> dict[str, Any]:
+def style(label: str) -> dict[str, Any]:
+    """How a schedule's line is drawn: D3, constant depth and calibrated ones stand out."""
     main = label in ("d3", "constant", "calibrated")
-    return {"color": _COLOURS.get(label, _OTHER), "marker": "o" if main else ".", "capsize": 2,
+    return {"color": colour(label), "marker": "o" if main else ".", "capsize": 2,
             "linewidth": 2 if main else 1, "zorder": 3 if main else 2}
 
 
-def _saved(figure: Any, axes: Any, path: Path) -> Path:
+def saved(figure: Any, axes: Any, path: Path) -> Path:
+    """Give the axes their legend, and write the picture."""
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
     return path

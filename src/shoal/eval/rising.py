@@ -84,7 +84,7 @@ class RisingStack(PackedStack):
         *,
         start: Start | None = None,
     ) -> Tensor:
-        """See the protocol; chains without hook and start. Tokens of one depth that follow one another run together."""
+        """See the protocol; without hook and start. Tokens of one depth that follow one another run together."""
         assert hook is None and start is None
         done, logits = [0] * len(chunks), [list[Tensor]() for _ in chunks]
         while left := [at for at, chunk in enumerate(chunks) if done[at] < len(chunk.tokens)]:
@@ -100,7 +100,10 @@ class RisingStack(PackedStack):
         """The tokens from number `first` on that run at this depth; none where the next one runs at another."""
         steps = list(takewhile(lambda step: self._plan.depth(step) == depth, chunk.steps[first:]))
         tokens = chunk.tokens[first : first + len(steps)]
-        return SequenceChunk(chunk.row, tokens, steps, self._every, wanted=min(len(tokens), chunk.wanted), fed=first)
+        parents, depths = (None if nodes is None else nodes[: first + len(steps)]
+                           for nodes in (chunk.parents, chunk.depths))
+        return SequenceChunk(chunk.row, tokens, steps, self._every, parents, depths, min(len(tokens), chunk.wanted),
+                             fed=first)
 
     def _stack(self, depth: int) -> PackedStack:
         """A stack in which only so many layers add anything."""

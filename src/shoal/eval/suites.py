@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from shoal import reference
 from shoal.errors import Unsupported, unknown
+from shoal.eval import prompts
 from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
 
-Kind = Literal["problems", "text"]
+Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]
 _PROMPT_WORDS, _TEXT_WORDS = 16, 144
 _PLAIN = (("\u201c", '"'), ("\u201d", '"'), ("\u2019", "'"), ("\u2018", "'"), ("\u2014", "--"), ("_", ""))
@@ -34,7 +35,7 @@ class Suite:
 
     Attributes:
         name: as on the command line and in results.
-        kind: problems are answered and judged; text is only read.
+        kind: problems are answered and judged; text is only read; prompts are answered, but nothing judges them.
         about: one line.
         read: gives the items of a part from the data folder.
     """
@@ -92,7 +93,23 @@ def _table() -> dict[str, Suite]:
     for name, about in (("known", "known problems with new numbers"), ("unseen", "problems never seen in training")):
         parts = [kind for kind in kinds if kind.startswith(name) and not kind.endswith("equations")]
         suites.append(Suite(name, "problems", f"{about}: {' and '.join(parts)}", _packaged(*parts)))
+    suites += [Suite(name, "prompts", about, _prompts(read)) for name, about, read in (
+        ("chat", "questions of Vicuna and MT-bench", prompts.chat),
+        ("instructions", "user-oriented instructions of Self-Instruct", prompts.instructions),
+        ("code", "tasks of HumanEval and MBPP", prompts.code),
+        ("mathematics", "word problems of Spec-Bench and GSM8K", prompts.mathematics),
+        ("articles", "beginnings of Wikipedia articles", prompts.articles),
+    )]
     return {suite.name: suite for suite in suites}
+
+
+def _prompts(read: Callable[[Path, Part], list[Item]]) -> Read:
+    def found(data: Path | None, part: Part) -> list[Item]:
+        if data is None:
+            raise Unsupported("this suite", "no data folder was named", "Name the folder that holds it: --data DIR")
+        return read(data, part)
+
+    return found
 
 
 def folder(data: Path | None, name: str) -> Path:

@@ -75,6 +75,50 @@ _TASKS: dict[str, _Cell] = {
 }
 
 
+def _versus(key: str, scale: float, digits: int) -> _Cell:
+    def cell(row: dict[str, Any]) -> str:
+        compared = row.get("versus_d3", {})
+        return "" if row["label"] == "d3" or key not in compared else _points(key, scale, digits)(compared)
+
+    return cell
+
+
+_DISTANCE: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "n": lambda row: str(row["n"]),
+    "tokens": lambda row: str(row["tokens"]),
+    "layers": lambda row: f"{row['mean_layers']:.2f}",
+    "ideal": lambda row: f"{row['ideal_speedup']:.2f}x",
+    "KL, nats": lambda row: f"{row['kl']['mean']:.4f}",
+    "- D3's [95 %]": _versus("kl", 1, 4),
+    "kept %": lambda row: f"{100 * row['kept']['mean']:.1f}",
+    "- D3's, points [95 %]": _versus("kept", 100, 1),
+    "added loss": lambda row: f"{row['added_loss']['mean']:+.3f}",
+    "common tokens": lambda row: f"{row['prefix']['mean']:.1f}" if "prefix" in row else "",
+    "- D3's [95 %] ": _versus("prefix", 1, 1),
+}
+
+
+_TIMES: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "asked for": lambda row: f"{row['speedup'] or 1:g}x",
+    "expected, ms/token": lambda row: f"{1000 * row['predicted']:.2f}",
+    "expected": lambda row: f"{row['predicted_speedup']:.2f}x",
+    "measured, ms/token": lambda row: f"{1000 * row['seconds_per_token']:.2f}",
+    "measured": lambda row: f"{row['realised_speedup']:.2f}x",
+}
+
+
+def times_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `distance_study.times`."""
+    return _aligned(_TIMES, rows)
+
+
+def distance_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `distance_study.run`."""
+    return _aligned(_DISTANCE, rows)
+
+
 def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of `harness.compare`."""
     return _aligned(_TASKS, rows)

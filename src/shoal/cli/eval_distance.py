@@ -1,0 +1,68 @@
+"""`shoal eval --measure distance`: the options of `shoal eval`, turned into a comparison by distance and its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli import common
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.eval.items import Item
+    from shoal.eval.study import Study
+    from shoal.eval.suites import Suite
+
+
+def measure(
+    args: argparse.Namespace, engine: Engine, study: Study, suites: Sequence[tuple[Suite, Sequence[Item]]]
+) -> int:
+    """Measure, print the table, end with one JSON line."""
+    from shoal.bench.report import heading
+    from shoal.cli import env
+    from shoal.eval import distance_study
+    from shoal.eval.distance import Distances
+    from shoal.eval.outcomes import Outcomes
+    from shoal.eval.study import engine_facts
+
+    until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
+    distances = Distances(engine, kept, args.max_new_tokens, until=until)
+    try:
+        texts = distance_study.texts_of(distances, suites)
+        report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "seed": args.seed,
+                                  "distance": distance_study.run(distances, texts, study)}
+    except TimeoutError as error:
+        print(error)
+        return 0
+    read = report["distance"]["read"]
+    if read < len(texts):
+        report["distance"]["warning"] = (f"{read} of {len(texts)} texts are read; depths are equal over all of them "
+                                         "only, so look at mean layers before comparing. The same command goes on")
+        print(f"warning: {report['distance']['warning']}", file=sys.stderr)
+    if args.timed:
+        from shoal.calibrate import cost
+
+        card = cost.measure(engine)
+        report["distance"]["cost"] = card.to_dict()
+        report["distance"]["times"] = distance_study.times(distances, texts, study, args.timed, card)
+    if args.out is not None:
+        text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), json.dumps(report, indent=1))
+        (args.out / "results.json").write_text(text + "\n", encoding="utf-8")
+    if args.plot is not None:
+        from shoal.eval.distance_plots import draw_distance
+
+        draw_distance(report, args.plot)
+    if not args.json:
+        from shoal.eval.table import distance_table, times_table
+
+        print(distance_table(report["distance"]["rows"]))
+        if args.timed:
+            print(f"\n{times_table(report['distance']['times'])}")
+    common.print_json(report)
+    return 0

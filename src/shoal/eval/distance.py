@@ -1,0 +1,332 @@
+"""Distance to the full model: how far next-token distributions move when tokens of an answer run fewer layers.
+
+Texts are the full model's own answers, made once, or given ones. Every contender reads the same tokens after the same
+prompts, which run every layer. What is kept of a text are sums over bins of positions, so that any set of texts can be
+put together later. The first token of an answer comes from the prompt and is not judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from shoal.engine.engine import Engine
+from shoal.eval.decoders import Contender
+from shoal.eval.evaluate import BIN
+from shoal.eval.outcomes import Outcomes, RunKey
+from shoal.eval.reread import BLOCK, Reread, Take, Way, way
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
+
+_TRUTH_BYTES = 400_000_000
+_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class Told:
+    """A text that is read again.
+
+    Attributes:
+        suite: where its prompt comes from.
+        id: its name there.
+        prompt, answer: token ids; at least one, and at least two.
+        greedy: whether the answer is the full model's greedy one.
+    """
+
+    suite: str
+    id: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    greedy: bool = False
+
+
+@dataclass
+class Readings:
+    """What one plan makes of one text, token by token from the answer's second on.
+
+    Attributes:
+        kl: KL(full || plan) in nats.
+        nll: negative log-likelihoods of the tokens, in nats.
+        kept: whether the likeliest token is the full model's.
+        own: whether the likeliest token is the text's.
+    """
+
+    kl: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+
+    def outcome(self, layers: float, greedy: bool) -> dict[str, Any]:
+        """Sums by position, as they are kept; the first bin is one token short, the one that is not judged.
+
+        Args:
+            layers: what the answer ran, its first token included.
+            greedy: whether the text is the full model's greedy answer. Up to where the likeliest token is another
+                one, it is then also what the plan would have answered: the prefix that they have in common.
+        """
+        prefix = {"prefix": 1 + len(list(takewhile(bool, self.own)))} if greedy else {}
+        return {
+            "kl": binned(self.kl),
+            "nll": binned(self.nll),
+            "kept": [round(value) for value in binned(self.kept)],
+            "count": len(self.kl),
+            "layers": layers,
+            **prefix,
+        }
+
+
+def binned(values: Sequence[float]) -> list[float]:
+    """Sums of what tokens 1, 2, ... of an answer have, token i in bin i // BIN."""
+    starts = range(-1, len(values), BIN)
+    return [round(float(sum(values[max(start, 0) : start + BIN])), 5) for start in starts]
+
+
+def bin_sizes(count: int) -> list[int]:
+    """How many of `count` judged tokens each bin has."""
+    return [int(n) for n in binned([1] * count)]
+
+
+class Judge:
+    """Texts read at full depth, ready to be read again under other plans.
+
+    Args:
+        engine: the model.
+        texts: see `Told`.
+    """
+
+    def __init__(self, engine: Engine, texts: Sequence[Told]) -> None:
+        self._texts = texts
+        self._reread = Reread(engine.stack, [(text.prompt, text.answer) for text in texts])
+        self._truth = [_Truth.room(len(text.answer) - 1, engine.stack) for text in texts]
+        self.full = [Readings() for _ in texts]
+        self._rows = 1 if engine.stack.device.type == "cpu" else BLOCK
+        self._reread.under(way(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
+
+    def under(self, how: Way) -> list[Readings]:
+        """Every text under a plan."""
+        return self._found(lambda take: self._reread.under(how, take))
+
+    def apart(self, how: Way) -> list[Readings]:
+        """Every text where step 1 of a plan makes what later tokens see, and step 2 what is judged."""
+        return self._found(lambda take: self._reread.apart(how, take))
+
+    def _found(self, read: Callable[[Take], None]) -> list[Readings]:
+        found = [Readings() for _ in self._texts]
+
+        def compare(row: int, first: int, logits: Tensor) -> None:
+            truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
+            said, best = _log_probs(logits)
+            found[row].kl += (truth.certainty[here] - _dot(truth.probs[here], said)).tolist()
+            found[row].kept += (best == truth.best[here]).tolist()
+            self._add_own(found[row], row, first, said, best)
+
+        read(self._by_rows(compare))
+        return found
+
+    def _by_rows(self, take: Take) -> Take:
+        """`take` for a few tokens at a time, on one thread.
+
+        150,000 columns of one token fit a processor's cache, and small operations on several threads stall wherever
+        another process runs.
+        """
+        def taken(row: int, first: int, logits: Tensor) -> None:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                for at in range(0, len(logits), self._rows):
+                    take(row, first + at, logits[at : at + self._rows])
+            finally:
+                torch.set_num_threads(threads)
+
+        return taken
+
+    def _learn(self, row: int, first: int, logits: Tensor) -> None:
+        truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
+        said, best = _log_probs(logits)
+        torch.exp(said, out=truth.probs[here])
+        truth.certainty[here], truth.best[here] = _dot(truth.probs[here], said), best
+        self.full[row].kl += [0.0] * len(logits)
+        self.full[row].kept += [True] * len(logits)
+        self._add_own(self.full[row], row, first, said, best)
+
+    def _add_own(self, reading: Readings, row: int, first: int, said: Tensor, best: Tensor) -> None:
+        tokens = torch.tensor(self._texts[row].answer[first : first + len(said)], device=said.device)
+        reading.nll += (-said.gather(1, tokens[:, None])[:, 0]).tolist()
+        reading.own += (best == tokens).tolist()
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The full model's distributions [n, V], float32, the negatives of their entropies [n], and argmaxes [n]."""
+
+    probs: Tensor
+    certainty: Tensor
+    best: Tensor
+
+    @classmethod
+    def room(cls, count: int, stack: Stack) -> _Truth:
+        """Room for so many tokens."""
+        device = stack.device
+        return cls(torch.empty(count, stack.vocab_size, device=device), torch.empty(count, device=device),
+                   torch.empty(count, dtype=torch.long, device=device))
+
+
+def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [n, V] float32 and argmaxes [n]."""
+    return logits.float().log_softmax(-1), logits.argmax(-1)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Row by row [n]; several times as fast as `vecdot` here."""
+    return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something whose distance to the full model is measured.
+
+    Attributes:
+        spec: what it is, as JSON; outcomes are kept under it.
+        read: reads texts.
+        layers: layers summed over so many tokens of an answer.
+    """
+
+    spec: Mapping[str, Any]
+    read: Callable[[Judge], list[Readings]]
+    layers: Callable[[int], float]
+
+
+def subject(stack: Stack, who: Contender) -> Subject:
+    """A contender as what is measured.
+
+    Raises:
+        Unsupported: its plan alone does not say how likely a token is, or needs a packed model.
+    """
+    who.check_scored()
+    how = way(stack, who.plan)
+    whole = who.spec["method"] == "full"
+    return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how), who.plan.layer_tokens)
+
+
+@dataclass
+class Distances:
+    """Measures subjects on texts, each outcome kept as soon as it is there.
+
+    Attributes:
+        engine: the model.
+        outcomes: where outcomes are kept, and found again.
+        max_new_tokens: the longest answer.
+        progress: whether bars are shown on stderr; None shows them on a terminal only.
+        until: `time.monotonic()` after which no further texts are begun; None for never.
+    """
+
+    engine: Engine
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    max_new_tokens: int = 192
+    progress: bool | None = None
+    until: float | None = None
+
+    def __post_init__(self) -> None:
+        stack = self.engine.stack
+        self._settings: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch."),
+                                          "max_new_tokens": self.max_new_tokens}
+        if isinstance(stack, PackedStack):
+            self._settings["weight_bytes"] = stack.weights.nbytes
+
+    @property
+    def late(self) -> bool:
+        """Whether no further work is begun."""
+        return self.until is not None and time.monotonic() > self.until
+
+    def run_of(self, suite: str, kind: str, spec: Mapping[str, Any]) -> RunKey:
+        """The run under which outcomes are kept."""
+        return RunKey(suite, kind, spec, self.engine.fingerprint, self._settings)
+
+    def answered(self, suite: str, prompts: Mapping[str, Sequence[int]], sampled: bool) -> list[Told]:
+        """The full model's answers to prompts by item id, those left out that are shorter than two tokens.
+
+        Args:
+            suite: their suite.
+            prompts: token ids.
+            sampled: whether they are drawn at temperature 1, as models that do not chat go round in circles.
+
+        Raises:
+            TimeoutError: after `until`; what is answered is kept.
+        """
+        run = self.run_of(suite, "sampled" if sampled else "greedy", {"method": "full"})
+        missing = [item for item in prompts if item not in self.outcomes.of(run)]
+        for first in tqdm(range(0, len(missing), _TOGETHER), desc=f"{suite}: answers", disable=self._hidden):
+            if self.late:
+                raise TimeoutError("no time is left for answers; the same command goes on from here")
+            part = missing[first : first + _TOGETHER]
+            found = [self._answers([prompts[item] for item in part], sampled, part)]
+            self.outcomes.add(run, [(item, {"tokens": tokens}) for item, tokens in zip(part, found[0], strict=True)])
+        done = self.outcomes.of(run)
+        told = [Told(suite, item, tuple(prompt), tuple(done[item]["tokens"]), not sampled)
+                for item, prompt in prompts.items()]
+        return [text for text in told if len(text.answer) > 1]
+
+    def _answers(self, prompts: Sequence[Sequence[int]], sampled: bool, items: Sequence[str]) -> list[list[int]]:
+        seed = sum(map(ord, "".join(items)))
+        with self.engine.stream([list(prompt) for prompt in prompts], method="full", seed=seed,
+                                max_new_tokens=self.max_new_tokens, temperature=1.0 if sampled else 0.0) as stream:
+            for _ in stream:
+                pass
+            return [list(result.tokens) for result in stream.results]
+
+    def measure(self, texts: Sequence[Told], subjects: Sequence[Subject]) -> list[dict[str, dict[str, Any]]]:
+        """Read every text as every subject does; outcomes by suite/item, subject after subject.
+
+        After `until` the texts that are not read yet are left out, for all subjects alike. Measure many subjects at
+        once: they share the reading at full depth.
+        """
+        for batch in self._batches(texts):
+            open_ones = [who for who in subjects if self._missing(batch, who)]
+            if not open_ones:
+                continue
+            if self.late:
+                break
+            judge = Judge(self.engine, batch)
+            for who in open_ones:
+                self._keep(batch, who, who.read(judge))
+        done = [text for text in texts if not any(self._missing([text], who) for who in subjects)]
+        return [{f"{text.suite}/{text.id}": self.outcomes.of(self._run(text.suite, who))[text.id] for text in done}
+                for who in subjects]
+
+    def _run(self, suite: str, who: Subject) -> RunKey:
+        return self.run_of(suite, "distance", who.spec)
+
+    def _missing(self, texts: Sequence[Told], who: Subject) -> list[Told]:
+        return [text for text in texts if text.id not in self.outcomes.of(self._run(text.suite, who))]
+
+    def _keep(self, texts: Sequence[Told], who: Subject, readings: Sequence[Readings]) -> None:
+        for suite in dict.fromkeys(text.suite for text in texts):
+            run = self._run(suite, who)
+            rows = zip(texts, readings, strict=True)
+            known = self.outcomes.of(run)
+            self.outcomes.add(run, [(text.id, reading.outcome(who.layers(len(text.answer)), text.greedy))
+                                    for text, reading in rows if text.suite == suite and text.id not in known])
+
+    def _batches(self, texts: Sequence[Told]) -> Iterator[Sequence[Told]]:
+        """Texts read together: as many as the full model's distributions fit memory. The same whatever is known."""
+        most = max(1, _TRUTH_BYTES // (4 * self.engine.stack.vocab_size))
+        batch: list[Told] = []
+        with tqdm(total=len(texts), desc="distance", unit="text", disable=self._hidden) as bar:
+            for text in [*texts, None]:
+                if text is None or (batch and sum(len(one.answer) for one in [*batch, text]) > most):
+                    yield batch
+                    bar.update(len(batch))
+                    batch = []
+                if text is not None:
+                    batch.append(text)
+
+    @property
+    def _hidden(self) -> bool | None:
+        return None if self.progress is None else not self.progress

@@ -1,0 +1,119 @@
+"""Read answers again under one plan after another: prompts are read once, at full depth, for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.eval.rising import RisingPlan, RisingStack
+from shoal.model.kv import KVCache
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import SequenceChunk, Stack
+
+BLOCK = 64
+"""Tokens of a forward: what the native kernels take at most."""
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt, and of the answer that follows it: at least two."""
+Way = tuple[Stack, DepthPlan]
+"""Who runs a plan, and the plan that it is given."""
+Take = Callable[[int, int, Tensor], None]
+"""Given a row, the number of an answer's token and logits [n, V] that decide that token and those after it."""
+
+
+class Reread:
+    """Some texts, one per row of a cache that holds their prompts.
+
+    Args:
+        stack: the model.
+        texts: prompts and answers.
+    """
+
+    def __init__(self, stack: Stack, texts: Sequence[Text]) -> None:
+        self._stack, self._texts = stack, texts
+        longest = max(len(prompt) + len(answer) for prompt, answer in texts)
+        self._cache = KVCache(stack.windows, len(texts), [longest] * stack.num_layers)
+        self._read_prompts()
+
+    def under(self, way: Way, take: Take) -> None:
+        """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
+        self._again(*way, take, twins=False)
+
+    def apart(self, way: Way, take: Take) -> None:
+        """The same where what a token is judged by and what later tokens see of it differ.
+
+        Every token runs twice: at step 1 of the plan for those after it, and at step 2 to be judged, seeing the
+        tokens before it as step 1 left them.
+        """
+        self._again(*way, take, twins=True)
+
+    def _again(self, stack: Stack, plan: DepthPlan, take: Take, twins: bool) -> None:
+        self._read_prompts()  # again only where a sliding window has lost something of them
+        self._feed(stack, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, twins)
+        for row, (prompt, _) in enumerate(self._texts):
+            self._cache.truncate(row, len(prompt))
+
+    def _read_prompts(self) -> None:
+        full = DepthPlan.full(self._stack.num_layers)
+        self._feed(self._stack, full, [len(prompt) for prompt, _ in self._texts], None)
+
+    @torch.no_grad()
+    def _feed(
+        self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None, twins: bool = False
+    ) -> None:
+        """Feed every row up to its end, forwards as full as they can be."""
+        while pieces := self._pieces(ends, BLOCK // (1 + twins)):
+            chunks = [self._chunk(row, count, plan, take is not None) for row, count in pieces]
+            if twins:
+                chunks = [_with_twins(chunk) for chunk in chunks]
+            logits = stack.forward(chunks, self._cache).split([chunk.wanted for chunk in chunks])
+            for (row, count), values in zip(pieces, logits, strict=True):
+                if take is not None:
+                    take(row, self._cache.positions[row] - len(self._texts[row][0]) + 1, values)
+                self._cache.commit(row, range(count))
+
+    def _pieces(self, ends: Sequence[int], room: int) -> list[tuple[int, int]]:
+        """Rows that a forward feeds, and how many tokens of each, `room` together."""
+        found = []
+        for row, end in enumerate(ends):
+            count = min(room, end - self._cache.positions[row])
+            if count:
+                found.append((row, count))
+                room -= count
+        return found
+
+    def _chunk(self, row: int, count: int, plan: DepthPlan, judged: bool) -> SequenceChunk:
+        prompt, answer = self._texts[row]
+        first = self._cache.positions[row]
+        places = range(first, first + count)
+        tokens = [prompt[at] if at < len(prompt) else answer[at - len(prompt)] for at in places]
+        steps = [max(0, at - len(prompt) + 1) for at in places]
+        return SequenceChunk(row, tokens, steps, plan, wanted=count if judged else 1)
+
+
+def _with_twins(chunk: SequenceChunk) -> SequenceChunk:
+    """The chain at step 1, and at step 2 a twin of each of its tokens, which stands where that token does."""
+    count = len(chunk.tokens)
+    before = range(-1, count - 1)
+    return SequenceChunk(chunk.row, [*chunk.tokens, *chunk.tokens], [1] * count + [2] * count, chunk.plan,
+                         [*before, *before], [*range(count), *range(count)], wanted=count)
+
+
+def way(stack: Stack, plan: DepthPlan | RisingPlan) -> Way:
+    """How a plan is run on a model.
+
+    Raises:
+        Unsupported: a plan that rises, on a model that is not packed.
+    """
+    if isinstance(plan, DepthPlan):
+        return stack, plan
+    if not isinstance(stack, PackedStack):
+        raise Unsupported(
+            "a plan that brings layers back", "only packed models run plans that are not nested",
+            'Load the model with backend="packed", or leave this control out',
+        )
+    return RisingStack(stack, plan), DepthPlan.full(plan.num_layers)

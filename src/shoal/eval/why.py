@@ -1,0 +1,127 @@
+"""Why a schedule loses what it loses: depth of a position, depth of its context, removal order, sublayers.
+
+Each question is a set of subjects for `shoal.eval.distance`, read on the same texts. Depths are numbers of layers in
+one removal order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.eval.distance import Judge, Readings, Subject
+from shoal.eval.equal_depth import Counts, Lengths
+from shoal.eval.reread import Way, way
+from shoal.eval.rising import RisingPlan
+from shoal.model.stack import Stack
+
+_HALVINGS = 40
+Losses = Sequence[Sequence[float]]
+"""KL in nats of a token, by bin of positions and by layers left out: [bin][L - depth]."""
+
+
+def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Way:
+    """Tokens judged at one depth that see tokens computed at another: see `Reread.apart`.
+
+    A layer that a token runs and its context did not still finds keys and values there, of the stream that passed by:
+    see `shoal.eval.rising`.
+
+    Raises:
+        Unsupported: the context is the shallower one, and the model is not packed.
+    """
+    layers = stack.num_layers
+    if judged > context:
+        return way(stack, RisingPlan((layers, context, judged), tuple(order), layers))
+    steps = [NEVER] * layers
+    for layer in order[: layers - judged]:
+        steps[layer] = 2
+    for layer in order[: layers - context]:
+        steps[layer] = 1
+    return stack, DepthPlan.whole_layers(steps)
+
+
+def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Subject:
+    """Tokens at one depth, their context at another."""
+    how = apart(stack, context, judged, order)
+
+    def read(judge: Judge) -> list[Readings]:
+        return judge.apart(how)
+
+    spec = {"method": "apart", "method_args": {"context": context, "judged": judged, "order": list(order)}}
+    return Subject(spec, read, _layers(stack, judged))
+
+
+def at_depth(stack: Stack, depth: int, order: Sequence[int]) -> Subject:
+    """Every token after the first at one depth."""
+    drops = [1 if layer in order[: stack.num_layers - depth] else NEVER for layer in range(stack.num_layers)]
+    return _planned(stack, DepthPlan.whole_layers(drops))
+
+
+def without(stack: Stack, layer: int, part: str) -> Subject:
+    """Every token after the first without the attention, the MLP, or both, of one layer."""
+    every = (NEVER,) * stack.num_layers
+    less = (*every[:layer], 1, *every[layer + 1 :])
+    return _planned(stack, DepthPlan(every if part == "mlp" else less, every if part == "attention" else less))
+
+
+def _planned(stack: Stack, plan: DepthPlan) -> Subject:
+    drops = {part: [None if drop == NEVER else drop for drop in drops]
+             for part, drops in (("attention", plan.attention), ("mlp", plan.mlp))}
+    return Subject({"method": "plan", "method_args": drops}, lambda judge: judge.under((stack, plan)),
+                   plan.layer_tokens)
+
+
+def _layers(stack: Stack, depth: int) -> Callable[[int], float]:
+    """All layers for the first token, then so many."""
+    return lambda tokens: stack.num_layers + (tokens - 1) * depth
+
+
+def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, mean: float, falling: bool) -> Counts:
+    """The layers by position that lose least at a mean, where what a token loses depends on its own depth alone.
+
+    Args:
+        losses: of a token in each bin of `width` positions; later positions are as the last bin.
+        lengths: how many tokens there are at each position.
+        num_layers: L.
+        width: positions of a bin.
+        mean: layers per token, token 0 running all of them.
+        falling: whether depth must not rise again.
+
+    Returns:
+        Layers of steps 0, 1, ...: between two solutions of the price that a layer may have, up to some step the deeper.
+    """
+    sizes = _tokens(lengths, width, len(losses))
+
+    def table(price: float) -> Counts:
+        gone = _cheapest([[size * (loss - price * less) for less, loss in enumerate(row)]
+                          for size, row in zip(sizes, losses, strict=True)], falling)
+        steps = range(1, max(lengths.tokens))
+        return (num_layers, *(num_layers - gone[min(step // width, len(gone) - 1)] for step in steps))
+
+    low, high = 0.0, 1e3
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths.mean(table(middle)) > mean else (low, middle)
+    deep, shallow = table(low), table(high)
+    blends = [(*deep[:step], *shallow[step:]) for step in range(len(deep) + 1)]
+    return min(blends, key=lambda counts: abs(lengths.mean(counts) - mean))
+
+
+def _tokens(lengths: Lengths, width: int, bins: int) -> list[int]:
+    """Tokens in each bin, token 0 left out; the last bin takes all that follow."""
+    found = [0] * bins
+    for step, alive in enumerate(lengths.still_going()):
+        if step:
+            found[min(step // width, bins - 1)] += alive
+    return found
+
+
+def _cheapest(costs: Losses, falling: bool) -> list[int]:
+    """Layers left out in each bin so that the costs [bin][layers left out] sum to the least."""
+    if not falling:
+        return [min(range(len(row)), key=row.__getitem__) for row in costs]
+    ways: list[tuple[float, list[int]]] = [(cost, [gone]) for gone, cost in enumerate(costs[0])]
+    for row in costs[1:]:
+        best = [min(ways[: gone + 1], key=lambda one: one[0]) for gone in range(len(row))]
+        ways = [(sum_ + row[gone], [*before, gone]) for gone, (sum_, before) in enumerate(best)]
+    return min(ways, key=lambda one: one[0])[1]
