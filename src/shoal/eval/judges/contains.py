@@ -1,0 +1,33 @@
+"""Whether a right answer is contained in the text, word by word, and SQuAD's F1 of the words (Rajpurkar et al. 2016)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from shoal.eval.items import Item
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def judge(text: str, item: Item) -> dict[str, Any]:
+    """Right where any gold answer's words occur in the text, one after the other; `f1` is that of the best gold."""
+    mine = words(text)
+    golds = [words(gold) for gold in item.golds or (item.answer,)]
+    return {
+        "right": any(gold and f" {' '.join(gold)} " in f" {' '.join(mine)} " for gold in golds),
+        "f1": round(max(f1(mine, gold) for gold in golds), 4),
+    }
+
+
+def words(text: str) -> list[str]:
+    """SQuAD's normalisation: lower case, without ASCII punctuation and articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(mine: list[str], gold: list[str]) -> float:
+    """Harmonic mean of precision and recall of the words, each counted as often as it occurs."""
+    common = sum((Counter(mine) & Counter(gold)).values())
+    return 2 * common / (len(mine) + len(gold)) if common else 0.0

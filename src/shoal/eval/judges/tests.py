@@ -1,0 +1,72 @@
+"""Code that is right when its tests pass, run in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from shoal.eval.items import Item
+from shoal.eval.sandbox.process import Program, Sandbox
+
+SECONDS = 6.0
+"""The longest that a program may run."""
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def judge(text: str, item: Item, sandbox: Sandbox) -> dict[str, Any]:
+    """Right where the tests pass; `verdict` is passed, failed, error, timeout or syntax."""
+    verdict = sandbox.run(program(text, item), SECONDS)
+    return {"right": verdict == "passed", "verdict": verdict}
+
+
+def program(text: str, item: Item) -> Program:
+    """What is run: what is given and the answer's code, without what the tested function does not need."""
+    return Program(needed(whole(item.given + block(text)), item.answer), item.tests, item.answer)
+
+
+def block(text: str) -> str:
+    """The code of an answer that began inside a code block, or begins one of its own."""
+    return re.sub(r"\A\s*```\w*\n", "", text).split("\n```")[0].rstrip() + "\n"
+
+
+def whole(code: str) -> str:
+    """The code without the last lines, where an answer that was cut off can only be read without them."""
+    lines = code.splitlines()
+    for count in range(len(lines), 0, -1):
+        if _tree("\n".join(lines[:count])) is not None:
+            return "\n".join(lines[:count]) + "\n"
+    return code
+
+
+def needed(code: str, entry: str) -> str:
+    """Imports, and the definitions that `entry` needs; all of it where `entry` is not defined.
+
+    Models like to add examples and checks of their own, which are not what is judged.
+    """
+    tree = _tree(code)
+    if tree is None or not any(entry in _bound(node) for node in tree.body):
+        return code
+    wanted, kept = {entry}, set[int]()
+    while more := [i for i, node in enumerate(tree.body) if i not in kept and wanted & _bound(node)]:
+        kept.update(more)
+        wanted |= {name.id for i in more for name in ast.walk(tree.body[i]) if isinstance(name, ast.Name)}
+    imports = (ast.Import, ast.ImportFrom)
+    tree.body = [node for i, node in enumerate(tree.body) if i in kept or isinstance(node, imports)]
+    return ast.unparse(tree) + "\n"
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines; those of an import are always there."""
+    if isinstance(node, _DEFINES):
+        return {node.name}
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+    return set()
+
+
+def _tree(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
