@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import ExitStack
 from typing import Any
@@ -22,8 +23,11 @@ from shoal.eval import scoring
 from shoal.eval.controls import GROUPS, controls, setting
 from shoal.eval.decoders import Contender, Decoder, contender
 from shoal.eval.equal_depth import Lengths
-from shoal.eval.evaluate import Evaluator
+from shoal.eval.evaluate import Evaluator, apart
+from shoal.eval.items import Item, Sample
 from shoal.eval.rising import RisingPlan
+from shoal.methods.d3 import D3
+from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
 from shoal.model import hf
 from shoal.model.packed.build import build
@@ -188,3 +192,49 @@ def test_no_loss_is_measured_of_a_method_that_is_more_than_a_plan() -> None:
     engine = engine_for(tiny("llama"), chat_tokenizer())
     with pytest.raises(Unsupported, match="under kv_int8: .* without its store"):
         Evaluator(engine).losses("texts", [], [contender(engine, KVInt8(), 4)])
+
+
+def test_answers_join_and_leave_without_touching_each_other() -> None:
+    """More prompts than rows, of all lengths, some alike: each is answered as alone."""
+    model = tiny("llama")
+    engine = engine_for(model)
+    engine.eos_token_ids = frozenset()
+    prompts = ids(5, 30, 2, 9, 1)
+    prompts += [[*prompts[1], 7], [*prompts[1][:20], 3, 4]]
+    who = Contender("d3", {}, PLANS["d3"], D3(alpha=0.9))
+    alone = [Decoder(engine).answers([prompt], who, 12)[0] for prompt in prompts]
+    assert Decoder(engine, rows=2).answers(prompts, who, 12) == alone
+    assert [found.finish_reason for found in alone] == ["length"] * len(prompts)
+
+
+def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions on one text, one row at a time: all but the first find the text read."""
+    engine = engine_for(tiny("llama"), chat_tokenizer())
+    engine.eos_token_ids = frozenset()
+    (text,) = ids(40)
+    prompts = [[*text, number] for number in range(6)]
+    read = 0
+    forward = engine.stack.forward
+
+    def counted(chunks: Any, *rest: Any, **more: Any) -> Tensor:
+        nonlocal read
+        read += sum(len(chunk.tokens) for chunk in chunks)
+        return forward(chunks, *rest, **more)
+
+    monkeypatch.setattr(engine.stack, "forward", counted)
+    Decoder(engine, rows=1).answers(prompts, contender(engine, Full(), 2), 2)
+    assert read == 41 + 5 * 1 + 6  # the first prompt, the last token of the others, and a step for each
+
+
+def test_prompts_that_begin_alike_are_kept_apart() -> None:
+    samples = [Sample(Item(f"{text}/{number}", "", "", "1"), (text, number), (1,))
+               for text in range(100) for number in range(5)]
+    random.Random(2).shuffle(samples)
+    ordered = apart(samples, 8)
+    assert sorted(sample.item.id for sample in ordered) == sorted(sample.item.id for sample in samples)
+    places: dict[int, list[int]] = {}
+    for place, sample in enumerate(ordered):
+        places.setdefault(sample.prompt[0], []).append(place)
+    gaps = [b - a for found in places.values() for a, b in itertools.pairwise(found)]
+    assert sum(gap < 8 for gap in gaps) <= len(gaps) // 20  # at the ends of windows
+    assert max(gaps) < 2 * 8 * 8  # near enough that the first is still known

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench-serve": "put a load on servers: waiting times, tokens a second, memory",
     "bench-drafts": "measure what drafts bring on texts of different kinds",
     "eval": "measure quality: methods and controls beside the full model, on the same items",
+    "recommend": "say which method to use for a model, from what was measured of it",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "prune": "write a smaller checkpoint of a model, with fewer layers",
     "env": "print versions and hardware for a bug report",

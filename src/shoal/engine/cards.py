@@ -46,12 +46,7 @@ def find(engine: Engine) -> Card:
 
     A file in the cache that cannot be read is named in a warning and left where it is.
     """
-    sizes = sizes_of(engine.stack)
-    like = [(path, data) for path, data in _all() if data["model"].get("sizes") == sizes]
-    if not like:
-        return Card()
-    norms = norm_keys(engine.stack)
-    like = [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
+    like = _alike(engine)
     if not like:
         return Card()
     print_ = _fingerprint(engine)
@@ -63,6 +58,19 @@ def find(engine: Engine) -> Card:
     log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
     origin = f"{_origin(path, data)}, calibrated on {weights}"
     return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=origin, borrowed=True)
+
+
+def evidence(engine: Engine) -> dict[str, Any]:
+    """What was measured of methods on the model, from the first card of it that says so; nothing where none does."""
+    return next((data["evidence"] for _, data in _alike(engine) if isinstance(data.get("evidence"), dict)), {})
+
+
+def _alike(engine: Engine) -> list[tuple[Path, dict[str, Any]]]:
+    """The cards of the model, in whatever form its weights were."""
+    sizes = sizes_of(engine.stack)
+    like = [(path, data) for path, data in _all() if data["model"].get("sizes") == sizes]
+    norms = norm_keys(engine.stack) if like else ()
+    return [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
 
 
 def identity(engine: Engine, weights: str = "") -> dict[str, Any]:

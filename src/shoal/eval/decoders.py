@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
+from shoal.engine.request_handle import Item
+from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.eval import scoring
 from shoal.eval.rising import RisingPlan, RisingStack
@@ -55,39 +58,79 @@ def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a prompt was answered, and the layers summed over its tokens; for a method that guesses, those it read."""
+    """What a prompt was answered.
+
+    Attributes:
+        tokens: generated ids, the end-of-sequence token included where one came.
+        layer_tokens: layers summed over them; for a method that guesses, those it read.
+        finish_reason: why it ended; "length" where it was cut off.
+    """
 
     tokens: list[int]
     layer_tokens: float
+    finish_reason: str | None = None
 
 
 class Decoder:
     """Answers prompts and scores references, some rows at a time.
 
-    Attributes:
+    Args:
         engine: the model.
+        rows: answers under way at once; where one ends, the next begins.
+
+    Attributes:
         deadline: `time.monotonic()` after which `answers` gives up with a TimeoutError; None for never.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, rows: int = 64) -> None:
+        self.engine, self.rows = engine, rows
         self.deadline: float | None = None
         self._risen: tuple[RisingPlan, Engine] | None = None
 
-    def answers(self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int) -> list[Answered]:
-        """Greedy answers, the end-of-sequence token included where one came.
+    def answers(
+        self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
+    ) -> list[Answered]:
+        """Greedy answers in the order of the prompts; see `each_answer`."""
+        found = dict(self.each_answer(prompts, who, max_new_tokens, stop))
+        return [found[number] for number in range(len(prompts))]
+
+    def each_answer(
+        self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Answered]]:
+        """Greedy answers as they end, each with the number of its prompt.
+
+        Prompts join in their order, and what they begin with in common is read once if it was read before they join.
+
+        Args:
+            prompts: token ids.
+            who: how they are answered.
+            max_new_tokens: the longest answer.
+            stop: texts that end an answer.
 
         Raises:
             TimeoutError: after the deadline.
             Unsupported: a plan that rises, on a model that is not packed.
         """
         engine = self._rising(who.plan) if isinstance(who.plan, RisingPlan) else self.engine
-        rows = [list(prompt) for prompt in prompts]
-        with engine.stream(rows, method=who.method or "full", max_new_tokens=max_new_tokens) as stream:
-            for _ in stream:
-                if self.deadline is not None and time.monotonic() > self.deadline:
-                    raise TimeoutError("no time is left for answers")
-            return [Answered(list(found.tokens), self._layers(who, found.stats)) for found in stream.results]
+        scheduler = Scheduler(engine, max_rows=self.rows, max_waiting=max(len(prompts), 1), start=False)
+        done: list[tuple[int, BaseException | None]] = []
+        handles = [
+            scheduler.submit(list(prompt), deliver=partial(_ending, done, number), method=who.method or "full",
+                             max_new_tokens=max_new_tokens, stop=list(stop) or None)
+            for number, prompt in enumerate(prompts)
+        ]
+        left = len(handles)
+        while left:
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise TimeoutError("no time is left for answers")
+            scheduler.turn()
+            for number, error in done:
+                if error is not None:
+                    raise error
+                (found,) = handles[number].results
+                yield number, Answered(list(found.tokens), self._layers(who, found.stats), found.finish_reason)
+            left -= len(done)
+            done.clear()
 
     def _layers(self, who: Contender, stats: Stats) -> float:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""
@@ -124,3 +167,9 @@ class Decoder:
             twin.card = engine.card
             self._risen = plan, twin
         return self._risen[1]
+
+
+def _ending(done: list[tuple[int, BaseException | None]], number: int, item: Item) -> None:
+    """Note that a prompt's answer has ended, or failed."""
+    if item is None or isinstance(item, BaseException):
+        done.append((number, item))

@@ -17,6 +17,8 @@ from shoal.model.packed.stack import PackedStack
 
 BIN = 16
 """Tokens whose losses are summed up in one number of an outcome."""
+_SIBLINGS = 8
+"""Prompts that begin alike and are kept apart, such as the questions on one paragraph."""
 
 
 @dataclass
@@ -27,7 +29,7 @@ class Evaluator:
         engine: the model.
         outcomes: where outcomes are kept, and found again.
         max_new_tokens: the longest answer.
-        batch: items measured together; finished batches survive an interruption.
+        batch: items measured together. What is finished survives an interruption.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
     """
 
@@ -43,7 +45,7 @@ class Evaluator:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.engine.tokenizer is None:
             raise ValueError("an evaluation needs a tokenizer; load the model with one")
-        self.decoder = Decoder(self.engine)
+        self.decoder = Decoder(self.engine, self.batch)
         stack = self.engine.stack
         self._precision: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
         if isinstance(stack, PackedStack):
@@ -65,12 +67,16 @@ class Evaluator:
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
     def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
-        """Generate and judge the answer to every sample; outcomes by item id."""
+        """Generate and judge the answer to every sample; outcomes by item id, each kept as soon as it is there."""
         run = self.run_of(suite, "answers", who)
-        for batch in self._batches(samples, [run], f"{suite}: {who.label}"):
-            answered = self.decoder.answers([sample.prompt for sample in batch], who, self.max_new_tokens)
-            rows = zip(batch, answered, strict=True)
-            self.outcomes.add(run, [(sample.item.id, self._judged(sample, found)) for sample, found in rows])
+        missing = apart([sample for sample in samples if sample.item.id not in self.outcomes.of(run)], self.batch)
+        found = self.decoder.each_answer([sample.prompt for sample in missing], who, self.max_new_tokens)
+        with self._bar(f"{suite}: {who.label}", len(samples)) as bar:
+            bar.update(len(samples) - len(missing))
+            for number, answered in found:
+                sample = missing[number]
+                self.outcomes.add(run, [(sample.item.id, self._judged(sample, answered))])
+                bar.update()
         return self._chosen(run, samples)
 
     def _judged(self, sample: Sample, found: Answered) -> dict[str, Any]:
@@ -115,12 +121,15 @@ class Evaluator:
         """Batches that some run still lacks. Their bounds never depend on what is there already."""
         starts = range(0, len(samples), self.batch)
         batches = [samples[start : start + self.batch] for start in starts]
-        hidden = None if self.progress is None else not self.progress
-        with tqdm(total=len(samples), desc=words, unit="item", disable=hidden) as bar:
+        with self._bar(words, len(samples)) as bar:
             for batch in batches:
                 if any(sample.item.id not in self.outcomes.of(run) for run in runs for sample in batch):
                     yield batch
                 bar.update(len(batch))
+
+    def _bar(self, words: str, total: int) -> Any:
+        hidden = None if self.progress is None else not self.progress
+        return tqdm(total=total, desc=words, unit="item", disable=hidden)
 
     def _chosen(self, run: RunKey, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         found = self.outcomes.of(run)
@@ -130,3 +139,14 @@ class Evaluator:
 def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:
     bins = [round(sum(values[start : start + BIN]), 4) for start in range(0, len(values), BIN)]
     return {"nll": bins, "count": len(values), "layers": who.plan.layer_tokens(len(values))}
+
+
+def apart(samples: Sequence[Sample], rows: int) -> list[Sample]:
+    """Samples in an order in which prompts that begin alike follow each other, but not within `rows` of each other.
+
+    The later ones then find the KV of what they have in common with the first.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.prompt)
+    width = _SIBLINGS * 2 * rows
+    windows = [ordered[start : start + width] for start in range(0, len(ordered), width)]
+    return [sample for window in windows for first in range(_SIBLINGS) for sample in window[first::_SIBLINGS]]

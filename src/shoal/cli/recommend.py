@@ -1,0 +1,65 @@
+"""Say which method to use for a model and a kind of task, from what was measured of it, and what is not known.
+
+The output of what is recommended is the full model's own, unless --max-drop allows a loss. A loss counts by the upper
+end of its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shoal.cli import common
+from shoal.cli.parser import Parser
+
+EXAMPLES = """examples:
+  shoal recommend --model SmolLM2-135M-Instruct.Q4_1.gguf
+  shoal recommend --model path/to/model --task code --max-drop 0.015
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    parser.add_argument("--task", metavar="T", help="kind of task, such as chat or code; all that are known if none")
+    parser.add_argument("--max-drop", metavar="X", type=float, default=0.0,
+                        help="share of right answers that may be lost; 0.015 is 1.5 points, 0 none")
+    common.add_model(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the advice."""
+    if not 0 <= args.max_drop < 1:
+        raise ValueError(f"--max-drop is {args.max_drop}; it must be in [0, 1): 0.015 is 1.5 points")
+    from shoal.engine import cards
+    from shoal.eval.recommend import Evidence, report
+
+    engine = common.load_engine(args)
+    found = Evidence.from_dict(cards.evidence(engine))
+    if args.task is not None and found.tasks and args.task not in found.tasks:
+        raise ValueError(f"--task is {args.task!r}; of this model {', '.join(found.tasks)} were measured")
+    tasks = found.tasks if args.task is None else (args.task,)
+    told = {"model": engine.model_name, **report(found, tasks if found.tasks else (), args.max_drop)}
+    if not args.json:
+        print(_text(told, engine.card.bears, engine.stack.num_layers))
+    common.print_json(told)
+    return 0
+
+
+def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
+    lines = []
+    for advice in told["advice"]:
+        lines.append(f"{advice['task']}: --method {advice['method']}\n  {advice['why']}")
+    if not lines:
+        lines.append("Nothing was measured of this model. --method auto is exact, guesses only where that pays, and is "
+                     "what to begin with.")
+    if bears is not None:
+        lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
+    gaps = list(dict.fromkeys(words for some in told["not_known"].values() for words in some))
+    if not told["advice"]:
+        gaps = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval --model M "
+                "--controls 1.05,1.1`, or `shoal calibrate` for a card"]
+    lines.append("Not known:\n" + "\n".join(f"  - {words}" for words in gaps))
+    if told["machine"]:
+        lines.append(f"Times were taken on {told['machine']}.")
+    return "\n".join(lines)

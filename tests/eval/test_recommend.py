@@ -1,0 +1,83 @@
+"""What is recommended follows from the ends of intervals, not from what looked best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import tiny
+from shoal.cli.entry import main
+from shoal.engine import cards
+from shoal.engine.load import engine_for
+from shoal.eval.recommend import Evidence, Lossless, Lossy, advise, unknown
+
+STEADY = Lossless("chat", "auto", 1.2, 1.1, 10)
+WILD = Lossless("chat", "swift", 1.6, 0.8, 3)
+GENTLE = Lossy("chat", "squad", "d3:mean=29", 1.05, 1.3, 0.5, 0.004, 0.012, 4961)
+STEEP = Lossy("chat", "squad", "d3:mean=25", 1.2, 1.5, 0.5, 0.01, 0.03, 4961)
+ALL = Evidence((STEADY, WILD), (GENTLE, STEEP), "a machine")
+
+
+@pytest.mark.parametrize(("max_drop", "method", "exact"), [(0.0, "auto", True), (0.01, "auto", True),
+                                                           (0.012, "d3:mean=29", False), (0.05, "d3:mean=25", False)])
+def test_the_fastest_that_is_shown_to_lose_no_more(max_drop: float, method: str, exact: bool) -> None:
+    found = advise(ALL, "chat", max_drop)
+    assert (found.method, found.exact) == (method, exact)
+
+
+def test_a_lossy_method_that_is_slower_than_an_exact_one_is_not_recommended() -> None:
+    found = advise(replace(ALL, lossy=(replace(GENTLE, time=1.15),)), "chat", 0.05)
+    assert found.method == "auto"
+
+
+def test_plain_decoding_where_no_draft_is_shown_to_gain() -> None:
+    found = advise(Evidence((WILD,)), "chat", 0.0)
+    assert (found.method, found.speedup) == ("full", 1.0)
+    assert "swift" in found.why and "0.80x" in found.why
+    assert advise(Evidence((replace(STEADY, speedup=0.99, low=0.98),)), "chat", 0.0).method == "full"
+
+
+def test_what_is_not_known_is_said() -> None:
+    (_, nearest) = unknown(ALL, "chat", 0.01)
+    assert "d3:mean=29 at 1.05x, may lose 1.2 points" in nearest
+    words = " ".join(unknown(ALL, "code", 0.01))
+    assert "fewer layers lose on code" in words and "drafts bring on code" in words
+    assert len(unknown(ALL, "chat", 0.05)) == 1
+
+
+def test_evidence_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        Evidence.from_dict({"lossless": [{"task": "chat"}]})
+    written = {"lossless": [asdict(STEADY), asdict(WILD)], "lossy": [asdict(GENTLE), asdict(STEEP)],
+               "machine": "a machine"}
+    assert Evidence.from_dict(json.loads(json.dumps(written))) == ALL
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["recommend", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_command_reads_the_card_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    model = tiny("llama")
+    model.save_pretrained(folder)
+    words = ["--model", str(folder)]
+    assert report(capsys, *words)["advice"] == []
+    assert main(["recommend", *words]) == 0
+    assert "--method auto is exact" in capsys.readouterr().out
+    evidence = {"lossless": [asdict(STEADY)], "lossy": [asdict(GENTLE)], "machine": "a machine"}
+    cards.keep({"model": cards.identity(engine_for(model)), "evidence": evidence})
+    (advice,) = report(capsys, *words, "--max-drop", "0.02")["advice"]
+    assert advice["method"] == "d3:mean=29"
+    assert main(["recommend", *words, "--task", "verse"]) == 2
+    assert "'verse'; of this model chat were measured" in capsys.readouterr().err
+    assert main(["recommend", *words, "--max-drop", "2"]) == 2
+    assert "must be in [0, 1)" in capsys.readouterr().err
