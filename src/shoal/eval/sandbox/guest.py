@@ -156,7 +156,7 @@ def _give_up(settings: dict[str, Any], libc: Any, seconds: int) -> None:
 def _verdict(code: str, tests: str, entry: str) -> str:
     """How a program's tests go."""
     pristine = dict(vars(builtins))
-    modules = {name: dict(vars(sys.modules[name])) for name in _USUAL}
+    modules = [(sys.modules[name], dict(vars(sys.modules[name]))) for name in _USUAL]
     run = exec
     try:
         program = compile(code, "program", "exec")
@@ -167,8 +167,8 @@ def _verdict(code: str, tests: str, entry: str) -> str:
     try:
         run(program, names)
         vars(builtins).update(pristine)
-        for name, before in modules.items():
-            sys.modules[name] = module = modules_of[name]
+        for module, before in modules:
+            sys.modules[module.__name__] = module
             vars(module).update(before)
         kept = {name: value for name, value in names.items() if name not in pristine or name == entry}
         run(checks, {**kept, "__builtins__": pristine, "__name__": "tests"})
