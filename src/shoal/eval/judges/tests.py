@@ -9,8 +9,8 @@ from typing import Any
 from shoal.eval.items import Item
 from shoal.eval.sandbox.process import Program, Sandbox
 
-SECONDS = 6.0
-"""The longest that a program may run."""
+SECONDS = 15.0
+"""The longest that a program may run; one of the references takes half of it."""
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -22,7 +22,7 @@ def judge(text: str, item: Item, sandbox: Sandbox) -> dict[str, Any]:
 
 def program(text: str, item: Item) -> Program:
     """What is run: what is given and the answer's code, without what the tested function does not need."""
-    return Program(needed(whole(item.given + block(text)), item.answer), item.tests, item.answer)
+    return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
 
 
 def block(text: str) -> str:
@@ -39,15 +39,15 @@ def whole(code: str) -> str:
     return code
 
 
-def needed(code: str, entry: str) -> str:
-    """Imports, and the definitions that `entry` needs; all of it where `entry` is not defined.
+def needed(code: str, entry: str, tests: str) -> str:
+    """Imports, and the definitions that `entry` and the tests need; all of it where `entry` is not defined.
 
     Models like to add examples and checks of their own, which are not what is judged.
     """
     tree = _tree(code)
     if tree is None or not any(entry in _bound(node) for node in tree.body):
         return code
-    wanted, kept = {entry}, set[int]()
+    wanted, kept = {entry, *re.findall(r"\w+", tests)}, set[int]()
     while more := [i for i, node in enumerate(tree.body) if i not in kept and wanted & _bound(node)]:
         kept.update(more)
         wanted |= {name.id for i in more for name in ast.walk(tree.body[i]) if isinstance(name, ast.Name)}

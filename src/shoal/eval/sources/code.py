@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,13 @@ def _task(row: Mapping[str, Any]) -> Item:
     code = row["code"].replace("\r\n", "\n").rstrip()
     tests = "\n".join([row["test_setup_code"].replace("\r\n", "\n"), *row["test_list"]])
     return Item(
-        f"mbpp/{row['task_id']}", f"{_ASK}```\n{shown}```", code + STOP[0], _entry(tests, code), judge="tests",
+        f"mbpp/{row['task_id']}", f"{_ASK}```\n{shown}```", code + STOP[0], _entry(row["test_list"], code), judge="tests",
         plain=f"{_SHOTS}Problem:\n{shown}Solution:\n```python\n", opening=_OPENING, stop=STOP, tests=tests + "\n",
     )
 
 
-def _entry(tests: str, code: str) -> str:
-    """The function that the tests call, of those that the reference defines."""
+def _entry(tests: Sequence[str], code: str) -> str:
+    """The first function that the tests call, of those that the reference defines."""
     defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    called = [name for name in re.findall(r"(\w+)\s*\(", tests) if name in defined]
+    called = [name for name in re.findall(r"(\w+)\s*\(", " ".join(tests)) if name in defined]
     return called[0] if called else "solution"
