@@ -1,7 +1,8 @@
 """Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
 
-Problems are answered greedily and judged by their kind: the final number, the words, the tests of code; texts and reference solutions are scored, token by
-token, under each method's plan. Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
+Problems are answered greedily and judged as their kind demands: by the final number, by the words, by the tests of
+code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file, so
+an interrupted evaluation goes on where it was.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness instead: gsm8k, bbh and "
                       "bbh_<task> from --data, any other of its own from the Hub")
     what.add_argument("--list", action="store_true", help="list the suites")
-    what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, humaneval/, squad/ and others")
+    what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, humaneval/, squad/, ...")
     what.add_argument("--n", metavar="N", type=int, default=1000, help="items per suite, drawn by --seed")
     what.add_argument("--loss-n", metavar="N", type=int, help="items of which losses are measured; as --n if none")
     what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both")
@@ -230,12 +231,15 @@ def _warner(warnings: list[str]) -> Any:
 
 
 def _text(report: dict[str, Any]) -> str:
-    from shoal.eval.table import answers_table, loss_table
+    from shoal.eval.table import answers_table, floors_line, loss_table
 
     parts = []
     for suite in report["suites"]:
         if "answers" in suite:
-            parts.append(f"{suite['suite']}: answers\n{answers_table(suite['answers'])}")
+            floors = floors_line(suite["floors"])
+            parts.append(f"{suite['suite']}: answers\n{answers_table(suite['answers'])}\n{floors}")
+            if "sandbox" in suite:
+                parts[-1] += f"\ncode ran in this sandbox: {suite['sandbox']}"
         if "loss" in suite:
             parts.append(f"{suite['suite']}: loss of the reference\n{loss_table(suite['loss'])}")
     return "\n\n".join(parts)

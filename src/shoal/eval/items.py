@@ -30,6 +30,7 @@ class Item:
         judge: who says whether an answer is right; see `shoal.eval.judges`.
         golds: all right answers, where there are several.
         plain: what a model without a chat template is given, examples included; empty for the prompt and a line break.
+        echo: the part of the prompt that is this item's own; empty for all of it.
         opening: how the answer begins that a model with a chat template goes on with.
         stop: texts that end an answer.
         given: code that stands before an answer which is code.
@@ -45,6 +46,7 @@ class Item:
     judge: str = "mark"
     golds: tuple[str, ...] = ()
     plain: str = ""
+    echo: str = ""
     opening: str = ""
     stop: tuple[str, ...] = ()
     given: str = ""
@@ -124,9 +126,9 @@ def stretches(name: str, text: str, prompt: int, length: int) -> list[Item]:
 def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int | None) -> list[Sample]:
     """Items in a model's tokens; those whose prompt leaves no room in the context are left out.
 
-    A question is put as a user's message where the tokenizer has a chat template, and the answer's opening follows; else
-    it is put in its plain form. A reference solution ends with the model's end-of-sequence token, a stretch of text
-    does not, nor does what a stop text ends.
+    A question is put as a user's message where the tokenizer has a chat template, and the answer's opening follows;
+    else it is put in its plain form. A reference solution ends with the model's end-of-sequence token, a stretch of
+    text does not, nor does what a stop text ends.
     """
     samples = []
     for item in items:

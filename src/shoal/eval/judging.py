@@ -34,7 +34,9 @@ class Judging(Generic[Key]):
     def __enter__(self) -> Judging[Key]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             for _ in range(self._workers):

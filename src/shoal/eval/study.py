@@ -13,7 +13,10 @@ from shoal.eval.controls import GROUPS, ControlSetting, controls, setting
 from shoal.eval.decoders import Contender, contender
 from shoal.eval.equal_depth import TOLERANCE, Lengths
 from shoal.eval.evaluate import BIN, Evaluator
+from shoal.eval.floors import floors
 from shoal.eval.items import Item, Sample
+from shoal.eval.judges import TESTS
+from shoal.eval.sandbox.process import find
 from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
 from shoal.eval.timing import alone
 from shoal.methods.base import Method
@@ -84,6 +87,9 @@ def run(
     if kind == "problems" and "answers" in study.measures:
         answers = evaluator.answers(suite, samples, full)
         report["full_by_group"] = by_group(answers)
+        report["floors"] = floors(samples, evaluator.engine.tokenizer, evaluator.max_new_tokens, evaluator.unsafe)
+        if any(sample.item.judge == TESTS for sample in samples):
+            report["sandbox"] = find(evaluator.unsafe)
         report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
     if "loss" in study.measures:
         part = _spread(samples, loss_limit)

@@ -1,4 +1,4 @@
-"""Whether a right answer is contained in the text, word by word, and SQuAD's F1 of the words (Rajpurkar et al. 2016)."""
+"""Whether the words of a right answer stand in the text, and SQuAD's F1 of the words (Rajpurkar et al. 2016)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def judge(text: str, item: Item) -> dict[str, Any]:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The first number after `####`, else the last one in `\\boxed{}`, else the last one; None if there is none."""
+    r"""The first number after `####`, else the last one in `\boxed{}`, else the last one; None if there is none."""
     _, _, after = text.partition(MARK)
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     line = after.strip().split("\n")[0]

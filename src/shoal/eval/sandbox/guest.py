@@ -19,8 +19,9 @@ import time
 from typing import Any
 
 MESSAGE_BYTES = 256
-_USUAL = ("bisect cmath collections collections.abc copy datetime decimal fractions functools hashlib heapq itertools "
-          "math operator queue random re statistics string time typing").split()
+_USUAL = ("bisect", "cmath", "collections", "collections.abc", "copy", "datetime", "decimal", "fractions", "functools",
+          "hashlib", "heapq", "itertools", "math", "operator", "queue", "random", "re", "statistics", "string", "time",
+          "typing")
 """Modules that programs import, read once for all."""
 _SECURE_BITS = 0x2F
 """No capability is ever gained by being user 0, and that stays."""

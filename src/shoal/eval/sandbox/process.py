@@ -1,4 +1,4 @@
-"""A sandbox seen from outside: a process that takes one program after the other, and is started anew where it is lost."""
+"""A sandbox seen from outside: a process that takes one program after the other, started anew where it is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from shoal.errors import Unsupported
 Kind = Literal["bubblewrap", "namespaces", "none"]
 _HERE = Path(__file__).parent
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-_START = "import sys,json\nfor n in 1,2: exec(compile(sys.argv[n],'shoal'+str(n),'exec'))\nsettings=json.loads(sys.argv[3])\n"
+_START = """import json, sys
+for source in sys.argv[1:3]:
+    exec(compile(source, "sandbox", "exec"))
+settings = json.loads(sys.argv[3])
+"""
+_HARMLESS = "import math, os\ndef f():\n    return os.listdir('.')\n"
 _HOME = "/home/guest"
 _GRACE = 20.0
 """Seconds beyond a program's own after which the sandbox itself is taken for lost."""
@@ -99,8 +104,7 @@ class Sandbox:
 
     def why_not(self) -> str | None:
         """What goes wrong when it is tried; None where it works."""
-        verdict = self.run(Program("import math\nimport os\n\ndef f():\n    return os.listdir('.')\n", "assert f() == []\n",
-                                   "f"), 10.0)
+        verdict = self.run(Program(_HARMLESS, "assert f() == []\n", "f"), 10.0)
         if verdict == "passed":
             return None
         process = self._started()
@@ -153,7 +157,8 @@ def _command(kind: Kind, home: str) -> list[str]:
         settings["processes"] = None  # it would count those of the user's other programs
     jail = (_HERE / "jail.py").read_text("utf-8") if kind == "namespaces" else ""
     start = _START + ("enter(settings)\n" if kind == "namespaces" else "") + "serve(settings)\n"
-    inside = [python, "-I", "-S", "-B", "-c", start, jail, (_HERE / "guest.py").read_text("utf-8"), json.dumps(settings)]
+    guest = (_HERE / "guest.py").read_text("utf-8")
+    inside = [python, "-I", "-S", "-B", "-c", start, jail, guest, json.dumps(settings)]
     return [*_bubblewrap(paths, home), *inside] if kind == "bubblewrap" else inside
 
 

@@ -85,8 +85,9 @@ def _task(row: Mapping[str, Any]) -> Item:
     code = row["code"].replace("\r\n", "\n").rstrip()
     tests = "\n".join([row["test_setup_code"].replace("\r\n", "\n"), *row["test_list"]])
     return Item(
-        f"mbpp/{row['task_id']}", f"{_ASK}```\n{shown}```", code + STOP[0], _entry(row["test_list"], code), judge="tests",
-        plain=f"{_SHOTS}Problem:\n{shown}Solution:\n```python\n", opening=_OPENING, stop=STOP, tests=tests + "\n",
+        f"mbpp/{row['task_id']}", f"{_ASK}```\n{shown}```", code + STOP[0], _entry(row["test_list"], code),
+        judge="tests", plain=f"{_SHOTS}Problem:\n{shown}Solution:\n```python\n", opening=_OPENING, stop=STOP,
+        tests=tests + "\n",
     )
 
 

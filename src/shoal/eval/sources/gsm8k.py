@@ -10,7 +10,7 @@ from shoal.eval.sources.folder import folder
 
 _SHOTS = 4
 """Training problems shown to a model without a chat template; they calibrate nothing."""
-_ASK = "Solve this problem step by step. End with a line that holds #### and the final number, such as: #### 42\n\n"
+_ASK = "Answer the last question as the others are answered: in a few short lines, then #### and the final number.\n\n"
 
 
 def read(data: Path | None, part: Part) -> list[Item]:
@@ -19,8 +19,8 @@ def read(data: Path | None, part: Part) -> list[Item]:
     train = _of(home / "train.jsonl")
     shots = "".join(f"{_question(item)} {item.solution}\n\n" for item in train[:_SHOTS])
     items = _of(home / "test.jsonl") if part == "evaluation" else train[_SHOTS:]
-    return [replace(item, prompt=_ASK + item.prompt, plain=f"{shots}{_question(item)}", judge="number",
-                    stop=("\n\nQuestion:",)) for item in items]
+    return [replace(item, prompt=f"{_ASK}{shots}Question: {item.prompt}", plain=f"{shots}{_question(item)}",
+                    echo=item.prompt, judge="number", stop=("\n\nQuestion:",)) for item in items]
 
 
 def _of(path: Path) -> list[Item]:

@@ -19,8 +19,8 @@ _SHOTS = (
      "when the last miller retired. Today it houses a museum of bread.",
      (("Who built the old mill?", "The old mill was built by Hans Weber, a baker from Lund."),
       ("What does the mill house today?", "Today the mill houses a museum of bread."))),
-    ("Terns of the northern colony lay two eggs in May. Both parents warm them for about three weeks, and the young fly "
-     "a month later. Gulls take one nest in five.",
+    ("Terns of the northern colony lay two eggs in May. Both parents warm them for about three weeks, and the young "
+     "fly a month later. Gulls take one nest in five.",
      (("How long do the parents warm the eggs?", "The parents warm the eggs for about three weeks."),)),
 )
 """Written for this, so that no paragraph of the data set is given away."""
