@@ -19,8 +19,8 @@ def floors(
 ) -> dict[str, dict[str, float]]:
     """Share of right answers, and mean F1 where there is one, by trivial answer.
 
-    They are nothing, the question and its first sentence, each cut where an answer would be, and the answer that is right
-    most often.
+    They are nothing, the question and its first sentence, each cut where an answer would be, and the answer that is
+    right most often.
 
     Args:
         samples: the items that are evaluated.

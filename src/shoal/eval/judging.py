@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from shoal.eval import judges
 from shoal.eval.items import Item
 from shoal.eval.judges import tests
-from shoal.eval.sandbox.process import Sandbox, find
+from shoal.eval.sandbox.process import Program, Sandbox, find
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,7 +49,7 @@ class Judging(Generic[Key]):
             Unsupported: it is code, and there is no sandbox.
         """
         if item.judge == judges.TESTS:
-            future = self._pool().submit(self._run, text, item)
+            future = self._pool().submit(self._run, tests.program_of(text, item))
         else:
             future = Future()
             future.set_result(judges.get(item.judge)(text, item))
@@ -75,9 +75,9 @@ class Judging(Generic[Key]):
             self._threads = ThreadPoolExecutor(self._workers)
         return self._threads
 
-    def _run(self, text: str, item: Item) -> dict[str, Any]:
+    def _run(self, program: Program) -> dict[str, Any]:
         sandbox = self._idle.get()
         try:
-            return tests.judge(text, item, sandbox)
+            return tests.judge(program, sandbox)
         finally:
             self._idle.put(sandbox)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from typing import Any
 
 from shoal.eval.items import Item
@@ -14,15 +15,17 @@ SECONDS = 15.0
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def judge(text: str, item: Item, sandbox: Sandbox) -> dict[str, Any]:
+def judge(program: Program, sandbox: Sandbox) -> dict[str, Any]:
     """Right where the tests pass; `verdict` is passed, failed, error, timeout or syntax."""
-    verdict = sandbox.run(program(text, item), SECONDS)
+    verdict = sandbox.run(program, SECONDS)
     return {"right": verdict == "passed", "verdict": verdict}
 
 
-def program(text: str, item: Item) -> Program:
+def program_of(text: str, item: Item) -> Program:
     """What is run: what is given and the answer's code, without what the tested function does not need."""
-    return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backslash that means nothing in a text is the model's affair
+        return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
 
 
 def block(text: str) -> str:

@@ -16,9 +16,10 @@ _ASK = "Answer the last question as the others are answered: in a few short line
 def read(data: Path | None, part: Part) -> list[Item]:
     """The test set, or the training set without the examples."""
     home = folder(data, "gsm8k")
+    test = _of(home / "test.jsonl") if part == "evaluation" else []
     train = _of(home / "train.jsonl")
     shots = "".join(f"{_question(item)} {item.solution}\n\n" for item in train[:_SHOTS])
-    items = _of(home / "test.jsonl") if part == "evaluation" else train[_SHOTS:]
+    items = test or train[_SHOTS:]
     return [replace(item, prompt=f"{_ASK}{shots}Question: {item.prompt}", plain=f"{shots}{_question(item)}",
                     echo=item.prompt, judge="number", stop=("\n\nQuestion:",)) for item in items]
 
