@@ -133,6 +133,8 @@ def test_a_fork_bomb_ends_with_its_program(sandbox):
 
 
 def test_processes_and_threads_are_counted(sandbox):
+    if sandbox.kind == "bubblewrap" and os.geteuid() == 0:
+        pytest.skip("no limit counts root's own processes, which is why root never gets bubblewrap")
     count = ("import os\nmade = 0\ntry:\n    while made < 100:\n        if os.fork() == 0:\n            import time\n"
              "            time.sleep(9)\n        made += 1\nexcept OSError:\n    pass\ndef f():\n    return int(made < 20)\n")
     assert tried(sandbox, count) == "passed"

@@ -44,9 +44,8 @@ def serve(settings: dict[str, Any]) -> None:
         os.dup2(nothing, number)
     for line in asked:
         verdict = _tried(json.loads(line), settings, libc)
-        answered.write(json.dumps({"verdict": verdict}).encode() + b"\n")
+        answered.write(json.dumps({"verdict": verdict, "clean": _wiped(settings["home"])}).encode() + b"\n")
         answered.flush()
-        _wipe(settings["home"])
 
 
 def _tried(job: dict[str, Any], settings: dict[str, Any], libc: Any) -> str:
@@ -103,12 +102,17 @@ def _end(child: int) -> None:
         pass
 
 
-def _wipe(home: str) -> None:
-    for entry in os.scandir(home):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+def _wiped(home: str) -> bool:
+    """Empty the home; whether that could be done."""
+    try:
+        for entry in os.scandir(home):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+    except (OSError, RecursionError):
+        return False
+    return True
 
 
 def _run(job: dict[str, Any], settings: dict[str, Any], libc: Any, word: str, into: int) -> None:

@@ -79,7 +79,10 @@ class Sandbox:
         if not line:
             self._stop()
             return "error"
-        return str(json.loads(line)["verdict"])
+        answer = json.loads(line)
+        if not answer["clean"]:
+            self._stop()
+        return str(answer["verdict"])
 
     def close(self) -> None:
         """End the process and all that runs in it."""
@@ -168,7 +171,7 @@ def _bubblewrap(paths: Iterable[str], home: str) -> list[str]:
     for path in paths:
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     return [*words, "--dev", "/dev", "--proc", "/proc", "--size", str(LIMITS["home_bytes"]), "--tmpfs", home,
-            "--remount-ro", "/", "--chdir", home]
+            "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", home]
 
 
 def _visible(python: str) -> Iterable[str]:
