@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,20 +71,20 @@ def test_how_programs_end(sandbox, code, verdict):
     "    except OSError:\n        pass\ndef f():\n    return 2\n",
     "import os\nos.write = print\ndef f():\n    return 2\n",
     "import atexit, os\natexit.register(os._exit, 0)\ndef f():\n    return 2\n",
-    "import signal, os\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\ndef f():\n    os.kill(os.getpid(), 15)\n",
+    "import signal, os\nsignal.signal(15, lambda *_: os._exit(0))\ndef f():\n    os.kill(os.getpid(), 15)\n",
 ])
 def test_success_cannot_be_feigned(sandbox, code):
     assert tried(sandbox, code) in ("failed", "error")
 
 
 @pytest.mark.parametrize(("code", "tests"), [
-    ("def f():\n    return 5.0\nabs = lambda x: 0\n", "assert abs(f() - 1) < 1e-6\n"),
-    ("import builtins\nbuiltins.abs = lambda x: 0\ndef f():\n    return 5\n", "assert abs(f() - 1) < 1e-6\n"),
-    ("import math\nmath.fabs = lambda x: 0\ndef f():\n    return 5\n", "import math\nassert math.fabs(f() - 1) < 1e-6\n"),
-    ("import builtins\nbuiltins.all = lambda x: True\ndef f():\n    return 5\n", "assert all(f() == n for n in (1,))\n"),
+    ("abs = lambda x: 0\n", "assert abs(f() - 1) < 1e-6\n"),
+    ("import builtins\nbuiltins.abs = lambda x: 0\n", "assert abs(f() - 1) < 1e-6\n"),
+    ("import math\nmath.fabs = lambda x: 0\n", "import math\nassert math.fabs(f() - 1) < 1e-6\n"),
+    ("import builtins\nbuiltins.all = lambda x: True\n", "assert all(f() == n for n in (1,))\n"),
 ])
 def test_tests_find_their_own_tools_unchanged(sandbox, code, tests):
-    assert tried(sandbox, code, tests) == "failed"
+    assert tried(sandbox, f"{code}def f():\n    return 5\n", tests) == "failed"
 
 
 def test_a_function_may_bear_the_name_of_a_built_in_one(sandbox):
@@ -104,12 +104,13 @@ def test_there_is_no_network(sandbox):
 def test_files_of_others_are_not_there(sandbox, tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("secret", encoding="utf-8")
-    for path in (Path.home(), kept, Path.cwd(), Path("/etc/passwd"), Path("/root"), Path("/home") / getpass.getuser()):
-        code = f"import os\nfound = os.path.isfile({str(path)!r}) or set(os.listdir({str(path)!r})) - {{'.pyenv', '.local'}}\n"
-        assert tried(sandbox, f"{code}assert not found\n{FOUND}") in ("error", "passed"), path
-        reads = f"import os\nprint(open({str(path)!r}).read())\n{FOUND}"
-        assert tried(sandbox, reads) == "error", path
-    writes = f"import os\nopen({str(Path.home() / 'shoal-was-here')!r}, 'w').write('x')\n{FOUND}"
+    way = [name for name in (".pyenv", ".local") if sys.base_prefix.startswith(str(Path.home() / name))]
+    for folder in (Path.home(), Path.cwd(), tmp_path, Path("/root"), Path("/home") / getpass.getuser()):
+        code = f"import os\nassert os.path.isdir({str(folder)!r}) and set(os.listdir({str(folder)!r})) - set({way})\n"
+        assert tried(sandbox, code + FOUND) == "failed", folder
+    for file in (kept, Path("/etc/passwd"), Path("/etc/shadow")):
+        assert tried(sandbox, f"open({str(file)!r})\n{FOUND}") == "error", file
+    writes = f"open({str(Path.home() / 'shoal-was-here')!r}, 'w')\n{FOUND}"
     assert tried(sandbox, writes) == "error" and not (Path.home() / "shoal-was-here").exists()
 
 
@@ -119,7 +120,7 @@ def test_the_system_is_read_only(sandbox, path):
 
 
 def test_the_home_is_empty_for_every_program(sandbox):
-    look = "import os\nseen = os.listdir('.') + os.listdir(os.environ['HOME'])\ndef f():\n    return 1 if not seen else seen\n"
+    look = "import os\nseen = os.listdir('.') + os.listdir(os.environ['HOME'])\ndef f():\n    return 1 + len(seen)\n"
     write = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', 'root')\nos.chmod('a', 0)\n"
     assert tried(sandbox, write + FOUND) == "passed"
     assert tried(sandbox, look) == "passed"
@@ -136,12 +137,13 @@ def test_processes_and_threads_are_counted(sandbox):
     if sandbox.kind == "bubblewrap" and os.geteuid() == 0:
         pytest.skip("no limit counts root's own processes, which is why root never gets bubblewrap")
     count = ("import os\nmade = 0\ntry:\n    while made < 100:\n        if os.fork() == 0:\n            import time\n"
-             "            time.sleep(9)\n        made += 1\nexcept OSError:\n    pass\ndef f():\n    return int(made < 20)\n")
+             "            time.sleep(9)\n        made += 1\nexcept OSError:\n    pass\n"
+             "def f():\n    return int(made < 20)\n")
     assert tried(sandbox, count) == "passed"
 
 
 def test_what_a_program_leaves_running_is_ended(sandbox):
-    leave = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        open('late', 'w').write('x')\n"
+    leave = "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        open('late', 'w').write('x')\n"
     look = "import os, time\ntime.sleep(0.2)\ndef f():\n    return 1 if os.listdir('.') == [] else 0\n"
     assert tried(sandbox, leave + FOUND) == "passed"
     assert tried(sandbox, look) == "passed"
