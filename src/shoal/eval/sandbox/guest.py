@@ -171,7 +171,6 @@ def _verdict(code: str, tests: str, entry: str) -> str:
     names: dict[str, Any] = {"__name__": "program"}
     try:
         run(program, names)
-        vars(builtins).update(pristine)
         for module, before in modules:
             sys.modules[module.__name__] = module
             vars(module).update(before)
