@@ -6,7 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from shoal.cli import main
+from shoal.eval.evaluate import Evaluator
+from shoal.eval.sandbox.process import Sandbox, find
 
 
 def tasks(folder: Path) -> str:
@@ -45,3 +49,24 @@ def test_items_of_an_article_are_a_cluster(capsys, tmp_path, tiny_folder):
     (suite,) = json.loads(capsys.readouterr().out)["suites"]
     assert sorted(suite["full_by_group"]) == ["A0", "A1", "A2", "A3"] and suite["floors"]["echo"]["accuracy"] == 1
     assert suite["answers"][1]["difference"]["p_cluster"] == 1 and "f1" in suite["answers"][0]
+
+
+def test_code_is_refused_before_it_is_written_where_no_sandbox_works(capsys, tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.setattr(Sandbox, "why_not", lambda self: "not allowed")
+    monkeypatch.setattr(Evaluator, "answers", lambda *_: pytest.fail("answered before the refusal"))
+    find.cache_clear()
+    words = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32"]
+    assert main(words) == 2
+    assert "running code that a model wrote" in capsys.readouterr().err
+    find.cache_clear()
+
+
+def test_that_code_runs_without_a_sandbox_is_said(capsys, tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.setattr(Sandbox, "why_not", lambda self: "not allowed")
+    find.cache_clear()
+    words = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32",
+             "--measure", "answers", "--max-new-tokens", "4", "--unsafe", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["suites"][0]["sandbox"] == "none" and "runs without one" in err
+    find.cache_clear()

@@ -42,6 +42,13 @@ def test_the_parts_of_every_data_set_share_no_item(name: str) -> None:
     assert len(evaluation) >= 164 and len(calibration) >= 100
 
 
+def test_nothing_is_left_of_both_code_suites_to_calibrate_on() -> None:
+    data = data_path("humaneval").parent
+    assert len(suites.get("code").items(data)) == 1138
+    with pytest.raises(ValueError, match="suite code has no items for calibration"):
+        suites.get("code").items(data, "calibration")
+
+
 def test_packaged_problems_share_none() -> None:
     kinds = [name for name in suites.names() if name not in (*DATA, "code")]
     for name in kinds:
