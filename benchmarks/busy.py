@@ -6,31 +6,49 @@ Measured are Shoal as it is, whose threads follow what the machine gives; the sa
 whatever happens, and with one; with `--peer` llama.cpp on the same GGUF file likewise. Every round goes through all of
 them beside each number of neighbours; figures are medians of tokens per second, in relation to the same system's beside
 none. The last line on stdout is the result as JSON.
+
+    python benchmarks/busy.py --model FILE --compile 8 [--rounds 5] [--new-tokens 64] [--json OUT]
+
+What `shoal serve` streams to one client, alone and beside so many compilers without end, in turn: the times between
+what comes. Where there is no compiler, the neighbours are processes that compute.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import shoal
 from shoal.bench import idle, report
+from shoal.bench.load.http import Address
+from shoal.bench.load.loops import Load, LoadPhase
+from shoal.bench.load.prompts import Prompts
+from shoal.bench.load.servers import Server, free_port
+from shoal.bench.load.targets import Form, Http, look
+from shoal.bench.load.trace import Trace
 from shoal.bench.peers.llama_cpp import LlamaCpp
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.cli import env
+from shoal.model.packed.native import build
 from shoal.model.packed.native.threads import MACHINE
 
 PROMPT = [(7 * place) % 1000 + 100 for place in range(64)]
+QUESTION = "Explain the water cycle in detail."
+COMPUTING = [sys.executable, "-c", "while True: pass"]
 Decode = Callable[[int], float]
 """So many tokens, in seconds per token without the prompt."""
 
@@ -38,6 +56,9 @@ Decode = Callable[[int], float]
 def main(words: Sequence[str]) -> int:
     """Measure and print."""
     args = arguments(words)
+    if args.compile:
+        report.publish({**heading(words), **streams(args)}, args.json)
+        return 0
     systems = {name: decode for name, decode in made(args)}
     counts = [int(word) for word in args.neighbours.split(",")]
     seconds: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in systems}
@@ -49,12 +70,17 @@ def main(words: Sequence[str]) -> int:
                     decode(8)  # what follows the machine has time to
                     seconds[name][count].append(decode(args.new_tokens))
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/busy.py", *words]), "kind": "busy",
-        "model": Path(args.model).name, "threads": torch.get_num_threads(), "rounds": args.rounds,
-        "idle": {"before": before}, "systems": {name: summary(found) for name, found in seconds.items()},
+        **heading(words), "kind": "busy", "model": Path(args.model).name, "threads": torch.get_num_threads(),
+        "rounds": args.rounds, "idle": {"before": before},
+        "systems": {name: summary(found) for name, found in seconds.items()},
     }
     report.publish(result, args.json)
     return 0
+
+
+def heading(words: Sequence[str]) -> dict[str, Any]:
+    """What the report begins with."""
+    return report.heading(env.collect(), ["python", "benchmarks/busy.py", *words])
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -62,6 +88,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--neighbours", default="0,1,2", help="busy processes, the first being what others relate to")
+    parser.add_argument("--compile", type=int, default=0, help="so many compilers beside a server, instead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--peer", action="store_true", help="llama.cpp too")
@@ -100,16 +127,66 @@ def peer(model: str, threads: int) -> Decode:
     return decode
 
 
+def streams(args: argparse.Namespace) -> dict[str, Any]:
+    """Times between the chunks that a server streams to one client, alone and beside compilers, in turn."""
+    port, found = free_port(), dict[int, list[Trace]]({0: [], args.compile: []})
+    before, neighbour = idle.watch(0.5), compiling()
+    server = Server([sys.executable, "-m", "shoal", "serve", "--model", args.model, "--port", str(port)], port)
+    try:
+        form = Form(look(Address(server.url)).model, chat=True, fields={"ignore_eos": True})
+        target = Http("shoal", "", Address(server.url), form, server)
+        once, prompts = LoadPhase(Load(1), requests=1), Prompts([QUESTION], new_tokens=[args.new_tokens])
+        target.run(once, prompts)
+        for _ in range(args.rounds):
+            for count, traces in found.items():
+                with busy(count, neighbour):
+                    traces += target.run(once, prompts)
+    finally:
+        server.stop()
+    return {"kind": "busy-streams", "model": Path(args.model).name, "threads": torch.get_num_threads(),
+            "rounds": args.rounds, "neighbour": "process that computes" if neighbour is COMPUTING else "compiler",
+            "idle": {"before": before},
+            "beside": {str(count): of_streams(traces) for count, traces in found.items()}}
+
+
+def compiling() -> list[str]:
+    """The command of a neighbour that compiles a kernel's file without end."""
+    compiler, source = shutil.which("gcc") or shutil.which("cc"), Path(build.__file__).parent / "pack.c"
+    if compiler is None:
+        return COMPUTING
+    options = f"-std=gnu11 -O3 -march=native -DSHOAL_{build.vector_set().upper()}"
+    return ["sh", "-c", f"while {compiler} {options} -c {source} -o /dev/null; do :; done"]
+
+
+def of_streams(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Milliseconds between chunks, of all streams together, and tokens per second after the first chunk."""
+    failed = [trace.error for trace in traces if trace.error is not None]
+    if failed:
+        raise SystemExit(f"a stream broke: {failed[0]}")
+    gaps = [1000 * gap for trace in traces for gap in trace.gaps]
+    return {"gaps": len(gaps), "median_ms": statistics.median(gaps), "p95_ms": float(np.percentile(gaps, 95)),
+            "largest_ms": max(gaps), "first_ms": statistics.median(1000 * (trace.ttft or 0) for trace in traces),
+            "tokens_per_second": statistics.median(1 / (trace.tpot or 1) for trace in traces)}
+
+
 @contextmanager
-def busy(count: int) -> Iterator[None]:
-    """That many processes that compute, until the end of the block."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+def busy(count: int, words: Sequence[str] = COMPUTING) -> Iterator[None]:
+    """That many processes that compute, until the end of the block.
+
+    Raises:
+        RuntimeError: one of them ended by itself.
+    """
+    unheard = subprocess.DEVNULL
+    processes = [subprocess.Popen(words, stdout=unheard, stderr=unheard, start_new_session=True) for _ in range(count)]
     try:
         time.sleep(0.3 if count else 0)
         yield
+        if any(process.poll() is not None for process in processes):
+            raise RuntimeError(f"a neighbour has ended: {words}")
     finally:
         for process in processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -33,6 +33,35 @@ def overview(reports: Sequence[Report]) -> str:
     return "\n" + "\n".join([*lines, *(f"Warning: {warning}.\n" for warning in _warnings(used))])
 
 
+GLANCE = {("generate", 1, 64): "decode, tokens/s", ("generate", 8, 64): "8 rows together",
+          ("prefill", 1, 64): "prompt of 64", ("prefill", 1, 512): "prompt of 512"}
+"""What a model's one line shows: kind, rows, context, and the heading."""
+
+
+def glance(reports: Sequence[Report]) -> str:
+    """A line per file, as Markdown: tokens per second, and how many times each peer's. Empty without reports."""
+    if not reports:
+        return ""
+    header = ["file", *GLANCE.values(), "8 positions over one; 16"]
+    lines = [*_machines(reports), "", markdown(header, [_glance(report) for report in reports]), ""]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _glance(report: Report) -> Row:
+    ours = [row for row in _speed(report) if row["system"] == OURS and row["label"] == "full"]
+    costs = {row["positions"]: row["ratios"]["cost_of_one_position"]["median"]
+             for row in ours if "cost_of_one_position" in row["ratios"]}
+    found = {(row["kind"], row["rows"], row["context"]): row for row in ours if row["kind"] != "forward"}
+    cells = [_glance_cell(found[key]) if key in found else "" for key in GLANCE]
+    return [_name(report), *cells, "; ".join(f"{costs[number]:.2f}x" for number in (8, 16) if number in costs)]
+
+
+def _glance_cell(row: Mapping[str, Any]) -> str:
+    key = "tokens_per_second" if row["kind"] == "generate" else "prompt_tokens_per_second"
+    times = [f"{row['ratios'][peer]['median']:.2f}x" for peer in PEERS if peer in row["ratios"]]
+    return f"{_number(row[key]['median'])} ({', '.join(times)})"
+
+
 def page(stem: str, report: Report) -> str:
     """One report of loading or fidelity in full, as Markdown."""
     header, *rows = startup_table.rows(report) if report["kind"] == "startup" else fidelity_rows(report)
@@ -121,7 +150,9 @@ def _number(value: float) -> str:
 
 
 def _ratio(figure: Mapping[str, float] | None) -> str:
-    return "" if figure is None else table.spread(figure, "{:.2f}")
+    if figure is None:
+        return ""
+    return table.spread(figure, "{:.2f}") if figure.get("low") is None else table.paired(figure)
 
 
 def _machines(reports: Sequence[Report]) -> list[str]:
@@ -137,7 +168,8 @@ def _machines(reports: Sequence[Report]) -> list[str]:
         number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
         lines.append(
             f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
-            f"(smallest-largest), {', '.join(dates)}, {', '.join(commits)}."
+            f"(smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}, {', '.join(dates)}, "
+            f"{', '.join(commits)}."
         )
     return lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 
 from families import VOCAB
 from oracle import prefix_counts, prefix_oracle
-from shoal.decode.loop import Loop
+from shoal.decode import loop
+from shoal.decode.loop import RowBatch
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
-from shoal.types import Sampling
+from shoal.types import Sampling, Step
 
 SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
 """Prompts of different lengths around the tiny models' window of 8."""
@@ -60,7 +61,12 @@ class Run:
     rows: list[Row]
     seen: list[Seen]
     cache: KVCache
-    loop: Loop
+    batch: RowBatch
+    chunk: int
+
+    def steps(self) -> Generator[list[Step], None, None]:
+        """See `shoal.decode.loop.run`."""
+        return loop.run(self.batch, self.batch.stack.prefill_chunk, self.chunk)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -97,7 +103,7 @@ def make_run(
         new: max_new_tokens of every row, or one for all.
         rules: the stop rules of row number i, instead of `new`.
         numbers: the rows' numbers, which key their random numbers.
-        chunk, release: as in `Loop`.
+        chunk, release: as in `shoal.decode.loop`.
         watch: whether to keep the logits, which makes the loop treat each row's history apart.
     """
     stack = stack or stack_of(model)
@@ -120,13 +126,13 @@ def make_run(
         for i, (tokens, recipe) in enumerate(zip(prompts, each, strict=True))
     ]
     cache = KVCache(stack.windows, len(rows))
-    return Run(rows, seen, cache, Loop(stack, cache, rows, prefill_chunk=chunk, release=release))
+    return Run(rows, seen, cache, loop.begin(rows[0].recipe.loop, stack, cache, rows, release=release), chunk)
 
 
 def decode(*args: Any, **options: Any) -> Run:
     """`make_run`, decoded to the end."""
     run = make_run(*args, **options)
-    for _ in run.loop.run():
+    for _ in run.steps():
         pass
     return run
 

@@ -19,6 +19,7 @@ from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
+from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
@@ -75,6 +76,8 @@ MATRIX: tuple[Method, ...] = (
     Swift(ratio=0.2, trees=False, window=4, inner=D3(alpha=0.9, core=2)),
     DEL((4, 5), 4, head=0.0),
     DEL((2, 5), window=0, inner=D3(alpha=0.9, core=2)),
+    Jacobi(n=1),
+    Jacobi(n=5),
     StreamingLLM(window=None),
     StreamingLLM(window=4, sinks=1, every=3),
     KVInt8(first=6),

@@ -96,16 +96,19 @@ def follow(
         _check(client, alone(client.job))
     joined = [entry.joined for client in clients for entry in client.handle.entries if entry.joined is not None]
     assert joined == sorted(joined), "somebody went before those who had come earlier"
-    assert scheduler._batch.cache.rows == 0 and scheduler._batch.cache.bytes().allocated == 0
-    assert not scheduler._batch._parts._workers and not scheduler._open
+    (plain,) = scheduler._batches
+    assert plain.cache.rows == 0 and plain.cache.bytes().allocated == 0
+    assert not plain.parts._workers and not scheduler._open
     return clients
 
 
 def _turn(scheduler: Scheduler) -> None:
     scheduler.turn()
     needs = [need for entry in scheduler._running for need in entry.needs]
-    assert scheduler._batch.cache.rows <= len(needs) <= scheduler.max_rows
-    assert max(scheduler._batch.cache.bytes().allocated, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
+    caches = [batch.cache for batch in scheduler._batches]
+    assert sum(cache.rows for cache in caches) <= len(needs) <= scheduler.max_rows
+    stored = sum(cache.bytes().allocated for cache in caches)
+    assert max(stored, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
 
 
 def _finish(scheduler: Scheduler) -> None:

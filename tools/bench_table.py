@@ -1,4 +1,4 @@
-"""Write the tables of benchmark results into README.md, benchmarks/README.md, docs/drafting.md and docs/serving.md.
+"""Write the tables of benchmark results into README.md, benchmarks/README.md, and pages of docs.
 
     python tools/bench_table.py            writes them
     python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
@@ -6,8 +6,9 @@
 The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
 benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, `shoal bench-drafts
 --json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and benchmarks/auto.py into
-benchmarks/auto. The README shows real models only. The tables go between the lines `<!-- benchmarks:begin -->` and
-`<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and `<!-- auto:end -->`.
+benchmarks/auto. The README and docs/performance.md show the files in benchmarks/real/avx512. The tables go between the
+lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
+`<!-- auto:end -->`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.speed import table as speeds
-from shoal.bench.table import processor
+from shoal.bench.table import intervals, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -48,7 +49,8 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     """Every document that is written here, with its text."""
     files, shapes = _reports(results.parent / "real"), _reports(results)
     overview = real.overview([report for _, report in files])
-    found = {ROOT / "README.md": overview or _NOTHING}
+    wide = real.glance([report for _, report in _reports(results.parent / "real" / "avx512")])
+    found = {ROOT / "README.md": wide or _NOTHING, ROOT / "docs" / "performance.md": wide}
     found[ROOT / "benchmarks" / "README.md"] = "\n".join([
         "\n## Results on real models", overview, *(long(*one) for one in files),
         "\n## Results on random weights in the shape of a model\n", *(long(*one) for one in shapes),
@@ -141,8 +143,8 @@ def intro(report: dict[str, Any]) -> str:
     where = f"{processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
             f"roof {bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f}-{bandwidth['max'] / 1e9:.1f}), "
-            f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest), {report['date'][:10]}, "
-            f"commit {(report['commit'] or 'unknown')[:7]}.")
+            f"median of {_rounds(report['rounds']['done'], 'interleaved ')} (smallest-largest){intervals(report)}, "
+            f"{report['date'][:10]}, commit {(report['commit'] or 'unknown')[:7]}.")
 
 
 def notes(report: dict[str, Any]) -> str:

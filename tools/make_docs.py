@@ -37,7 +37,8 @@ SILENT = {
 COMBINING = """## Combining
 
 Each family answers a question of its own by filling parts of the recipe. Methods that fill different parts combine; two
-that fill the same one are refused, and the message names it. Exactness follows from the parts together.
+that fill the same one are refused, and the message names it. So is a part beside a loop that has no place for it, like
+guesses beside `jacobi`. Exactness follows from the parts together.
 
 ```sh
 shoal generate --method d3 --mean 0.9 --with prompt_lookup:length=6 "What is 12 + 30?"

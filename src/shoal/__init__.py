@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
+    from shoal.methods.jacobi import Jacobi
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.prompt_lookup import PromptLookup
@@ -57,6 +58,7 @@ __all__ = [
     "EarlyExit",
     "Engine",
     "Full",
+    "Jacobi",
     "KVInt8",
     "LayerSkip",
     "Method",
@@ -95,6 +97,7 @@ _HOME = {
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
+    "Jacobi": "shoal.methods.jacobi",
     "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
     "Method": "shoal.methods.base",

@@ -96,6 +96,7 @@ class ModelInfo:
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
         free: whether a method may decide by measured times; not where several processes must decide alike.
         memory: what methods have learned about the model on this machine; the engine keeps it from request to request.
+        changes: what was done to another model to make this one, in words; what is exact is exact to this one.
     """
 
     num_layers: int
@@ -113,6 +114,7 @@ class ModelInfo:
     fingerprint: Callable[[], str] | None = None
     free: bool = True
     memory: dict[Any, Any] = field(default_factory=dict)
+    changes: str = ""
 
 
 def finite_logprob(value: float) -> float:
@@ -195,7 +197,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut."""
+    """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut.
+
+    `changes` says what was done to another model to make the one that answered; what is exact is exact to that one.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -204,3 +209,4 @@ class Result:
     depths: tuple[float, ...]
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    changes: str = ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
 from shoal.bench import report as reports
-from shoal.bench.rounds import figure
+from shoal.bench.rounds import figure, ratio
 from shoal.bench.speed import run as runner
 from shoal.bench.speed.cells import Grid
 from shoal.bench.speed.run import Plan
@@ -42,6 +44,7 @@ def pick(found: dict[str, Any], **wanted: Any) -> dict[str, Any]:
 
 
 FIGURE = {"median", "min", "max"}
+INTERVAL = {"low", "high", "confidence"}
 
 
 def test_the_report_is_complete_and_json(found: dict[str, Any]) -> None:
@@ -74,7 +77,7 @@ def test_every_result_says_what_it_is_and_holds_its_raw_runs(found: dict[str, An
         assert common | own[result["kind"]] <= set(result)
         assert len(result["runs"]) == 3
         assert all({raw[result["kind"]], "round", "roof", "others"} <= set(run) for run in result["runs"])
-        assert all(set(ratio) == FIGURE for ratio in result["ratios"].values())
+        assert all(set(ratio) == FIGURE | INTERVAL for ratio in result["ratios"].values())
 
 
 def test_figures_of_a_generation(found: dict[str, Any]) -> None:
@@ -110,6 +113,34 @@ def test_medians_and_spread() -> None:
     assert figure([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "min": 1.0, "max": 10.0}
 
 
+def test_the_interval_of_a_median_is_of_order_statistics() -> None:
+    values = [float(value) for value in (7, 3, 11, 2, 5, 13, 1, 9, 4)]
+    for count in range(1, 6):
+        assert {ratio(values[:count])[key] for key in INTERVAL} == {None}, "even the whole range is not as sure"
+    assert ratio(values[:6]) == figure(values[:6]) | {"low": 2.0, "high": 13.0, "confidence": 1 - 2 / 2**6}
+    assert ratio(values) == figure(values) | {"low": 2.0, "high": 11.0, "confidence": 1 - 2 * (1 + 9) / 2**9}
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    """Drawn from a distribution that is far from symmetric."""
+    dice, hits = random.Random(5), 0
+    for _ in range(4000):
+        one = ratio([math.exp(dice.gauss(0, 2)) for _ in range(12)])
+        hits += one["low"] <= 1 <= one["high"]
+    assert one["confidence"] == pytest.approx(0.9614, abs=1e-4)
+    assert hits / 4000 == pytest.approx(one["confidence"], abs=0.012)
+
+
+def test_tables_show_intervals_where_there_are_some(found: dict[str, Any]) -> None:
+    assert "3 rounds, too few for 95 % intervals of ratios," in text_of(found)
+    for result in found["results"]:
+        result["ratios"] = {name: ratio([2.0, 2.1, 2.2, 2.3, 2.4, 2.6]) for name in result["ratios"]}
+    assert "rounds, [95 % interval of a ratio]," in text_of(found) and "hf 2.25 [2.00-2.60]" in text_of(found)
+    for result in found["results"]:
+        result["ratios"] = {name: figure([2.0, 2.5]) for name in result["ratios"]}
+    assert "rounds, roof" in text_of(found) and "hf 2.25" in text_of(found), "an old report"
+
+
 def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slows down from round to round slows both; the quotient stays."""
     calls = iter(range(1000))
@@ -118,7 +149,7 @@ def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> Non
     grid = Grid(peers=["hf"], contexts=(8,), new_tokens=5)
     full = pick(made_up(monkeypatch, grid), system="shoal")
     assert full["tpot_seconds"]["max"] > 1.5 * full["tpot_seconds"]["min"]
-    assert full["ratios"]["hf"] == pytest.approx({"median": 2.5, "min": 2.5, "max": 2.5})
+    assert {key: full["ratios"]["hf"][key] for key in FIGURE} == pytest.approx({"median": 2.5, "min": 2.5, "max": 2.5})
 
 
 def stretched(run: Any, factor: float) -> Any:

@@ -148,3 +148,16 @@ def test_a_real_model_still_speaks(capsys: Any, tmp_path: Path) -> None:
     ids = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     assert "Paris" in engine.generate(ids, max_new_tokens=8).text
     assert "Paris" in twin.generate(ids, max_new_tokens=8).text
+
+
+def test_the_folder_still_says_what_it_was_made_of(capsys: Any, known: str, tmp_path: Path) -> None:
+    pruned(capsys, "--model", known, "--drop", "3,1", "--out", tmp_path / "fewer")
+    engine = shoal.load(tmp_path / "fewer", dtype="float32")
+    words = "layers 1, 3 of known were left out"
+    assert engine.changes == engine.generate("a", max_new_tokens=2).changes == words
+    assert main(["methods", "--model", str(tmp_path / "fewer")]) == 0
+    assert f"made of another model ({words}): exact means equal to this one" in capsys.readouterr().out
+    assert main(["methods", "--json", "--model", known]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == ""
+    (tmp_path / "fewer" / "shoal_prune.json").write_text("[1]")
+    assert shoal.load(tmp_path / "fewer", dtype="float32").changes == ""

@@ -185,7 +185,7 @@ def test_shallow_positions_of_trees_are_known() -> None:
         for error in (0.0, 0.5):
             planted = Planted({0: free}, error, tree=True, seed=drop)
             run = make_run(tiny("llama"), [ids], Recipe(plan, planted), 10)
-            for _ in run.loop.run():
+            for _ in run.steps():
                 committed = run.cache.positions[0]
                 assert run.cache.first_shallow(0) == min(committed, len(ids) - 1 + drop)
 

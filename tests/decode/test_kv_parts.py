@@ -268,7 +268,7 @@ def test_columns_with_a_bias(backend: Backend, name: str) -> None:
 @each_backend
 def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
     run = make_run(None, [PROMPTS[3]], MIXED[1], NEW, stack=backend.stack("llama"))
-    steps = run.loop.run()
+    steps = run.steps()
     while len(run.rows[0].steps) < 5:
         next(steps)
     length = run.cache.positions[0]

@@ -12,7 +12,7 @@ from backends import Backend, each_backend, on_backends, reference
 from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from oracle import decoder_layers
-from shoal.decode.loop import Loop
+from shoal.decode import loop
 from shoal.decode.recipe import Recipe
 from shoal.decode.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
@@ -57,7 +57,7 @@ def test_the_order_of_the_rows_does_not_matter(backend: Backend, name: str) -> N
 @on_backends("llama")
 def test_rows_leave_when_they_are_done(backend: Backend, name: str) -> None:
     run = make_run(None, PROMPTS, PLANS, NEW, stack=backend.stack(name))
-    widths = [(len(steps), run.cache.rows) for steps in run.loop.run()]
+    widths = [(len(steps), run.cache.rows) for steps in run.steps()]
     assert [width for width, _ in widths] == [sum(new > report for new in NEW) for report in range(max(NEW))]
     assert [rows for _, rows in widths[:-1]] == [sum(new > report + 1 for new in NEW) for report in range(max(NEW) - 1)]
     assert [row.finish_reason for row in run.rows] == ["length"] * 4
@@ -121,8 +121,7 @@ def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -
     cache: KVCache = first.cache
     cache.truncate(0, 11)
     rest = make_run(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
-    loop = Loop(rest.loop.stack, cache, rest.rows)
-    for _ in loop.run():
+    for _ in loop.run(loop.begin(None, rest.batch.stack, cache, rest.rows), rest.batch.stack.prefill_chunk):
         pass
     assert rest.rows[0].ledger.prefill_tokens == 6
     fresh = decode(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
@@ -132,7 +131,7 @@ def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -
 @on_backends("llama")
 def test_leaving_early_keeps_committed_positions_only(backend: Backend, name: str) -> None:
     run = make_run(None, PROMPTS[:1], DepthPlan.full(6), 9, stack=backend.stack(name))
-    steps = run.loop.run()
+    steps = run.steps()
     for _ in range(4):
         next(steps)
     steps.close()
@@ -153,7 +152,7 @@ def test_a_failing_forward_leaves_committed_positions_only(call: int) -> None:
     handle = decoder_layers(tiny("llama"))[3].register_forward_hook(fail)
     try:
         with pytest.raises(RuntimeError, match="broken"):
-            list(run.loop.run())
+            list(run.steps())
     finally:
         handle.remove()
     assert run.cache.positions == ([0, 0] if call == 1 else [len(row.tokens) - 1 for row in run.rows])

@@ -142,7 +142,7 @@ def test_a_copy_holds_what_the_row_holds() -> None:
     scheduler.submit(prompt(12, 2), max_new_tokens=9)
     for _ in range(4):
         scheduler.turn()
-    cache = scheduler._batch.cache
+    cache = scheduler._batches.plain.cache
     held = copy_out(cache, 0)
     assert held is not None and held.length == cache.positions[0] > 12
     cache.extend(1)

@@ -59,7 +59,7 @@ def test_a_fork_is_bit_equal(backend: Backend, name: str, plan: DepthPlan) -> No
     """Behind dropped layers and moved windows, and for as long as both are fed the same."""
     stack = backend.stack(name)
     run = make_run(None, [prompt(20, 3)], plan, 30, stack=stack)
-    steps, cache, row = run.loop.run(), run.cache, run.rows[0]
+    steps, cache, row = run.steps(), run.cache, run.rows[0]
     while row.emitted < 8:
         next(steps)
     assert (name == "llama") or any(layer.starts[0] for layer in cache.layers)
@@ -99,7 +99,7 @@ def test_a_branch_draws_what_a_row_with_its_seed_draws(backend: Backend, name: s
     assert run.tokens[0] == found[1][0] and len({tuple(tokens) for tokens, _ in found.values()}) == 3
     assert [step.token for step in run.rows[0].steps] == found[1][0]
     assert all(step.logprob is None and step.row == 0 for step in run.rows[0].steps)
-    assert run.loop.cache.rows == 1 and not run.loop.searches
+    assert run.batch.cache.rows == 1 and not run.batch.searches
 
 
 @two
@@ -277,7 +277,7 @@ def test_text_and_stop_strings_are_each_branch_s_own() -> None:
 
     run = make_run(None, [ids], searched(3)(steps), stack=HF.stack("llama"), tokenizer=words,
                    rules=lambda _: StopRules(stop_strings=("xyz",), max_new_tokens=5))
-    for _ in run.loop.run():
+    for _ in run.steps():
         pass
     assert seen == {"root": ("", None), "ends": ("", "stop"), "goes on": ("xyy", None)}
     assert run.tokens[0][:3] == [*letters["x"], *letters["y"], *letters["y"]]
@@ -304,19 +304,19 @@ def test_a_copied_stop_state_goes_its_own_way(name: str) -> None:
 def test_leaving_early_leaves_a_cache_row_for_each_row() -> None:
     run = _half_way()
     assert run.cache.rows == 5
-    steps = run.loop.run()
+    steps = run.steps()
     next(steps)
     steps.close()
-    assert run.cache.rows == 2 and not run.loop.searches
+    assert run.cache.rows == 2 and not run.batch.searches
     assert all(row.finish_reason is None for row in run.rows) and run.rows[1].steps == []
     assert run.rows[1].bytes is not None
 
 
 def test_a_row_that_leaves_takes_its_branches_along() -> None:
     run = _half_way()
-    run.loop.leave([run.rows[1]])
-    assert run.cache.rows == 1 and not run.loop.searches and run.rows[1].finish_reason == "cancelled"
-    for _ in run.loop.run():
+    run.batch.leave([run.rows[1]])
+    assert run.cache.rows == 1 and not run.batch.searches and run.rows[1].finish_reason == "cancelled"
+    for _ in run.steps():
         pass
     assert run.tokens[0] == decode(None, [SHORT[0]], FULL, stack=HF.stack("llama"), sampling=WARM).tokens[0]
 
@@ -336,10 +336,10 @@ def test_a_search_that_does_not_end_cleanly_is_gone_all_the_same(how: str, caplo
     recipes = [Recipe(FULL), searched(1)(steps)]
     run = make_run(None, SHORT[:2], recipes, stack=HF.stack("llama"), sampling=WARM)
     for _ in range(3):
-        run.loop.step(64)
-    run.loop.leave([run.rows[1]])
-    assert run.cache.rows == 1 and not run.loop.searches and "did not end when it was told to" in caplog.text
-    for _ in run.loop.run():
+        run.batch.step(64)
+    run.batch.leave([run.rows[1]])
+    assert run.cache.rows == 1 and not run.batch.searches and "did not end when it was told to" in caplog.text
+    for _ in run.steps():
         pass
     assert run.tokens[0] == decode(None, [SHORT[0]], FULL, stack=HF.stack("llama"), sampling=WARM).tokens[0]
 
@@ -354,7 +354,7 @@ def _half_way() -> Run:
 
     run = make_run(None, SHORT[:2], [Recipe(FULL), searched(4)(steps)], stack=HF.stack("llama"), sampling=WARM)
     for _ in range(6):
-        run.loop.step(64)
+        run.batch.step(64)
     return run
 
 

@@ -46,7 +46,7 @@ def test_rows_add_up(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     monkeypatch.setattr(kv_memory, "SMALL", 1)
     run = make_run(tiny("llama"), [prompt(4), prompt(11), prompt(2)], [FULL, D3_PLAN, SPLIT], 12)
-    for _ in run.loop.run():
+    for _ in run.steps():
         rows = [run.cache.row_bytes(row) for row in range(run.cache.rows)]
         total = run.cache.bytes()
         assert total.used == sum(row.used for row in rows)
@@ -62,8 +62,8 @@ def tensors(layer: kv_layer.KVLayer) -> list[Tensor]:
 
 def test_released_layers_have_no_tensors() -> None:
     run = make_run(tiny("llama"), [prompt(5)], D3_PLAN, 12)
-    for report, _ in enumerate(run.loop.run(), start=1):
-        if run.loop.rows:
+    for report, _ in enumerate(run.steps(), start=1):
+        if run.batch.rows:
             empty = [layer for layer in range(6) if not tensors(run.cache.layers[layer])]
             assert empty == list(D3_PLAN.dropped(report))
             assert all(run.cache.layers[layer].allocated == 0 for layer in empty)
@@ -72,8 +72,8 @@ def test_released_layers_have_no_tensors() -> None:
 def test_a_layer_is_freed_when_its_last_row_goes() -> None:
     """Whether that row releases it, or leaves the batch before those that have released it."""
     run = make_run(tiny("llama"), [prompt(4), prompt(6)], [D3_PLAN, FULL], [12, 5])
-    for report, _ in enumerate(run.loop.run(), start=1):
-        if run.loop.rows:
+    for report, _ in enumerate(run.steps(), start=1):
+        if run.batch.rows:
             kept = [bool(tensors(layer)) for layer in run.cache.layers]
             assert kept == [report < 5 or layer not in D3_PLAN.dropped(report) for layer in range(6)]
 
@@ -173,4 +173,4 @@ def test_long_answers_reserve_no_more_than_they_may_need() -> None:
 
 
 def _allocated(stream: Any) -> list[int]:
-    return [layer.allocated for layer in stream._steps.gi_frame.f_locals["self"].cache.layers]
+    return [layer.allocated for layer in stream._steps.gi_frame.f_locals["batch"].cache.layers]

@@ -29,6 +29,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.jacobi import Jacobi
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model import kv_memory
@@ -46,6 +47,9 @@ JOBS: list[Job] = [
     (prompt(12, 7), {"max_new_tokens": 6, "temperature": 1.0, "seed": 4}),
     (prompt(4, 8), {"max_new_tokens": 1}),
     (prompt(7, 9), {"max_new_tokens": 8, "repetition_penalty": 1.4, "stop_token_ids": [3, 50, 60]}),
+    (prompt(8, 10), {"max_new_tokens": 9, "method": Jacobi(n=4)}),
+    (prompt(2, 11), {"max_new_tokens": 7, "method": Jacobi(n=3), "temperature": 1.0, "seed": 5}),
+    (prompt(20, 12), {"max_new_tokens": 8, "method": [Jacobi(n=4), D3(alpha=0.8, core=2)]}),
 ]
 """Ticks cost what their layers cost: waves soon pay."""
 
@@ -113,9 +117,10 @@ def test_the_storage_stays_within_what_was_counted(
             submit(scheduler, job)
         while scheduler.running or scheduler.waiting:
             scheduler.turn()
-            cache = scheduler._batch.cache
-            assert cache.bytes().allocated <= most
-            assert cache.rows == scheduler.running <= cache.slots <= rows
+            caches = [batch.cache for batch in scheduler._batches]
+            assert sum(cache.bytes().allocated for cache in caches) <= most
+            assert sum(cache.rows for cache in caches) == scheduler.running
+            assert all(cache.rows <= cache.slots <= rows for cache in caches)
 
 
 @pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])
@@ -140,7 +145,7 @@ def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
     needs = [handle.entries[0].need for handle in handles]
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        assert scheduler._batch.cache.bytes().allocated <= scheduler._room.bytes(needs)
+        assert scheduler._batches.plain.cache.bytes().allocated <= scheduler._room.bytes(needs)
 
 
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +154,7 @@ def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.Monke
     stack = engine("llama").stack
     most = 64 * sum(stack.position_bytes)
     scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
-    cache, handles = scheduler._batch.cache, list[Any]()
+    cache, handles = scheduler._batches.plain.cache, list[Any]()
 
     def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
         """Rows, slots and columns once prompts of these lengths for that many tokens have joined."""
@@ -236,12 +241,12 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     late = None
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        decoding = {row.emitted for row in scheduler._batch.rows if row.emitted > 1}
+        decoding = {row.emitted for row in scheduler._batches.plain.rows if row.emitted > 1}
         assert len(decoding) <= 1
         if decoding and late is None:
             late = submit(scheduler, 0)
         if late is not None and late.entries[0].joined is not None:
-            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batch.rows)
+            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batches.plain.rows)
     assert late is not None and late.results[0].tokens == alone("llama", 0)
 
 
@@ -259,7 +264,7 @@ def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypa
     for _ in range(3):
         scheduler.turn()
     assert scheduler.running == 3
-    assert len({row.emitted for row in scheduler._batch.rows}) == 1
+    assert len({row.emitted for row in scheduler._batches.plain.rows}) == 1
     monkeypatch.undo()
     finish(scheduler)
     assert [handle.results[0].tokens for handle in handles] == [alone("llama", job) for job in range(3)]

@@ -156,6 +156,22 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
         assert changed.generate("Hello", max_new_tokens=3).stats.num_layers == 5
 
 
+@pytest.mark.parametrize("backend", ["packed", "hf"])
+def test_every_result_says_that_the_weights_were_changed(tmp_path: Path, backend: Any) -> None:
+    """What is exact is exact to the model that runs: the same in memory as from a folder, where it is a model too."""
+    whole = saved(tmp_path, "llama")
+
+    def same(config: Any, source: Any) -> tuple[Any, Any]:
+        return config, source
+
+    for transform, words in (
+        (None, ""), (same, ""), (DropLayers(()), ""), (DropLayers((3,)), "DropLayers(layers=(3,))"),
+    ):  # fmt: skip
+        engine = shoal.load(whole, dtype="float32", backend=backend, transform=transform)
+        assert engine.changes == engine.info().changes == engine.generate(IDS, max_new_tokens=2).changes == words
+        assert engine.recipe("full", 2).exact_to == "full"
+
+
 def test_a_card_of_the_whole_model_is_not_taken(tmp_path: Path) -> None:
     whole = saved(tmp_path, "llama")
     (whole / "shoal.json").write_text(json.dumps({"layer_scores": {"influence": [0.1] * 6}, "order": "influence"}))

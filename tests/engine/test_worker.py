@@ -67,7 +67,7 @@ def outcome(handle: Any) -> tuple[int, ...] | None:
 def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
     with patient(Scheduler(engine, max_rows=2)) as scheduler:
-        step, calls, submitted = scheduler._batch.step, iter(range(100)), threading.Event()
+        step, calls, submitted = scheduler._batches.plain.step, iter(range(100)), threading.Event()
 
         def deadly(budget: int, rows: Any = None) -> Any:
             assert submitted.wait(30)  # else the first answer might end before the second begins
@@ -75,7 +75,7 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
                 raise SystemExit
             return step(budget, rows)
 
-        monkeypatch.setattr(scheduler._batch, "step", deadly)
+        monkeypatch.setattr(scheduler._batches.plain, "step", deadly)
         handles = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
         submitted.set()
         until(lambda: not scheduler.alive)
@@ -84,7 +84,8 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
         assert [outcome(handle) for handle in handles] == [None, None, expected, expected, expected]
         assert {entry.row.finish_reason for handle in handles[:2] for entry in handle.entries} == {"cancelled"}
         until(lambda: not scheduler._open)
-        assert (scheduler.running, scheduler.waiting, scheduler.kv_use, scheduler._batch.cache.rows) == (0, 0, 0, 0)
+        assert (scheduler.running, scheduler.waiting, scheduler.kv_use) == (0, 0, 0)
+        assert scheduler._batches.plain.cache.rows == 0
     assert not scheduler.alive
 
 

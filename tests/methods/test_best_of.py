@@ -171,7 +171,7 @@ def test_the_scheduler_counts_every_branch() -> None:
     assert (scheduler.running, scheduler.waiting, scheduler.kv_use) == (1, 1, 1.0)
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        assert scheduler._batch.cache.bytes().allocated <= size
+        assert scheduler._batches.plain.cache.bytes().allocated <= size
     for stats in (handle.results[0].stats for handle in handles):
         assert stats.new_tokens == 8
         assert 0 < stats.tokens_per_second <= 7 / stats.decode_seconds < 1e5
@@ -209,7 +209,7 @@ def test_a_search_that_fails_or_is_cancelled_frees_its_rows_and_disturbs_nobody(
         rows = list[int]()
         for _ in range(6):
             scheduler.turn()
-            rows.append(scheduler._batch.cache.rows)
+            rows.append(scheduler._batches.plain.cache.rows)
         assert max(rows) == 4
         if more:
             assert rows[-1] == 1
@@ -217,7 +217,7 @@ def test_a_search_that_fails_or_is_cancelled_frees_its_rows_and_disturbs_nobody(
                 list(search)
         search.cancel()
         scheduler.turn()
-        assert scheduler._batch.cache.rows == 1 and not scheduler._batch.searches
+        assert scheduler._batches.plain.cache.rows == 1 and not scheduler._batches.plain.searches
         assert search.results[0].finish_reason == "cancelled" and search.results[0].tokens == ()
         while scheduler.running:
             scheduler.turn()

@@ -194,7 +194,7 @@ def test_an_exception_while_drafting(backend: Backend, method: str) -> None:
     watch.fail_at = 3
     run = make_run(None, IDS[:1], recipe, NEW, stack=stack, watch=False)
     with pytest.raises(RuntimeError, match="the drafter broke"):
-        for _ in run.loop.run():
+        for _ in run.steps():
             pass
     emitted = run.tokens[0]
     assert 4 <= len(emitted) < NEW and emitted == plain.tokens[0][: len(emitted)]
@@ -295,7 +295,7 @@ def test_layer_tokens_of_drafts_are_counted(method: str) -> None:
     recipe, _ = recipe_of(METHODS[method])
     run = make_run(None, IDS[:1], recipe, NEW, stack=stack_of(model), watch=False)
     with layer_calls(model) as calls:
-        for _ in run.loop.run():
+        for _ in run.steps():
             pass
     ledger = run.rows[0].ledger
     counted = ledger.prefill_layer_tokens + ledger.decode_layer_tokens + ledger.draft_layer_tokens

@@ -122,7 +122,7 @@ def test_a_stale_entry_is_seen(layer: int) -> None:
     """In any layer that still runs, at the first, a middle or the last prompt position."""
     for position in (0, 4, len(IDS) - 1):
         run = make_run(tiny("llama"), [IDS], D3, NEW)
-        steps = run.loop.run()
+        steps = run.steps()
         next(steps)
         store = run.cache.layers[layer]
         assert store.keys is not None

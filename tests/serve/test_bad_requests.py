@@ -152,7 +152,7 @@ def test_random_bodies_leave_a_stream_alone(server: Running, bodies: int) -> Non
             assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)
     assert {answer.json()["choices"][0]["text"] for answer in kept} == {expected}
     wait(lambda: server.scheduler.running == 0)
-    assert server.scheduler._batch.cache.rows == 0
+    assert server.scheduler._batches.plain.cache.rows == 0
 
 
 def test_a_client_that_vanishes_frees_its_row(server: Running) -> None:

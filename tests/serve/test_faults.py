@@ -53,8 +53,8 @@ def calm(server: Running) -> None:
     scheduler = server.scheduler
     wait(lambda: not (scheduler.running or scheduler.waiting or scheduler._open))
     wait(lambda: not ANSWERS or gc.collect() < 0)
-    assert scheduler.kv_use == 0 and scheduler._batch.cache.rows == 0
-    assert not any(layer.keys is not None and layer.keys.numel() for layer in scheduler._batch.cache.layers)
+    assert scheduler.kv_use == 0 and scheduler._batches.plain.cache.rows == 0
+    assert not any(layer.keys is not None and layer.keys.numel() for layer in scheduler._batches.plain.cache.layers)
 
 
 def raw(server: Running, body: str, announced: int | None = None) -> socket.socket:
@@ -73,14 +73,14 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         health = f"{server.url}/health"
         assert httpx.get(health, timeout=60).status_code == 200
         server.scheduler._worker._pause = 60.0
-        turn, calls = server.scheduler._batch.step, iter(range(10_000))
+        turn, calls = server.scheduler._batches.plain.step, iter(range(10_000))
 
         def deadly(budget: int, rows: Any = None) -> Any:
             if next(calls) == 20:
                 raise SystemExit
             return turn(budget, rows)
 
-        monkeypatch.setattr(server.scheduler._batch, "step", deadly)
+        monkeypatch.setattr(server.scheduler._batches.plain, "step", deadly)
         waited: list[str] = []
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**PLAIN, "stream": True}, timeout=60) as stream:
             lines = stream.iter_lines()

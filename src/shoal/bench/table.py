@@ -20,6 +20,20 @@ def spread(figure: Mapping[str, float], form: str) -> str:
     return f"{form.format(figure['median'])} ({form.format(figure['min'])}-{form.format(figure['max'])})"
 
 
+def paired(ratio: Mapping[str, float | None]) -> str:
+    """Median, with its 95 % interval in brackets where there is one."""
+    interval = "" if ratio.get("low") is None else f" [{ratio['low']:.2f}-{ratio['high']:.2f}]"
+    return f"{ratio['median']:.2f}{interval}"
+
+
+def intervals(report: Mapping[str, Any]) -> str:
+    """A note on the brackets of `paired` in a report's tables, or why there are none; nothing for old reports."""
+    ratios = [one for result in report["results"] for one in result.get("ratios", {}).values() if "low" in one]
+    if any(one["low"] is not None for one in ratios):
+        return ", [95 % interval of a ratio]"
+    return ", too few for 95 % intervals of ratios" if ratios else ""
+
+
 def processor(machine: Mapping[str, Any]) -> str:
     """The processor's name and the widest vectors that torch uses on it, which the name often does not tell."""
     facts = (machine.get("cpu", "unknown processor"), machine.get("cpu_capability"))

@@ -2,7 +2,7 @@
 
 `exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
 derived from the parts that a method's default knobs put together, not declared by the method. Two methods combine where
-they fill different parts.
+they fill different parts, and neither excludes one of the other's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     info = None if engine is None else engine.info()
     rows = table(info)
     if args.json:
-        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine)})
+        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine),
+                           "changes": engine.changes if engine else ""})
     else:
         print("\n\n".join(_text(row, rows) for row in rows))
         if engine is not None:
@@ -65,6 +66,11 @@ def _card(engine: Engine) -> dict[str, Any]:
 
 
 def _said(engine: Engine) -> str:
+    made = f"It was made of another model ({engine.changes}): exact means equal to this one, not to that."
+    return _worth(engine) + (f"\n{made}" if engine.changes else "")
+
+
+def _worth(engine: Engine) -> str:
     card = engine.card
     if card.empty:
         return ("Nothing is known about this model's layers: depth methods drop them by position. The first use of one "
@@ -84,7 +90,8 @@ def table(info: ModelInfo | None) -> list[dict[str, Any]]:
 
 def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     known = None not in (row["parts"], other["parts"])
-    return known and other is not row and set(row["parts"]).isdisjoint(other["parts"])
+    return known and other is not row and set(row["parts"]).isdisjoint([*other["parts"], *other["excludes"]]) and (
+        set(row["excludes"]).isdisjoint(other["parts"]))
 
 
 def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -108,6 +115,7 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "name": name,
             "family": cls.family or None if parts is None else family_of(cls, parts),
             "parts": None if parts is None else list(parts),
+            "excludes": [] if recipe is None else list(recipe.excludes),
             "summary": (cls.__doc__ or "").strip().split("\n")[0],
             "paper": cls.paper,
             "needs": list(cls.needs),
@@ -116,8 +124,9 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "options": _options(cls),
         }
     except Exception as error:  # somebody else's method must not take the list down
-        return {"name": name, "family": None, "parts": None, "summary": "", "paper": "", "needs": [], "exact": None,
-                "exact_to": None, "options": {}, "runs": False, "why_not": f"cannot be imported: {error}"}
+        return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [],
+                "exact": None, "exact_to": None, "options": {}, "runs": False,
+                "why_not": f"cannot be imported: {error}"}
     why_not = _refusal(cls, info)
     return {**row, "runs": None if info is None else why_not is None, "why_not": why_not}
 

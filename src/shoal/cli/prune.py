@@ -19,7 +19,6 @@ EXAMPLES = """examples:
   shoal prune depth --model path/to/model --share 0.1 --by influence --out smaller
   shoal prune depth --model path/to/model --drop 21,22,24 --out smaller
 """
-NOTE = "shoal_prune"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Choose, write, say what was done."""
     from shoal import catalog
     from shoal.engine import fingerprint, write_checkpoint
-    from shoal.engine.checkpoint import Checkpoint, shown_name
+    from shoal.engine.checkpoint import NOTE, Checkpoint, shown_name
     from shoal.engine.device import as_dtype
     from shoal.engine.transformed import Transformed
     from shoal.model.transform import DropLayers

@@ -46,6 +46,7 @@ class Batch:
         rows: rows still under way, in the order of their slots; in place of one that is searched its branches.
         searches: those under way.
         clock: seconds spent.
+        parts: the workers of the rows' recipes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Batch:
         self.clock = Clock()
         self._owns_cache, self._release = cache is None, release
         self._prefixes = prefixes or Prefixes(0)
-        self._parts = PartsAtWork(stack, self.cache)
+        self.parts = PartsAtWork(stack, self.cache)
         self._came = list(self.rows)
         for row in self.rows:
             self._set_store(row)
@@ -151,7 +152,7 @@ class Batch:
         decoding = [row for row in rows if row.room and not self._reads(row)]
         if not (reading or decoding):
             return steps
-        trees = self._parts.propose(decoding)
+        trees = self.propose(decoding)
         drafted = time.perf_counter()
         shares = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
         left = budget - sum(map(len, trees))
@@ -182,6 +183,14 @@ class Batch:
         for row in self.rows:
             self.cache.rollback(row.slot)
 
+    def close(self) -> None:
+        """End all rows where they stand: the cache holds committed tokens only, of a search its first branch."""
+        self.rollback()
+        for search in self.searches[:]:
+            search.stop(left=1)
+        for row in self.rows:
+            row.note_bytes(self.cache.row_bytes(row.slot))
+
     def _pieces(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Share]:
         """Who reads how much of its prompt, in the order of the slots."""
         pieces: list[_Share] = []
@@ -189,7 +198,7 @@ class Batch:
         for row in self.reading:
             if id(row) in chosen and budget > 0:
                 first = self.cache.positions[row.slot]
-                size = min(self.due(row), budget, most or budget, self._parts.ahead(row, first) or budget)
+                size = min(self.due(row), budget, most or budget, self.parts.ahead(row, first) or budget)
                 pieces.append(_piece(row, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.row.slot)
@@ -199,8 +208,8 @@ class Batch:
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
-        watched = self._parts.watch(rows, chunks)
-        fed = self._parts.with_hooks(rows, chunks)
+        watched = self.parts.watch(rows, chunks)
+        fed = self.parts.with_hooks(rows, chunks)
         logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
@@ -211,10 +220,18 @@ class Batch:
                 self._commit(share.row, range(len(share.chunk.tokens)))
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values[-len(share.tree) :])))
-        outcomes = [share.row.rule.walk(target.tree, target) for share, target in ended]
+        outcomes = [self.judge(share.row, target) for share, target in ended]
         mixed = len({share.guesses for share in shares}) > 1
         self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self._settle(ended, outcomes)
+
+    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+        """What is fed for each row that decodes: its last token, and guesses of what follows."""
+        return self.parts.propose(rows)
+
+    def judge(self, row: Row, target: RowTarget) -> Outcome:
+        """What is kept of a row's tree, which is its last token alone where it has read its prompt."""
+        return row.rule.walk(target.tree, target)
 
     def _tell(
         self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome], drafting: float,
@@ -227,7 +244,7 @@ class Batch:
             some = [item[1:] for item in told if item[0] == guesses]
             if some:
                 rows, trees, kept = zip(*some, strict=True)
-                self._parts.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
+                self.parts.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
 
     def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted."""
@@ -248,7 +265,7 @@ class Batch:
             return
         self.cache.mark_shallow(row.slot, before)
         try:
-            self._parts.rewrite(row, before)
+            self.parts.rewrite(row, before)
         except BaseException as error:
             row.error = error
             raise
@@ -269,7 +286,7 @@ class Batch:
         alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
         if done:
-            self._parts.forget_all_but(alive)
+            self.parts.forget_all_but(alive)
             if alive or self._owns_cache:
                 self._keep_slots()
 
@@ -347,24 +364,9 @@ def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
     if row.record is not None:
         for node in outcome.path:
             row.record(target.logits(node), target.scores(node))
-    first = row.emitted
-    steps = []
-    for offset, piece in enumerate(row.stop.push(tokens)):
-        drafted = offset < len(outcome.path) - 1
-        steps.append(
-            Step(
-                row=row.number,
-                index=first + offset,
-                token=piece.token,
-                text=piece.text,
-                depth=row.recipe.plan.depth(first + offset),
-                from_draft=drafted,
-                logprob=target.logprob(outcome.path[offset], piece.token),
-                finish_reason=piece.finish_reason,
-            )
-        )
-        row.ledger.accepted += drafted
-        row.ledger.accepted_at[offset + 1] += drafted
-        row.tokens.append(piece.token)
-    row.steps.extend(steps)
+    guessed = len(outcome.path) - 1
+    steps = row.emit(tokens, guessed, lambda offset, token: target.logprob(outcome.path[offset], token))
+    kept = min(len(steps), guessed)
+    row.ledger.accepted += kept
+    row.ledger.accepted_at.update(range(1, kept + 1))
     return steps

@@ -110,16 +110,14 @@ class PartsAtWork:
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
-        limits = {row.slot: self._most(row) for row in rows}
+        limits = {row.slot: 0 if row.recipe.proposer is None else self.most(row) for row in rows}
         for policy, group in self._at_work(rows, _controller):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
 
-    def _most(self, row: Row) -> int:
+    def most(self, row: Row) -> int:
         """Guesses that there is room for: to the row's end, and to where its KV is rewritten."""
-        if row.recipe.proposer is None:
-            return 0
         ahead = self.ahead(row, self._cache.positions[row.slot])
         return min(row.room, ahead or row.room) - 1
 

@@ -5,26 +5,31 @@ Knows no model and imports no torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from shoal.decode.accept import Outcome, Target
+    from shoal.decode.loop import RowBatch
+    from shoal.decode.row import Row
     from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
 Exactness = Literal["full", "plan", "none"]
-PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search")
+PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop")
 """The parts of a recipe that methods fill: each answers one question."""
 _UNSCORED = ("keep", "store", "select", "search")
 """Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
+_GUESSES = 64
+"""Most nodes of a forward beside the root that a proposer may come up with."""
 
 
 class Rule(Protocol):
@@ -63,6 +68,35 @@ class Search(Protocol):
         ...
 
 
+class Loop(ABC):
+    """What a step does, where it is not the plain step. Immutable; rows whose loops are equal share a batch.
+
+    Attributes:
+        exact: whether the tokens are those of the plain loop, greedy or sampled.
+        takes: the parts of a recipe that it works with; the others are refused beside it.
+    """
+
+    exact: ClassVar[bool] = False
+    takes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def scratch(self) -> int:
+        """Most positions that a forward may store of a row beside those that the row has come to."""
+        return 0
+
+    @abstractmethod
+    def batch(self) -> Callable[..., RowBatch]:
+        """What makes its batches, of the arguments of `shoal.decode.batch.Batch`; mostly a class derived from it."""
+
+    def check(self, row: Row) -> None:
+        """Refuse a row that asks for what the loop cannot honour, before anything runs.
+
+        Raises:
+            Unsupported: says what, why and the remedy.
+        """
+        return
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The parts of a method.
@@ -76,9 +110,13 @@ class Recipe:
         store: in what form it lies in memory (None: as the model computes it).
         select: which of it a query reads (None: all that the model's own attention does).
         search: who chooses among several continuations (None: there is one).
+        loop: what a step does (None: guesses are verified, or one token is decoded).
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
         self_metered: whether the proposer sees to it itself that guessing brings something.
+
+    Raises:
+        Unsupported: the loop has no place for a part.
     """
 
     plan: DepthPlan
@@ -89,16 +127,36 @@ class Recipe:
     store: Store | None = None
     select: Select | None = None
     search: Search | None = None
+    loop: Loop | None = None
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False
 
+    def __post_init__(self) -> None:
+        beside = [part for part in self.parts if part in self.excludes]
+        if beside:
+            raise Unsupported(
+                f"the part {beside[0]!r} beside a loop of its own, {type(self.loop).__name__}",
+                "what a step does is settled there, and it has no place for that", "Leave one of them out",
+            )
+
     @property
     def exact_to(self) -> Exactness:
         """`full`: equal to the full model. `plan`: equal to its own plan run token by token. `none`: neither."""
-        if self.alters_kv or self.search is not None or (self.rule is not None and not self.rule.exact):
+        lossy = (self.rule is not None and not self.rule.exact) or (self.loop is not None and not self.loop.exact)
+        if self.alters_kv or self.search is not None or lossy:
             return "none"
         return "full" if self.plan.is_full else "plan"
+
+    @property
+    def excludes(self) -> tuple[str, ...]:
+        """Names of the parts that the loop has no place for."""
+        return () if self.loop is None else tuple(part for part in PARTS if part not in ("loop", *self.loop.takes))
+
+    @property
+    def scratch(self) -> int:
+        """Most positions that a forward may store of a row beside those that the row has come to."""
+        return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else _GUESSES
 
     @property
     def alters_kv(self) -> bool:
@@ -112,9 +170,10 @@ class Recipe:
             name: whose recipe this is, for the error.
 
         Raises:
-            Unsupported: a part alters the KV, or searches.
+            Unsupported: a part alters the KV, or searches, or is a loop that is not exact.
         """
-        others = [part for part in self.parts if part in _UNSCORED]
+        lossy = ("loop",) if self.loop is not None and not self.loop.exact else ()
+        others = [part for part in self.parts if part in (*_UNSCORED, *lossy)]
         if others:
             raise Unsupported(
                 f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "

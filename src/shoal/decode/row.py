@@ -14,7 +14,7 @@ from shoal.decode.recipe import Recipe, Rule
 from shoal.decode.sampling import LogitsProcessor
 from shoal.decode.stop import StopState
 from shoal.model.kv import KVBytes
-from shoal.types import FinishReason, Sampling, Step
+from shoal.types import FinishReason, Sampling, Step, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -80,6 +80,28 @@ class Row:
         """Whether the row has ended and its KV is not needed any more."""
         return self.finish_reason is not None and not self.held
 
+    def emit(
+        self, tokens: Sequence[int], guessed: int = 0,
+        logprob: Callable[[int, int], TokenLogprob | None] = lambda place, token: None,
+    ) -> list[Step]:
+        """Move the row on by tokens, as far as its stop rules let it.
+
+        Args:
+            tokens: what follows the last one.
+            guessed: how many of the first of them had been guessed.
+            logprob: of each, by its place among them and its id.
+        """
+        steps = []
+        for place, piece in enumerate(self.stop.push(tokens)):
+            index, known = self.emitted, logprob(place, piece.token)
+            depth = self.recipe.plan.depth(index)
+            steps.append(Step(
+                self.number, index, piece.token, piece.text, depth, place < guessed, known, piece.finish_reason
+            ))
+            self.tokens.append(piece.token)
+        self.steps += steps
+        return steps
+
     def note_bytes(self, stored: KVBytes) -> None:
         """Note what the row has stored; a row that is searched has stored what all its branches have."""
         self.bytes = stored
@@ -90,6 +112,11 @@ class Row:
     def branches(self) -> int:
         """The most rows of a batch that decode for it."""
         return self.recipe.branches(self.sampling.greedy)
+
+    def check(self) -> None:
+        """Refuse what the recipe's loop cannot honour; see `shoal.decode.recipe.Loop`."""
+        if self.recipe.loop is not None:
+            self.recipe.loop.check(self)
 
     @property
     def rule(self) -> Rule:

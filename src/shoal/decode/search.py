@@ -68,11 +68,8 @@ class Branch:
             raise ValueError(f"force was given token id {wrong}; the model's ids are 0..{vocabulary - 1}")
         if row.recipe.proposer is not None:
             raise Unsupported("force beside drafts", "they expect one new token at a time", "Leave the drafts out")
-        for piece in row.stop.push(tokens):
-            index, depth = row.emitted, row.recipe.plan.depth(row.emitted)
-            row.steps.append(Step(row.number, index, piece.token, piece.text, depth, finish_reason=piece.finish_reason))
-            row.tokens.append(piece.token)
-            row.until = None if row.until is None else row.until + 1
+        forced = row.emit(tokens)
+        row.until = None if row.until is None else row.until + len(forced)
 
     def end(self) -> None:
         """Give the branch up: what it stored is free."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from shoal.decode import sampling
@@ -29,6 +31,11 @@ class RowTarget:
         self._greedy: list[int] | None = None
         if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
             self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
+
+    def guessing(self) -> RowTarget:
+        """The same without the row's processors, which are to be shown no text that may never come."""
+        row = self._row
+        return RowTarget(replace(row, processors=()), self.tree, self._logits) if row.processors else self
 
     @property
     def greedy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Any
 
 from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.model.packed.source import FileSource, Source, has_safetensors
+
+NOTE = "shoal_prune"
+"""Name, without its `.json`, of what `shoal prune` writes beside the weights."""
 
 
 class Checkpoint:
@@ -38,6 +42,15 @@ class Checkpoint:
         self._gguf = None if file is None else GgufCheckpoint(file)
         if revision is not None:
             self._options["revision"] = revision
+
+    @property
+    def changes(self) -> str:
+        """What was done to another model to make this one, in words; empty where nothing says so."""
+        try:
+            note = json.loads((Path(self.place) / f"{NOTE}.json").read_text(encoding="utf-8"))
+            return f"layers {', '.join(map(str, note['dropped']))} of {note['source']} were left out"
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def config(self) -> Any:
         """The transformers config."""

@@ -62,6 +62,7 @@ class Engine:
         ranks: the processes that share the model.
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
+        changes: what was done to another model to make this one, in words. Exact means exact to this one.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         self.misses_card = True
         self.ranks = ALONE
         self.changed: Source | None = None
+        self.changes = ""
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)
@@ -106,6 +108,7 @@ class Engine:
             tensors=self._tensors,
             fingerprint=lambda: self.fingerprint,
             memory=self._memory,
+            changes=self.changes,
             free=self.ranks.size == 1,
         )
 
@@ -193,7 +196,7 @@ class Engine:
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """Who says that a method loses time by guessing, unless it sees to that itself."""
-        if recipe.proposer is None or recipe.self_metered:
+        if not recipe.scratch or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
 
@@ -233,7 +236,7 @@ class Engine:
         prompt = max(row.prompt_length for row in rows)
         answer = min(max_new_tokens, _RESERVE)
         drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
-        room = _DRAFT if any(row.recipe.proposer is not None for row in rows) else 0
+        room = max(min(_DRAFT, row.recipe.scratch) for row in rows)
         reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         keeps = [row.recipe.keep for row in rows if row.recipe.keep is not None]
         if len(keeps) == len(rows):

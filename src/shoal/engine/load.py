@@ -88,7 +88,7 @@ def load(
             _check_decoder(files.config())
             files = Transformed(model, revision, trust_remote_code, transform)
         engine = _from_files(files, tokenizer, kind, where, quant, backend)
-        engine.changed = files.changed
+        engine.changed, engine.changes = files.changed, files.changes
         return engine
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
@@ -172,7 +172,7 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
         model = files.model(dtype, **ranks.loading(others)).eval()
     card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
     engine = engine_for(model, words, name=files.name, card=card)
-    engine.ranks = others
+    engine.ranks, engine.changes = others, files.changes
     return engine
 
 

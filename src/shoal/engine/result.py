@@ -18,6 +18,7 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
         depths=tuple(step.depth for step in row.steps),
         seed=row.seed,
         logprobs=_logprobs(row),
+        changes=info.changes,
     )
 
 

@@ -1,11 +1,12 @@
 """Continuous batching over one engine: requests join and leave between steps, and none is dropped.
 
-One thread owns the batch. In every turn it lets cancelled rows go, admits waiting ones, and runs a step, in which all
-rows that decode and pieces of prompts share a forward, whatever depth each of them needs.
+One thread owns the rows. In every turn it lets cancelled rows go, admits waiting ones, and runs a step, in which all
+rows that decode and pieces of prompts share a forward, whatever depth each of them needs. Rows whose recipe has a loop
+of its own share forwards with their like; each loop has a step in every turn.
 
 Bounds: rows are admitted strictly in the order in which they came, as soon as the policy, `max_rows` and the KV memory
 allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens steps.
-Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read for others.
+Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read for others, of each loop.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.batch import Batch
 from shoal.decode.prefixes import Prefixes
 from shoal.engine.admission import ContinuousBatching, Policy
+from shoal.engine.batches import Batches
 from shoal.engine.engine import Engine
 from shoal.engine.memory import free
 from shoal.engine.recipes import Recipes
@@ -29,11 +30,10 @@ from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.model.kv_room import KVRoom, Need
 
 if TYPE_CHECKING:
+    from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
 
 _CHUNK = 256
-_GUESSES = 64
-"""Nodes that a draft may have: its place in the KV is counted beforehand."""
 
 
 class Scheduler:
@@ -79,7 +79,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
         self._policy = policy or ContinuousBatching()
         self._recipes = Recipes(engine)
-        self._batch = Batch(engine.stack, prefixes=self.prefixes)
+        self._batches = Batches(engine.stack, self.prefixes)
         self._running: list[ScheduledRow] = []
         self._wake = threading.Condition()
         self._waiting: deque[ScheduledRow] = deque()
@@ -177,10 +177,10 @@ class Scheduler:
         self.close(drain=False)
 
     def _need(self, row: Row) -> Need:
-        guesses = 0 if row.recipe.proposer is None else _GUESSES
+        row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
-        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, guesses, keep, recipe.store)
+        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store)
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(
@@ -233,7 +233,7 @@ class Scheduler:
         self._moved = False
         self._running.clear()
         self.prefixes.clear()
-        self._batch = Batch(self.engine.stack, prefixes=self.prefixes)
+        self._batches = Batches(self.engine.stack, self.prefixes)
         for entry in lost:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry, Interrupted("decoding was interrupted and begins anew; ask again"))
@@ -254,7 +254,7 @@ class Scheduler:
         for entry in gone:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry)
-        self._batch.leave([entry.row for entry in self._running if entry.handle in unwanted])
+        self._batches.leave([entry.row for entry in self._running if entry.handle in unwanted])
         self._sweep()
 
     def _admit(self) -> None:
@@ -263,40 +263,56 @@ class Scheduler:
             while self._waiting and self._fits([*self._running, *admitted], self._waiting[0]):
                 admitted.append(self._waiting.popleft())
         if admitted:
-            for entry in admitted:
-                entry.joined = time.monotonic()
-            self._running += admitted
-            self._room.prepare(self._batch.cache, _needs(self._running))
-            self._batch.join([entry.row for entry in admitted], [entry.need.columns for entry in admitted])
+            self._running += filter(self._seated, admitted)
+            self._room.share([(batch.cache, _needs(self._of(batch))) for batch in self._batches])
+            for batch in self._batches:
+                joining = [entry for entry in self._of(batch) if entry in admitted]
+                if joining:
+                    batch.join([entry.row for entry in joining], [entry.need.columns for entry in joining])
+
+    def _seated(self, entry: ScheduledRow) -> bool:
+        """Whether there is a batch for a row that is to join; it fails where its loop cannot make one."""
+        entry.joined = time.monotonic()
+        try:
+            self._batches.of(entry.row)
+        except Exception as error:
+            entry.row.stop.finish_reason = "cancelled"
+            self._end(entry, error)
+            return False
+        return True
+
+    def _of(self, batch: RowBatch) -> list[ScheduledRow]:
+        """What is under way in a batch."""
+        return [entry for entry in self._running if self._batches.of(entry.row) is batch]
 
     def _fits(self, entries: list[ScheduledRow], new: ScheduledRow) -> bool:
         needs = _needs([*entries, new])
         return (
             len(needs) <= self.max_rows
-            and self._policy.admits(self._batch.rows, time.monotonic() - new.arrived)
+            and self._policy.admits(self._batches.rows, time.monotonic() - new.arrived)
             and self._room.bytes(needs) <= self.kv_bytes
         )
 
     def _forward(self) -> None:
-        batch = self._batch
-        try:
-            if self._policy.holds(batch.rows) and (batch.reading or self._more_fit()):
-                batch.step(self.prefill_chunk, batch.reading)
-            else:
-                batch.step(self.prefill_chunk)
-        except Exception:
-            self._one_by_one()
+        """A step of each loop."""
+        batches = self._batches
+        holds = self._policy.holds(batches.rows) and (any(one.reading for one in batches) or self._more_fit())
+        for batch in batches:
+            try:
+                batch.step(self.prefill_chunk, batch.reading if holds else None)
+            except Exception:
+                self._one_by_one(batch)
+        batches.tidy()
 
     def _more_fit(self) -> bool:
         """Whether a row has come, while prompts were read, that may still start with the others."""
         with self._wake:
             return bool(self._waiting) and self._fits(self._running, self._waiting[0])
 
-    def _one_by_one(self) -> None:
+    def _one_by_one(self, batch: RowBatch) -> None:
         """A forward failed: find the rows that it fails for, so that the others go on."""
-        batch = self._batch
         batch.rollback()
-        for entry in list(self._running):
+        for entry in self._of(batch):
             if entry.row.finish_reason is not None:
                 continue
             try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.decode.loop import Loop
+from shoal.decode import loop
 from shoal.decode.row import Row
 from shoal.engine.memory import naming
 from shoal.engine.result import result_of
@@ -22,7 +22,7 @@ class Stream(Iterator[Step]):
 
     Args:
         engine: whose turn it is to ask for before each step.
-        rows: the rows to decode.
+        rows: the rows to decode, all of one loop.
         cache: their cache.
         release: whether dropped layers give up their KV at once.
         prefill_chunk: the most prompt tokens per row and forward; None for the loop's own choice.
@@ -38,9 +38,11 @@ class Stream(Iterator[Step]):
         prefill_chunk: int | None = None,
     ) -> None:
         self._engine, self._rows = engine, rows
-        chunk = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
-        loop = Loop(engine.stack, cache, rows, release=release, **chunk)
-        self._steps, self._clock = loop.run(), loop.clock
+        for row in rows:
+            row.check()
+        batch = loop.begin(rows[0].recipe.loop, engine.stack, cache, rows, release=release)
+        most = {} if prefill_chunk is None else {"most": prefill_chunk}
+        self._steps, self._clock = loop.run(batch, engine.stack.prefill_chunk, **most), batch.clock
         self._ready: list[Step] = []
         self._started = time.perf_counter()
         self._seconds = 0.0

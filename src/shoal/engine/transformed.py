@@ -31,6 +31,12 @@ class Transformed(Checkpoint):
         self._config, self._source = transform(before, source)
         same = self._config is before and self._source is source
         self.changed = None if same else self._source
+        self._words = "" if same else getattr(transform, "__qualname__", "") or repr(transform)
+
+    @property
+    def changes(self) -> str:
+        """See `Checkpoint`."""
+        return "; ".join(filter(None, (super().changes, self._words)))
 
     def config(self) -> Any:
         """The transformers config after the change."""

@@ -249,7 +249,7 @@ class _GenerateCall:
     ) -> list[Row]:
         sampled = bool(self.config.do_sample)
         recipe = engine.recipe(self.method, ending.limit)
-        check_processors(self.processors, repeats=recipe.proposer is not None or recipe.search is not None)
+        check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
         seed = int(torch.randint(2**63 - 1, ())) if sampled else 0
         rows = []
         for number, skip in enumerate(padding):

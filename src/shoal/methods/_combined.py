@@ -26,6 +26,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
     "store": "in what form the KV lies in memory",
     "select": "which of the KV is read",
     "search": "which rows live",
+    "loop": "what a step does",
 })
 """What a part of the recipe answers."""
 
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "KV compression": ("store",),
     "sparse attention": ("select",),
     "search": ("search",),
+    "decoding loop": ("loop",),
 })
 """Families of methods, each with the parts that its methods fill."""
 
@@ -72,12 +74,12 @@ class Combined(Method):
         object.__setattr__(self, "name", "+".join(names))
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The parts of all members, none filled by two; ValueError names both, the part and the remedy.
+        """The parts of all members, none filled by two or excluded by one; ValueError names both, part and remedy.
 
         What a member learns about the machine here it keeps apart from what it learns alone.
         """
         info = replace(info, memory=info.memory.setdefault(self.name, {}))
-        whole, owners = Recipe(DepthPlan.full(info.num_layers)), dict[str, str]()
+        whole, owners, excluded = dict[str, Any](), dict[str, str](), dict[str, str]()
         for member in self.members:
             recipe = member.recipe(info)
             for part in recipe.parts:
@@ -87,8 +89,14 @@ class Combined(Method):
                         f"takes one method; leave {owners[part]} or {member.name} out"
                     )
                 owners[part] = member.name
-            whole = replace(whole, **_filled(recipe))
-        return whole
+            excluded |= dict.fromkeys(recipe.excludes, member.name)
+            whole |= _filled(recipe)
+        for part in filter(excluded.get, owners):
+            raise ValueError(
+                f"{excluded[part]} has a loop of its own, without a place for the part {part!r} ({QUESTIONS[part]}) of "
+                f"{owners[part]}; leave {excluded[part]} or {owners[part]} out"
+            )
+        return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)
 
     def notice(self, info: ModelInfo) -> str | None:
         """See `Method`."""

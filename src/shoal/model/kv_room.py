@@ -89,16 +89,22 @@ class KVRoom:
         """Bytes that rows with these needs can occupy together."""
         return self._slots(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs) if needs else 0
 
-    def prepare(self, cache: KVCache, needs: Sequence[Need]) -> None:
-        """Let the cache take all rows with these needs, which there are bytes for, and bound how it grows.
+    def share(self, caches: Sequence[tuple[KVCache, Sequence[Need]]]) -> None:
+        """Let caches take all rows with these needs, which there are bytes for together, and bound how each grows.
 
         What is stored stays in its place where that leaves room enough; otherwise free slots and columns are given up.
 
         Args:
-            cache: holds the first of the rows.
-            needs: of the rows that it holds, and of those that are to join.
+            caches: each with the needs of the rows that it holds, its first ones, and of those that are to join it.
         """
-        longest, most = _longest(needs), self._most - sum(need.own_bytes for need in needs)
+        parts = [(cache, needs, self.bytes(needs)) for cache, needs in caches if needs]
+        whole = sum(part for _, _, part in parts)
+        for cache, needs, part in parts:
+            self._prepare(cache, needs, self._most * part // max(1, whole))
+
+    def _prepare(self, cache: KVCache, needs: Sequence[Need], most: int) -> None:
+        """Let a cache of at most so many bytes take all rows with these needs."""
+        longest, most = _longest(needs), most - sum(need.own_bytes for need in needs)
         slots = len(needs) if self._paged else max(cache.slots, len(needs))
         if self._slots(needs, slots, _grown(cache, longest)) > most:
             for layer, end in zip(cache.layers, longest, strict=True):

@@ -22,6 +22,7 @@ class RowView:
         first, last: the nodes first..last-1 are the queries; nodes 0..last-1 are in the scratch columns.
         parents: parent of each node, or None for a chain.
         depths: distance of each node from node 0, or None for a chain (node j at distance j).
+        mutual: whether the nodes of a chain see those after them.
     """
 
     base: int
@@ -30,6 +31,7 @@ class RowView:
     last: int
     parents: Sequence[int] | None = None
     depths: Sequence[int] | None = None
+    mutual: bool = False
 
     @property
     def columns(self) -> int:
@@ -67,7 +69,8 @@ def _unmasked(rows: Sequence[RowView], window: int | None) -> bool:
 def _square(rows: Sequence[RowView], window: int | None) -> bool:
     """Chains of one length that start at position 0."""
     length = rows[0].last
-    fresh = all(row.base == row.first == 0 and row.last == length and row.parents is None for row in rows)
+    fresh = all(row.base == row.first == 0 and row.last == length and row.parents is None and not row.mutual
+                for row in rows)
     return fresh and length > 1 and (window is None or length <= window)
 
 
@@ -77,7 +80,7 @@ def _row_mask(row: RowView, queries: int, columns: int, window: int | None, devi
     if row.parents is None or row.depths is None:
         keys = torch.arange(columns, device=device) + row.start
         places = nodes + row.base
-        seen = keys <= places[:, None]
+        seen = keys <= (places.clamp(min=row.base + row.last - 1) if row.mutual else places)[:, None]
     else:
         keys, places, seen = _tree_columns(row, nodes, columns, device)
     if window is not None:

@@ -48,6 +48,7 @@ class SequenceChunk:
         query_hook: what sees the tokens' queries and may choose what they read; None where nobody does.
         fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
             tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
+        mutual: whether the nodes of a chain see those after them too, as the tokens of a masked block do.
     """
 
     row: int
@@ -59,6 +60,7 @@ class SequenceChunk:
     wanted: int = 1
     fed: int = 0
     query_hook: QueryHook | None = None
+    mutual: bool = False
 
     @property
     def nodes(self) -> range:
@@ -71,7 +73,7 @@ class SequenceChunk:
 
     def view(self, base: int, start: int, first: int, last: int) -> RowView:
         """What tokens first..last-1 may look at, the row having `base` positions, `start` not stored any more."""
-        return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths)
+        return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
 
     def running(self, drop_step: int) -> int:
         """How many of the tokens (a prefix) run a sublayer that is dropped from `drop_step` on."""

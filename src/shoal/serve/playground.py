@@ -83,7 +83,7 @@ class Playground:
             "method": method.name,
             "num_layers": layers,
             "exact_to": recipe.exact_to,
-            "guesses": recipe.proposer is not None,
+            "guesses": recipe.scratch > 0,
             "mean_layers": mean,
             "ideal_speedup": ideal_speedup(layers, mean, self._engine.stack.head_layers),
             "attention": [_last(step) for step in recipe.plan.attention],

@@ -207,7 +207,7 @@ def test_storage_that_grows_gets_a_new_step_and_loses_the_old() -> None:
     stack, ids = fixed("llama"), prompt(3)
     run = make_run(None, [ids], FULL, 60, stack=stack)
     met: list[Key] = []
-    for _ in run.loop.run():
+    for _ in run.steps():
         held = keys(stack, run.cache)
         assert len(held) <= 1
         met.extend(key for key in held if key not in met)

@@ -18,7 +18,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from shoal.bench import bandwidth, idle
-from shoal.bench.rounds import Figure, Rounds, check_rounds, figure, in_order
+from shoal.bench.rounds import Ratio, Rounds, check_rounds, figure, in_order, ratio
 from shoal.bench.speed.cells import OURS
 from shoal.bench.speed.run import Start, prompts_for
 from shoal.bench.speed.starters import STARTERS
@@ -157,14 +157,14 @@ class _Samples:
             if runs and system not in self.absent
         ]
 
-    def _ratios(self, system: str, condition: str) -> Iterator[tuple[str, Figure]]:
+    def _ratios(self, system: str, condition: str) -> Iterator[tuple[str, Ratio]]:
         """Times that the load is faster than another's, and the other's peak over ours, round by round."""
         for peer in self._wish.peers if system == OURS else ():
             theirs = self._runs.get((peer, AGAINST[condition]), [])
             for key in ("load_seconds", "peak_bytes"):
                 pairs = list(zip(theirs, self._runs[system, condition], strict=False))
                 if pairs:
-                    yield f"{peer} {key}", figure(b[key] / max(a[key], 1e-9) for b, a in pairs)
+                    yield f"{peer} {key}", ratio(b[key] / max(a[key], 1e-9) for b, a in pairs)
 
 
 def files(place: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.bench.table import Row, aligned, spread
+from shoal.bench.table import Row, aligned, paired, spread
 
 NAMES = {"shoal": "Shoal", "llama.cpp": "llama.cpp", "hf": "transformers"}
 """A system's name in reports -> in tables."""
@@ -26,7 +26,7 @@ def rows(report: Mapping[str, Any]) -> list[Row]:
 
 
 def _row(row: Mapping[str, Any], size: int) -> Row:
-    faster = [f"{NAMES[key.split()[0]]} {value['median']:.2f}" for key, value in row["ratios"].items()
+    faster = [f"{NAMES[key.split()[0]]} {paired(value)}" for key, value in row["ratios"].items()
               if key.endswith("load_seconds")]
     return [
         NAMES[row["system"]], row["condition"], spread(row["load_seconds"], "{:.2f}"),

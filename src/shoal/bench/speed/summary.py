@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from shoal.bench.idle import BUSY
-from shoal.bench.rounds import Figure, figure
+from shoal.bench.rounds import Ratio, figure, ratio
 from shoal.bench.speed.cells import OURS, Job, SpeedJob
 from shoal.bench.speed.outcome import CellResult, Measurements
 from shoal.bench.system import Setting
@@ -126,12 +126,12 @@ def _against_full(measured: CellResult, every: Sequence[CellResult]) -> dict[str
     return found if ours is None or theirs is None else {**found, "predicted_speedup": theirs / ours}
 
 
-def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Figure]:
+def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Ratio]:
     """How many times faster than the plain loop, than each peer, and (forwards) the cost against one position.
 
     Round by round, so that what slows both down cancels. A peer without these quantised weights counts unquantised.
     """
-    cell, found = measured.cell, dict[str, Figure]()
+    cell, found = measured.cell, dict[str, Ratio]()
     for other in every:
         name = _ratio_name(cell, other.cell, every)
         if name is not None and other is not measured:
@@ -144,10 +144,10 @@ def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Figu
     return found
 
 
-def _quotients(above: CellResult, below: CellResult) -> Figure:
+def _quotients(above: CellResult, below: CellResult) -> Ratio:
     job = below.cell.job
     pairs = zip(above.runs, below.runs, strict=True)
-    return figure(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
+    return ratio(main_seconds(a, above.cell.job) / main_seconds(b, job) for a, b in pairs)
 
 
 def _same_system(one: SpeedJob, other: SpeedJob) -> bool:

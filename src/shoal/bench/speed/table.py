@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.bench.table import Row, aligned, processor, spread
+from shoal.bench.table import Row, aligned, intervals, paired, processor, spread
 
 Result = Mapping[str, Any]
 
@@ -16,7 +16,8 @@ def text(report: Mapping[str, Any]) -> str:
     setting = report["setting"]
     lines = [
         f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {processor(machine)}, "
-        f"{setting['threads']} threads, {report['rounds']['done']} rounds, roof {_bandwidth(report)}"
+        f"{setting['threads']} threads, {report['rounds']['done']} rounds{intervals(report)}, "
+        f"roof {_bandwidth(report)}"
     ]
     lines += [f"{system}: {what}" for system, what in systems(report).items()]
     for title, header, rows in sections(report):
@@ -85,7 +86,7 @@ def _prefill(result: Result, report: Mapping[str, Any]) -> Row:
 def _forward(result: Result, report: Mapping[str, Any]) -> Row:
     seconds = {key: 1000 * value for key, value in result["seconds"].items()}
     one = result["ratios"].get("cost_of_one_position")
-    cost = "" if one is None else f"{one['median']:.2f}"
+    cost = "" if one is None else paired(one)
     return [name(result, report["setting"]["dtype"]), str(result["positions"]), spread(seconds, "{:.2f}"), cost,
             ratios(result)]
 
@@ -112,7 +113,7 @@ def _speedups(result: Result) -> str:
 def ratios(result: Result) -> str:
     """Every ratio but the one within a system."""
     found = result["ratios"].items()
-    return ", ".join(f"{other} {value['median']:.2f}" for other, value in found if other != "cost_of_one_position")
+    return ", ".join(f"{other} {paired(value)}" for other, value in found if other != "cost_of_one_position")
 
 
 def _milliseconds(seconds: float) -> str:

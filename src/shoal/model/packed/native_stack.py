@@ -311,8 +311,9 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 
 def _fits(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether there are few enough tokens, and no node is beyond what a token's ancestors can name."""
-    return sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and all(f.nodes.stop <= native.MAX_NODES for f in chunks)
+    """Whether there are few enough tokens, no node is beyond what a token's ancestors can name, or sees a later one."""
+    named = all(chunk.nodes.stop <= native.MAX_NODES and not chunk.mutual for chunk in chunks)
+    return named and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
 
 
 def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:

@@ -53,7 +53,9 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
     queries = len(chunks[0].tokens)
     if [chunk.row for chunk in chunks] != list(range(cache.rows)):
         return None
-    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries or f.query_hook for f in chunks):
+    if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in chunks):
+        return None
+    if any(f.mutual or f.query_hook for f in chunks):
         return None
     sets = {(f.plan.layers(step), f.plan.depth(step)) for f in chunks for step in (f.steps[0], f.steps[-1])}
     layers, depth = next(iter(sets))

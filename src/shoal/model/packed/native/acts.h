@@ -9,15 +9,22 @@
 
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */
-    float *scales;   /* [tokens][groups] */
-    int32_t *starts; /* [tokens][groups]: minus 128 times the sum of the group's s8 values */
-    float *totals;   /* [tokens][groups]: scale times that sum */
-    float *halves;   /* [tokens][groups][2]: the same of the first and the last 16 values of a group of 32 */
+    float *scales;   /* [tiles][groups][width of the tile], as all below */
+    float *totals;   /* scale times the sum of the group's s8 values */
+    int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product */
+    int32_t *eights; /* the same of a zero point of 8 */
+    int32_t *halves; /* [..][2]: of 32, for the first and the last 16 values of a group of 32 */
     float *line;     /* one token in fp32, zero up to the padded depth */
     int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is woven */
     int64_t depth;   /* values that a line has room for */
     int groups;      /* that a token has room for */
 } Acts;
+
+/* Of what lies at `ahead`, what step `at` of a kernel fetches that reads `bytes` in each: all, or one of `parts`; 0: nothing. */
+INLINE void fetch_part(const char *ahead, int64_t at, const int bytes, const int parts) {
+    if (!parts) return;
+    UNROLL for (int i = 0; i < bytes / parts; i += 64) fetch(ahead + at * (bytes / parts) + i);
+}
 
 /* The form in which a kind takes activations: kinds of one form can share them. */
 enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8 };
@@ -32,7 +39,7 @@ INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP, LANES); }
 
 /* Bytes of the activations of `tokens` tokens of `depth` values at most, whatever the kind. */
 INLINE int64_t acts_bytes(int tokens, int depth) {
-    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 20 * tokens * acts_groups(depth);
+    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 24 * round_up(tokens, TILE_TOKENS) * acts_groups(depth);
 }
 
 INLINE Acts acts_at(char *memory, int tokens, int depth) {
@@ -41,9 +48,10 @@ INLINE Acts acts_at(char *memory, int tokens, int depth) {
     a.plain = a.words + round_up(tokens, TILE_TOKENS) * a.depth;
     a.line = (float *)(a.plain + TILE_TOKENS * a.depth);
     a.scales = a.line + a.depth;
-    a.starts = (int32_t *)(a.scales + (int64_t)tokens * a.groups);
-    a.totals = (float *)(a.starts + (int64_t)tokens * a.groups);
-    a.halves = a.totals + (int64_t)tokens * a.groups;
+    a.totals = a.scales + round_up(tokens, TILE_TOKENS) * a.groups;
+    a.starts = (int32_t *)(a.totals + round_up(tokens, TILE_TOKENS) * a.groups);
+    a.eights = a.starts + round_up(tokens, TILE_TOKENS) * a.groups;
+    a.halves = a.eights + round_up(tokens, TILE_TOKENS) * a.groups;
     return a;
 }
 
@@ -56,7 +64,7 @@ INLINE float inverse_rms(const float *x, int count, float eps) {
     return 1.0f / sqrtf(vf_sum(sum) / count + eps);
 }
 
-/* `at` counts groups of all tokens. */
+/* `at`: where its scale lies. */
 INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
     Vf peak = vf_zero();
     UNROLL for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
@@ -69,23 +77,22 @@ INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_
         vi_store_s8(to + k, q);
     }
     a->scales[at] = scale;
-    a->starts[at] = -128 * total;
     a->totals[at] = scale * total;
-    if (size == GROUP) a->halves[2 * at] = scale * sum[0], a->halves[2 * at + 1] = scale * sum[1];
+    a->starts[at] = -128 * total, a->eights[at] = -8 * total;
+    if (size == GROUP) a->halves[2 * at] = -32 * sum[0], a->halves[2 * at + 1] = -32 * sum[1];
 }
 
-INLINE void quantise_line(const Acts *a, int form, int depth, int token, int8_t *to) {
-    const int64_t first = (int64_t)token * a->groups;
+INLINE void quantise_line(const Acts *a, int form, int depth, int64_t first, int width, int8_t *to) {
     if (form == FORM_S8_LONG)
         for (int g = 0; g * GROUP_INT8 < depth; g++)
-            quantise_group(a, a->line + g * GROUP_INT8, GROUP_INT8, first + g, to + g * GROUP_INT8);
+            quantise_group(a, a->line + g * GROUP_INT8, GROUP_INT8, first + g * width, to + g * GROUP_INT8);
     else
-        for (int g = 0; g * GROUP < depth; g++) quantise_group(a, a->line + g * GROUP, GROUP, first + g, to + g * GROUP);
+        for (int g = 0; g * GROUP < depth; g++) quantise_group(a, a->line + g * GROUP, GROUP, first + g * width, to + g * GROUP);
 }
 
-/* Round a->line to the words of one token. */
-INLINE void convert_line(const Acts *a, int form, int depth, int token, int32_t *to) {
-    if (form >= FORM_S8_LONG) quantise_line(a, form, depth, token, (int8_t *)to);
+/* Round a->line to the words of one token, of which the first scale lies at `first`. */
+INLINE void convert_line(const Acts *a, int form, int depth, int64_t first, int width, int32_t *to) {
+    if (form >= FORM_S8_LONG) quantise_line(a, form, depth, first, width, (int8_t *)to);
     else if (form == FORM_FP32) memcpy(to, a->line, sizeof(float) * depth);
     else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, vf_load(a->line + k), 0xffff);
 }
@@ -113,7 +120,8 @@ static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const f
     const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS);
     const int words = w->depth / values_per_word(w->kind), width = width_of(count);
     int32_t *to = a->words + (int64_t)first * words;
-    convert_line(a, form_of(w->kind), w->depth, token, width == 1 ? to : a->plain + (token - first) * a->depth);
+    convert_line(a, form_of(w->kind), w->depth, (int64_t)first * a->groups + token - first, width,
+                 width == 1 ? to : a->plain + (token - first) * a->depth);
     if (token - first < count - 1 || width == 1) return;
     if (width == 2) weave_tile(a, words, count, 2, to);
     else if (width == 4) weave_tile(a, words, count, 4, to);

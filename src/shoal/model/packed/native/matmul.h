@@ -10,16 +10,18 @@
 static Tile *const *const TILE_TABLE[] = {tiles_fp32, tiles_bf16, tiles_fp16, tiles_int8, tiles_int4, tiles_q8_0, tiles_int4,
                                           tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_q4_k, tiles_q5_k, tiles_q6_k};
 
-/* All tokens with one tile of one row block. The first two of several passes over it, if they are full, fetch one half
-   each of the tile behind it: while they compute, the memory would rest. */
+/* All tokens with one tile of one row block. One pass over it fetches the tile behind it, the first two of several one half
+   each. */
 INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
     const int bytes = p->words * line_bytes(w->kind);
-    const char *ahead = tokens > TILE_TOKENS ? lines_at(w, p) + bytes : NULL;
+    const char *ahead = lines_at(w, p) + bytes;
+    int parts = tokens > TILE_TOKENS ? 2 : 1;
     for (int first = 0; first < tokens; first += TILE_TOKENS) {
         const int count = min_int(tokens - first, TILE_TOKENS);
         const int32_t *x = a->words + (int64_t)first * words_of(w) + (int64_t)p->first * width_of(count);
-        TILE_TABLE[w->kind][count - 1](w, p, a, first, x, sums + first * 2 * LANES, ahead);
-        ahead = ahead && first == 0 ? ahead + bytes / 2 : NULL;
+        TILE_TABLE[w->kind][count - 1](w, p, a, first, x, sums + first * 2 * LANES, ahead, parts);
+        ahead += bytes / 2;
+        if (first) parts = 0;
     }
 }
 

@@ -16,9 +16,9 @@ INLINE Vf add_word(Vf sum, Vi row, int32_t word, const int kind) {
                              : vf_fma(vf_bits(row), vf_bits(x), sum);
 }
 
-/* Add the products of one tile to sums [T][2][16] and fetch half as much from `ahead`, unless that is NULL; T and `kind`
-   are known to the compiler. */
-INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int T, const int kind) {
+/* Add the products of one tile to sums [T][2][16] and fetch what tiles.h says; T, `parts` and `kind` are known to the compiler. */
+INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int parts,
+                       const int T, const int kind) {
     const int W = width_of(T);
     if (T > TILE_TOKENS / 2 && TILE_TOKENS < 8) { /* one chain after the other, as both do not fit the registers */
         UNROLL for (int side = 0; side < 2; side++) {
@@ -26,7 +26,7 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
             UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + (2 * t + side) * LANES);
             for (int64_t k = side; k < words; k += 2) {
                 Vi row = vi_held(line_of(lines, k, kind));
-                if (ahead && !side) fetch(ahead + k * line_bytes(kind) / 2);
+                if (!side) fetch_part(ahead, k / 2, 2 * line_bytes(kind), parts);
                 UNROLL for (int t = 0; t < T; t++) sum[t] = add_word(sum[t], row, x[k * W + t], kind);
             }
             UNROLL for (int t = 0; t < T; t++) vf_store(sums + (2 * t + side) * LANES, sum[t]);
@@ -40,7 +40,7 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
     }
     for (int64_t k = 0; k < words; k += 2) {
         Vi row = vi_held(line_of(lines, k, kind)), next = vi_held(line_of(lines, k + 1, kind));
-        if (ahead) fetch(ahead + k * line_bytes(kind) / 2);
+        fetch_part(ahead, k / 2, 2 * line_bytes(kind), parts);
         UNROLL for (int t = 0; t < T; t++) even[t] = add_word(even[t], row, x[k * W + t], kind);
         UNROLL for (int t = 0; t < T; t++) odd[t] = add_word(odd[t], next, x[(k + 1) * W + t], kind);
     }
@@ -52,9 +52,9 @@ INLINE void tile_float(const char *lines, const int32_t *x, int words, float *su
 
 #define TILE_FLOAT(name, kind)                                                                                         \
     INLINE void tile_##name(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, \
-                            const char *ahead, const int T) {                                                         \
+                            const char *ahead, const int parts, const int T) {                                        \
         (void)a, (void)first;                                                                                          \
-        tile_float(lines_at(w, p), x, p->words, sums, ahead, T, kind);                                                 \
+        tile_float(lines_at(w, p), x, p->words, sums, ahead, parts, T, kind);                                          \
     }
 TILE_FLOAT(fp32, KIND_FP32)
 TILE_FLOAT(bf16, KIND_BF16)

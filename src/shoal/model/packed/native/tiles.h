@@ -4,9 +4,11 @@
 
 #include "acts.h"
 
-/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16]; TILE_TOKENS tokens also fetch half as
-   much from `ahead`, unless that is NULL. */
-typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums, const char *ahead);
+/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16], and fetch as much from `ahead` as
+   the tile has, or one of `parts`: memory would rest while products are computed, and what the processor fetches by itself
+   stops at every page of 4 KiB. 0 parts fetch nothing; fewer tokens than TILE_TOKENS always fetch all. */
+typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums,
+                  const char *ahead, int parts);
 
 #define DECLARE(kind) extern Tile *const tiles_##kind[TILE_TOKENS] __attribute__((visibility("hidden")));
 DECLARE(fp32) DECLARE(bf16) DECLARE(fp16) DECLARE(int8) DECLARE(int4) DECLARE(q8_0)
@@ -15,9 +17,10 @@ DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6
 
 #define TILE(kind, tokens)                                                                                             \
     static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x,       \
-                                float *sums, const char *ahead) {                                                      \
-        if (tokens == TILE_TOKENS && ahead) tile_##kind(w, p, a, first, x, sums, ahead, tokens);                       \
-        else tile_##kind(w, p, a, first, x, sums, NULL, tokens);                                                       \
+                                float *sums, const char *ahead, int parts) {                                           \
+        if (tokens < TILE_TOKENS || parts == 1) tile_##kind(w, p, a, first, x, sums, ahead, 1, tokens);                \
+        else if (parts == 2) tile_##kind(w, p, a, first, x, sums, ahead, 2, tokens);                                   \
+        else tile_##kind(w, p, a, first, x, sums, ahead, 0, tokens);                                                   \
     }
 #if TILE_TOKENS == 4
 #define TILES(kind)                                                                                                    \

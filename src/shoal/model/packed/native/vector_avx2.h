@@ -184,6 +184,7 @@ INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); 
 
 /* Products of unsigned bytes of `row` with signed ones of `x`, summed in halves of 16 bits, and what becomes of a few of
    them: per lane the sum of all. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
+INLINE Vi start_narrow(Vi sum) { return (void)sum, vi_zero(); }
 INLINE __m256i dot_narrow_of(__m256i sum, __m256i row, __m256i x) {
     return held(_mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x)));
 }

@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
-#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed before widen() */
+#define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
 #define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
 #define SCORED 4 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 4  /* vectors of values that are added up at once for a few queries */
@@ -77,9 +77,10 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512b
 INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
 
-/* The same in two steps, for vectors that need them. */
+/* The same in three steps, for vectors that need them. */
+INLINE Vi start_narrow(Vi sum) { return sum; }
 INLINE Vi dot_narrow(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
-INLINE Vi widen(Vi sum, Vi narrow) { return _mm512_add_epi32(sum, narrow); }
+INLINE Vi widen(Vi sum, Vi narrow) { return (void)sum, narrow; }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));

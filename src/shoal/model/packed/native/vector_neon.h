@@ -175,8 +175,9 @@ INLINE uint32x4_t dot_centred_of(uint32x4_t sum, uint32x4_t row, uint32x4_t x) {
 }
 INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); }
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_centred_of, sum, row, x); }
+INLINE Vi start_narrow(Vi sum) { return sum; }
 INLINE Vi dot_narrow(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_of, sum, row, x); }
-INLINE Vi widen(Vi sum, Vi narrow) { return vi_add(sum, narrow); }
+INLINE Vi widen(Vi sum, Vi narrow) { return (void)sum, narrow; }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};

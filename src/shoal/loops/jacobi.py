@@ -1,0 +1,44 @@
+"""Jacobi's step: all tokens of a block are put in the place of those before, from one forward over the block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.decode.batch import Batch
+from shoal.decode.tree import TokenTree
+
+if TYPE_CHECKING:
+    from shoal.decode.accept import Outcome
+    from shoal.decode.row import Row
+    from shoal.decode.target import RowTarget
+
+
+class JacobiBatch(Batch):
+    """Each row feeds a block behind its last token: what the model chose for these places in the step before.
+
+    A choice is the argmax, or the draw that the plain loop makes at that place of the text. As far as a block comes
+    back as it was, it is right, and so is the token after that: they are emitted. The choices behind them rest on a
+    wrong token; they are the block of the next step, filled up at its end.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._blocks: dict[int, list[int]] = {}
+
+    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+        """A chain per row: its last token and its block, as far as there is room."""
+        self._blocks = {id(row): self._blocks[id(row)] for row in self.rows if id(row) in self._blocks}
+        return [TokenTree.chain([row.tokens[-1], *self._block(row)]) for row in rows]
+
+    def _block(self, row: Row) -> list[int]:
+        """The paper fills up with padding; tokens of the row's own text need none, and are likelier."""
+        size = min(row.recipe.scratch, self.parts.most(row))
+        block = self._blocks[id(row)][:size]
+        return block + (row.tokens[-1:] * (size - len(block)))
+
+    def judge(self, row: Row, target: RowTarget) -> Outcome:
+        """What came back the same and the token after it, as by an exact match; keeps the rest for the next step."""
+        outcome, guesses = super().judge(row, target), target.guessing()
+        self._blocks[id(row)] = [guesses.choice(node) for node in range(len(outcome.path), len(target.tree))]
+        return outcome

@@ -1,0 +1,64 @@
+"""Jacobi decoding: a block of tokens is guessed at once, and corrected all at once until it stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Loop, Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.loops.jacobi import JacobiBatch
+
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class Jacobi(Method):
+    """The next n tokens are decoded at once: each is chosen after what the last step chose for those before it.
+
+    What comes back as it was is right, and is emitted with the token after it: one token a step or more, the same ones
+    as in the plain loop, samples too. Needs no draft and no training. Pays where the model chooses the right token
+    after wrong ones: seldom, unless it was trained for that.
+
+    Attributes:
+        n: tokens of a block, 1 to 64; 1 is the plain loop.
+    """
+
+    name: ClassVar[str] = "jacobi"
+    paper: ClassVar[str] = "arXiv 2305.10427"
+
+    n: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.n <= _MOST:
+            raise ValueError(f"n is {self.n}; it must be 1 to {_MOST} tokens, 1 being the plain loop")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a loop of its own."""
+        return Recipe(DepthPlan.full(info.num_layers), loop=JacobiLoop(self.n))
+
+
+@dataclass(frozen=True)
+class JacobiLoop(Loop):
+    """The part `loop`; see `Jacobi`."""
+
+    exact: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("plan", "keep", "store", "select")
+
+    n: int
+
+    @property
+    def scratch(self) -> int:
+        """The block but for its last token, which nothing follows."""
+        return self.n - 1
+
+    def batch(self) -> type[JacobiBatch]:
+        """See `Loop`."""
+        from shoal.loops.jacobi import JacobiBatch
+
+        return JacobiBatch
