@@ -86,6 +86,9 @@ ITEM = Item("a", "", "", "f", judge="tests", given="from math import pi\n\ndef h
     "    return 2 + 2\n\nprint(f())\nassert f() == 5\nn = int(input())\nif __name__ == '__main__':\n    f(1)\n",
     "def g():\n    return K\n\nK = 4\n\ndef f():\n    return g()\n\ndef cut(x",
     "import os\ndef f():\n    return 4\n\nclass Broken(",
+    "table = {}\nfor i in range(5):\n    table[i] = i\ntable[9] = 0\ndef f():\n    return table[4]\n",
+    "try:\n    from nosuch import four\nexcept ImportError:\n    four = 4\ndef f():\n    return four\n",
+    "def f():\n    x = 4\n    return x\nx = f(1, 2)\nfor i in range(3):\n    x = 1 / 0\n",
 ])
 def test_blocks_of_all_kinds_are_run(text):
     with Judging[str](unsafe=True, workers=1) as judged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from types import CodeType
 from typing import Any
 
 from shoal.eval.items import Item
@@ -53,23 +54,37 @@ def needed(code: str, entry: str, tests: str) -> str:
     wanted, kept = {entry, *re.findall(r"\w+", tests)}, set[int]()
     while more := [i for i, node in enumerate(tree.body) if i not in kept and wanted & _bound(node)]:
         kept.update(more)
-        wanted |= {name.id for i in more for name in ast.walk(tree.body[i]) if isinstance(name, ast.Name)}
-    imports = (ast.Import, ast.ImportFrom)
-    tree.body = [node for i, node in enumerate(tree.body) if i in kept or isinstance(node, imports)]
+        wanted.update(*(_used(compile(ast.Module([tree.body[i]], []), "", "exec")) for i in more))
+    tree.body = [node for i, node in enumerate(tree.body) if i in kept or _imports(node)]
     return ast.unparse(tree) + "\n"
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines; those of an import are always there."""
+    """The names that a statement of a module defines or fills; those of an import are always there."""
     if isinstance(node, _DEFINES):
         return {node.name}
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
-    return set()
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.While):
+        return set()
+    places = [place.value if isinstance(place, ast.Subscript) else place for place in ast.walk(node)
+              if isinstance(getattr(place, "ctx", None), ast.Store)]
+    return {place.id for place in places if isinstance(place, ast.Name)}
+
+
+def _used(code: CodeType) -> set[str]:
+    """The names that code looks up outside itself, in its functions too; local ones are none of them."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*map(_used, inner))
+
+
+def _imports(node: ast.stmt) -> bool:
+    kinds = (ast.Import, ast.ImportFrom)
+    return isinstance(node, kinds) or isinstance(node, ast.Try) and any(isinstance(n, kinds) for n in ast.walk(node))
 
 
 def _tree(code: str) -> ast.Module | None:
     try:
-        return ast.parse(code)
+        tree = ast.parse(code)
+        compile(tree, "", "exec")
+        return tree
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
