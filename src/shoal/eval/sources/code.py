@@ -65,12 +65,12 @@ def _humaneval(data: Path | None) -> list[Item]:
 
 
 def _function(name: str, row: Mapping[str, Any]) -> Item:
-    """A signature with its docstring, to be written with its body."""
+    """A signature with its docstring, already written, to be gone on with: models would copy it first."""
     head = row["prompt"].strip("\n") + "\n"
     return Item(
-        name, f"{_ASK}```python\n{head}```", head + row["canonical_solution"].rstrip() + STOP[0], row["entry_point"],
-        judge="tests", plain=f"{_SHOTS}Problem:\nComplete this function.\n{head}Solution:\n```python\n",
-        opening=_OPENING, stop=STOP, given=head, tests=f"{row['test']}\ncheck({row['entry_point']})\n",
+        name, f"{_ASK}```python\n{head}```", row["canonical_solution"].rstrip() + STOP[0], row["entry_point"],
+        judge="tests", plain=f"{_SHOTS}Problem:\nComplete this function.\nSolution:\n```python\n{head}",
+        opening=_OPENING + head, stop=STOP, given=head, tests=f"{row['test']}\ncheck({row['entry_point']})\n",
     )
 
 
