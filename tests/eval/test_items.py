@@ -15,6 +15,9 @@ from shoal.eval import suites
 from shoal.eval.items import part_of, problem, read_lines, stretches
 from word_problems import rows, write
 
+DATA = ("gsm8k", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad", "wikidata_qa", "wikitext2")
+"""Suites whose items lie in a data folder, and that may be calibrated on."""
+
 
 def words(question: str) -> str:
     return " ".join(re.sub("[^a-z]", " ", question.lower()).split())
@@ -29,18 +32,25 @@ def test_the_parts_of_a_file_share_no_problem_whatever_its_numbers(tmp_path: Pat
     assert not {item.id for item in evaluation} & {item.id for item in calibration}
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_renumbered", "wikitext2", "novels"])
+@pytest.mark.parametrize("name", DATA)
 def test_the_parts_of_every_data_set_share_no_item(name: str) -> None:
     data = data_path("gsm8k").parent
     evaluation, calibration = (suites.get(name).items(data, part) for part in ("evaluation", "calibration"))
     assert not {words(item.prompt + item.solution) for item in evaluation} & {
         words(item.prompt + item.solution) for item in calibration
     }
-    assert len(evaluation) >= 500 and len(calibration) >= 100
+    assert len(evaluation) >= 164 and len(calibration) >= 100
+
+
+def test_nothing_is_left_of_both_code_suites_to_calibrate_on() -> None:
+    data = data_path("humaneval").parent
+    assert len(suites.get("programs").items(data)) == 1138
+    with pytest.raises(ValueError, match="suite programs has no items for calibration"):
+        suites.get("programs").items(data, "calibration")
 
 
 def test_packaged_problems_share_none() -> None:
-    kinds = [name for name in suites.names() if name not in ("gsm8k", "gsm8k_renumbered", "wikitext2", "novels")]
+    kinds = [name for name in suites.names() if name not in (*DATA, "programs") and suites.get(name).kind != "prompts"]
     for name in kinds:
         evaluation, calibration = (suites.get(name).items(None, part) for part in ("evaluation", "calibration"))
         assert not {item.prompt for item in evaluation} & {item.prompt for item in calibration}

@@ -1,7 +1,8 @@
 """Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
 
-Problems are answered greedily and judged by the number after `####`; texts and reference solutions are scored, token by
-token, under each method's plan. Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
+Problems are answered greedily and judged as their kind demands: by the final number, by the words, by the tests of
+code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file,
+so an interrupted evaluation goes on where it was.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness instead: gsm8k, bbh and "
                       "bbh_<task> from --data, any other of its own from the Hub")
     what.add_argument("--list", action="store_true", help="list the suites")
-    what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, wikitext2/, novels/")
+    what.add_argument("--data", metavar="DIR", type=Path, help="folder that holds gsm8k/, humaneval/, squad/, ...")
     what.add_argument("--n", metavar="N", type=int, default=1000, help="items per suite, drawn by --seed")
     what.add_argument("--loss-n", metavar="N", type=int, help="items of which losses are measured; as --n if none")
     what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both; or "
                       "distance to the full model, on its own answers")
-    what.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="the longest answer")
+    what.add_argument("--max-new-tokens", metavar="N", type=int, help="the longest answer; as fits the suite if none")
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     rivals = parser.add_argument_group("controls at equal realised depth")
     rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
@@ -68,6 +69,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--minutes", metavar="T", type=float, help="distance: begin no further texts after so long; the "
                      "same command goes on from there")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
+    how.add_argument("--unsafe", action="store_true", help="run code that the model wrote even where no sandbox works")
     common.add_model(parser)
     common.add_json(parser)
 
@@ -97,10 +99,12 @@ def run(args: argparse.Namespace) -> int:
     from shoal.eval.outcomes import Outcomes
 
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
-    evaluator = Evaluator(engine, kept, args.max_new_tokens, args.batch)
     plan, warnings = _study(args, engine), list[str]()
-    parts = [study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings))
-             for suite, part in zip(chosen, items, strict=True)]
+    parts = []
+    for suite, part in zip(chosen, items, strict=True):
+        longest = args.max_new_tokens or suite.max_new_tokens
+        evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe)
+        parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
     report = {"command": args.words, **study.engine_facts(engine), "seed": args.seed, "suites": parts,
               "warnings": warnings}
     if args.out is not None:
@@ -129,7 +133,7 @@ def _harness(args: argparse.Namespace) -> int:
         catalog.find(args.model), _methods(args), _words(args.tasks), args.data, args.n,
         device=str(device), dtype=args.dtype or "auto", batch_size=args.batch, engine_backend=args.backend,
         truncation=True, revision=args.revision or "main", trust_remote_code=args.trust_remote_code,
-        task_options={"gen_kwargs": f"max_gen_toks={args.max_new_tokens}", "random_seed": args.seed},
+        task_options={"gen_kwargs": f"max_gen_toks={args.max_new_tokens or 256}", "random_seed": args.seed},
     )
     for words in {row["warning"] for row in rows if row["warning"]}:
         print(f"warning: {words}", file=sys.stderr)
@@ -240,12 +244,15 @@ def _warner(warnings: list[str]) -> Any:
 
 
 def _text(report: dict[str, Any]) -> str:
-    from shoal.eval.table import answers_table, loss_table
+    from shoal.eval.table import answers_table, floors_line, loss_table
 
     parts = []
     for suite in report["suites"]:
         if "answers" in suite:
-            parts.append(f"{suite['suite']}: answers\n{answers_table(suite['answers'])}")
+            floors = floors_line(suite["floors"])
+            parts.append(f"{suite['suite']}: answers\n{answers_table(suite['answers'])}\n{floors}")
+            if "sandbox" in suite:
+                parts[-1] += f"\ncode ran in this sandbox: {suite['sandbox']}"
         if "loss" in suite:
             parts.append(f"{suite['suite']}: loss of the reference\n{loss_table(suite['loss'])}")
     return "\n\n".join(parts)

@@ -26,13 +26,13 @@ def measure(
     from shoal.bench.report import heading
     from shoal.cli import env
     from shoal.eval import distance_study
-    from shoal.eval.distance import Distances
+    from shoal.eval.distance import LONGEST, Distances
     from shoal.eval.outcomes import Outcomes
     from shoal.eval.study import engine_facts
 
     until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
-    distances = Distances(engine, kept, args.max_new_tokens, until=until)
+    distances = Distances(engine, kept, args.max_new_tokens or LONGEST, until=until)
     try:
         texts = distance_study.texts_of(distances, suites)
         report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "seed": args.seed,

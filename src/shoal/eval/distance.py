@@ -25,6 +25,8 @@ from shoal.eval.reread import BLOCK, Reread, Take, Way, way
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
+LONGEST = 192
+"""Tokens of an answer, where nobody says otherwise."""
 _TRUTH_BYTES = 400_000_000
 _TOGETHER = 16
 
@@ -229,7 +231,7 @@ class Distances:
 
     engine: Engine
     outcomes: Outcomes = field(default_factory=Outcomes)
-    max_new_tokens: int = 192
+    max_new_tokens: int = LONGEST
     progress: bool | None = None
     until: float | None = None
 

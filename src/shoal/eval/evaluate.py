@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from shoal.engine.engine import Engine
-from shoal.eval.answers import is_right
 from shoal.eval.decoders import Answered, Contender, Decoder
 from shoal.eval.items import Item, Sample, encode
+from shoal.eval.judging import Judging
 from shoal.eval.outcomes import Outcomes, RunKey
 from shoal.model.packed.stack import PackedStack
 
@@ -31,6 +31,7 @@ class Evaluator:
         max_new_tokens: the longest answer.
         batch: items measured together. What is finished survives an interruption.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
+        unsafe: whether code that a model wrote is run where no sandbox works.
     """
 
     engine: Engine
@@ -38,6 +39,7 @@ class Evaluator:
     max_new_tokens: int = 256
     batch: int = 64
     progress: bool | None = None
+    unsafe: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch"):
@@ -70,24 +72,48 @@ class Evaluator:
         """Generate and judge the answer to every sample; outcomes by item id, each kept as soon as it is there."""
         run = self.run_of(suite, "answers", who)
         missing = apart([sample for sample in samples if sample.item.id not in self.outcomes.of(run)], self.batch)
-        found = self.decoder.each_answer([sample.prompt for sample in missing], who, self.max_new_tokens)
-        with self._bar(f"{suite}: {who.label}", len(samples)) as bar:
+        with self._bar(f"{suite}: {who.label}", len(samples)) as bar, Judging[Sample](self.unsafe) as judging:
             bar.update(len(samples) - len(missing))
-            for number, answered in found:
-                sample = missing[number]
-                self.outcomes.add(run, [(sample.item.id, self._judged(sample, answered))])
+            found: dict[str, Answered] = {}
+            for sample, answered in self._answered(missing, who):
+                found[sample.item.id] = answered
+                judging.put(sample, self._text(sample, answered), sample.item)
+                self._keep(run, judging.ready(), found)
                 bar.update()
+            self._keep(run, judging.rest(), found)
         return self._chosen(run, samples)
 
-    def _judged(self, sample: Sample, found: Answered) -> dict[str, Any]:
-        tokens = found.tokens
-        ended = bool(tokens) and tokens[-1] in self.engine.eos_token_ids
-        text = self.engine.tokenizer.decode(tokens[:-1] if ended else tokens)
+    def _answered(self, samples: Sequence[Sample], who: Contender) -> Iterator[tuple[Sample, Answered]]:
+        for stop in dict.fromkeys(sample.item.stop for sample in samples):
+            part = [sample for sample in samples if sample.item.stop == stop]
+            prompts = [sample.prompt for sample in part]
+            for number, answered in self.decoder.each_answer(prompts, who, self.max_new_tokens, stop):
+                yield part[number], answered
+
+    def _keep(
+        self, run: RunKey, verdicts: Iterable[tuple[Sample, dict[str, Any]]], found: Mapping[str, Answered]
+    ) -> None:
+        for sample, verdict in verdicts:
+            self.outcomes.add(run, [(sample.item.id, self._judged(sample, found[sample.item.id], verdict))])
+
+    def _text(self, sample: Sample, found: Answered) -> str:
+        """The answer up to where a stop text begins. A few tokens before it say whether it begins with a space."""
+        ended = bool(found.tokens) and found.tokens[-1] in self.engine.eos_token_ids
+        tokens = found.tokens[:-1] if ended else found.tokens
+        text = str(self.engine.tokenizer.decode(tokens))
+        if sample.item.stop:
+            before = list(sample.prompt[-4:])
+            known, both = (str(self.engine.tokenizer.decode(part)) for part in (before, [*before, *tokens]))
+            text = both[len(known) :] if both.startswith(known) else text
+        return text[: min((place for stop in sample.item.stop if (place := text.find(stop)) >= 0), default=None)]
+
+    def _judged(self, sample: Sample, found: Answered, verdict: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "right": is_right(text, sample.item.answer),
-            "cut": not ended,
+            **verdict,
+            **({"cluster": sample.item.cluster} if sample.item.cluster else {}),
+            "cut": found.finish_reason == "length",
             "layers": found.layer_tokens,
-            "tokens": tokens,
+            "tokens": found.tokens,
         }
 
     def losses(

@@ -27,6 +27,15 @@ class Item:
         solution: the reference continuation: a worked solution, or the rest of the text.
         answer: the reference's final answer; empty where there is none to compare.
         group: the kind of problem, for tables by kind.
+        judge: who says whether an answer is right; see `shoal.eval.judges`.
+        golds: all right answers, where there are several.
+        plain: what a model without a chat template is given, examples included; empty for the prompt and a line break.
+        echo: the part of the prompt that is this item's own; empty for all of it.
+        opening: how the answer begins that a model with a chat template goes on with.
+        stop: texts that end an answer.
+        given: code that stands before an answer which is code.
+        tests: the program that checks such an answer.
+        cluster: what it has in common with others, whose outcomes are then not independent: an article.
     """
 
     id: str
@@ -34,6 +43,15 @@ class Item:
     solution: str
     answer: str = ""
     group: str = ""
+    judge: str = "mark"
+    golds: tuple[str, ...] = ()
+    plain: str = ""
+    echo: str = ""
+    opening: str = ""
+    stop: tuple[str, ...] = ()
+    given: str = ""
+    tests: str = ""
+    cluster: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +126,15 @@ def stretches(name: str, text: str, prompt: int, length: int) -> list[Item]:
 def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int | None) -> list[Sample]:
     """Items in a model's tokens; those whose prompt leaves no room in the context are left out.
 
-    A question is put as a user's message where the tokenizer has a chat template, else as it is with a line break; a
-    reference solution ends with the model's end-of-sequence token, a stretch of text does not.
+    A question is put as a user's message where the tokenizer has a chat template, and the answer's opening follows;
+    else it is put in its plain form. A reference solution ends with the model's end-of-sequence token, a stretch of
+    text does not, nor does what a stop text ends.
     """
     samples = []
     for item in items:
         prompt = _prompt_ids(item, tokenizer)
         reference = list(tokenizer(item.solution, add_special_tokens=False)["input_ids"])
-        if item.answer and eos is not None:
+        if item.answer and not item.stop and eos is not None:
             reference.append(eos)
         room = None if context is None else context - len(prompt)
         if room is None or room > 1:
@@ -126,7 +145,10 @@ def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int 
 def _prompt_ids(item: Item, tokenizer: Any) -> Sequence[int]:
     if item.answer and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": item.prompt}]
-        return chat_ids(message, tokenizer)
+        opening = tokenizer(item.opening, add_special_tokens=False)["input_ids"] if item.opening else ()
+        return [*chat_ids(message, tokenizer), *opening]
+    if item.plain:
+        return list(tokenizer(item.plain)["input_ids"])
     text = item.prompt if not item.answer or item.prompt.endswith(("\n", "A:")) else item.prompt + "\n"
     found: list[int] = tokenizer(text)["input_ids"]
     return found

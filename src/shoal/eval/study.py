@@ -13,7 +13,10 @@ from shoal.eval.controls import GROUPS, ControlSetting, controls, setting
 from shoal.eval.decoders import Contender, contender
 from shoal.eval.equal_depth import TOLERANCE, Lengths
 from shoal.eval.evaluate import BIN, Evaluator
+from shoal.eval.floors import floors
 from shoal.eval.items import Item, Sample
+from shoal.eval.judges import TESTS
+from shoal.eval.sandbox.process import find
 from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
 from shoal.eval.timing import alone
 from shoal.methods.base import Method
@@ -71,7 +74,8 @@ def run(
         warn: told what a reader of the numbers should know.
 
     Raises:
-        Unsupported: losses of a method are asked for that its plan alone does not give.
+        Unsupported: losses of a method are asked for that its plan alone does not give, or code would have to be run
+            where no sandbox works.
     """
     samples = evaluator.samples(items)
     full = contender(evaluator.engine, Full(), evaluator.max_new_tokens, "full")
@@ -82,8 +86,13 @@ def run(
     report: dict[str, Any] = {"suite": suite, "kind": kind, "items": len(samples)}
     answers: Found | None = None
     if kind == "problems" and "answers" in study.measures:
+        if any(sample.item.judge == TESTS for sample in samples):
+            report["sandbox"] = find(evaluator.unsafe)
+            if report["sandbox"] == "none":
+                warn("no sandbox works here: the code that the model writes runs without one")
         answers = evaluator.answers(suite, samples, full)
         report["full_by_group"] = by_group(answers)
+        report["floors"] = floors(samples, evaluator.engine.tokenizer, evaluator.max_new_tokens, evaluator.unsafe)
         report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
     if "loss" in study.measures:
         part = _spread(samples, loss_limit)

@@ -18,6 +18,8 @@ from shoal import reference
 from shoal.errors import Unsupported, unknown
 from shoal.eval import prompts
 from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
+from shoal.eval.sources import code, gsm8k, squad, wikidata
+from shoal.eval.sources.folder import folder
 
 Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]
@@ -38,12 +40,14 @@ class Suite:
         kind: problems are answered and judged; text is only read; prompts are answered, but nothing judges them.
         about: one line.
         read: gives the items of a part from the data folder.
+        max_new_tokens: the longest answer, where the caller names none.
     """
 
     name: str
     kind: Kind
     about: str
     read: Read
+    max_new_tokens: int = 256
 
     def items(
         self, data: Path | None, part: Part = "evaluation", limit: int | None = None, seed: int = 0
@@ -82,7 +86,13 @@ def get(name: str) -> Suite:
 
 def _table() -> dict[str, Suite]:
     suites = [
-        Suite("gsm8k", "problems", "GSM8K test set; calibrates on its training set", _gsm8k),
+        Suite("gsm8k", "problems", "GSM8K test set; calibrates on its training set", gsm8k.read),
+        Suite("humaneval", "problems", "HumanEval, executed; calibrates on MBPP", code.humaneval, 384),
+        Suite("mbpp", "problems", "all 974 tasks of MBPP, executed; calibrates on HumanEval", code.mbpp, 384),
+        Suite("programs", "problems", "HumanEval and MBPP, executed; for evaluation only", code.both, 384),
+        Suite("squad", "problems", "questions of SQuAD, answered in a sentence; calibrates on three articles",
+              squad.read, 64),
+        Suite("wikidata_qa", "problems", "short facts to complete, for base models", wikidata.read, 24),
         Suite("gsm8k_renumbered", "problems", "GSM8K training problems with new numbers, as equations",
               lambda data, part: _split(folder(data, "gsm8k") / "renumbered_heldout.jsonl", part)),
         Suite("novels", "text", "chapters of novels, long out of copyright", _novels),
@@ -112,33 +122,12 @@ def _prompts(read: Callable[[Path, Part], list[Item]]) -> Read:
     return found
 
 
-def folder(data: Path | None, name: str) -> Path:
-    """The folder of one data set.
-
-    Raises:
-        Unsupported: no data folder was named.
-        ValueError: it does not exist.
-    """
-    if data is None:
-        raise Unsupported(f"data set {name!r}", "no data folder was named", "Name the folder that holds it: --data DIR")
-    if not data.is_dir():
-        raise ValueError(f"there is no data folder {str(data)!r}; name the one that holds {name}/ with --data")
-    if not (data / name).is_dir():
-        raise ValueError(f"the data folder {str(data)!r} holds no {name}/; put that data set there, or leave it out")
-    return data / name
-
-
 def _problems(rows: Sequence[Mapping[str, Any]], source: str) -> list[Item]:
     return [problem(f"{source}/{number}", row, source) for number, row in enumerate(rows)]
 
 
 def _split(path: Path, part: Part) -> list[Item]:
     return [item for item in _problems(read_lines(path), path.name) if part_of(item.prompt) == part]
-
-
-def _gsm8k(data: Path | None, part: Part) -> list[Item]:
-    name = "test.jsonl" if part == "evaluation" else "train.jsonl"
-    return _problems(read_lines(folder(data, "gsm8k") / name), name)
 
 
 def _packaged(*kinds: str) -> Read:

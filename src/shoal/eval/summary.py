@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
 from shoal.depth.speedup import ideal_speedup
 from shoal.eval.agreement import agreement
-from shoal.eval.paired import Difference, accuracy_difference, holm, ratio_difference, wilson
+from shoal.eval.clustered import clustered_difference
+from shoal.eval.paired import Difference, accuracy_difference, detectable, holm, ratio_difference, wilson
 
 Found = Mapping[str, Mapping[str, Any]]
 _IDLE = 0.02
@@ -35,13 +37,15 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "n": len(items),
         "accuracy": sum(right) / len(items),
         "accuracy_interval": list(wilson(sum(right), len(items))),
-        "difference": _difference(accuracy_difference([bool(full[i]["right"]) for i in items], right)),
+        "difference": _accuracy_difference(full, other, items),
         "mean_layers": layers,
         # A falling schedule is cheapest where an answer goes on and on: those that never end make its mean look low.
         "mean_layers_ended": sum(r["layers"] for r in ended) / sum(len(r["tokens"]) for r in ended) if ended else None,
         "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 where guesses do not pay
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),
+        **({"f1": mean(row["f1"] for row in rows)} if "f1" in rows[0] else {}),
+        **({"verdicts": dict(Counter(row["verdict"] for row in rows))} if "verdict" in rows[0] else {}),
         **_agreement(full, other, items),
     }
 
@@ -68,8 +72,7 @@ def versus(base: Found, other: Found) -> dict[str, float]:
     """`other` minus `base` on the same items: in accuracy where they are answers, in nats per token where losses."""
     items = sorted(other)
     if "right" in other[items[0]]:
-        before, after = ([bool(found[item]["right"]) for item in items] for found in (base, other))
-        return _difference(accuracy_difference(before, after))
+        return _accuracy_difference(base, other, items)
     lost, mine = ([sum(found[item]["nll"]) for item in items] for found in (base, other))
     return _difference(ratio_difference(lost, mine, [other[item]["count"] for item in items]))
 
@@ -102,9 +105,10 @@ def by_position(found: Found, width: int) -> list[dict[str, float]]:
 
 def adjust(rows: Sequence[dict[str, Any]], key: str) -> None:
     """Add Holm's adjusted p-value to the differences under `key` of all rows that have one."""
-    differences = [row[key] for row in rows if key in row]
-    for difference, p in zip(differences, holm([found["p"] for found in differences]), strict=True):
-        difference["p_holm"] = p
+    for name in ("p", "p_cluster"):
+        differences = [row[key] for row in rows if name in row.get(key, ())]
+        for difference, p in zip(differences, holm([found[name] for found in differences]), strict=True):
+            difference[f"{name}_holm"] = p
 
 
 def idle_warning(label: str, suite: str, mean_layers: float, num_layers: int, planned: float) -> str | None:
@@ -135,6 +139,17 @@ def _agreement(full: Found, other: Found, items: Sequence[str]) -> dict[str, Any
         "token_agreement": mean(pair.token_agreement for pair in pairs),
         "rouge_l": mean(pair.rouge_l for pair in pairs),
     }
+
+
+def _accuracy_difference(base: Found, other: Found, items: Sequence[str]) -> dict[str, float]:
+    """With the interval, and a p-value beside McNemar's, over clusters where items come in such."""
+    before, after = ([bool(found[item]["right"]) for item in items] for found in (base, other))
+    figures = _difference(accuracy_difference(before, after)) | {"detectable": detectable(before, after)}
+    clusters = [other[item].get("cluster") for item in items]
+    if None not in clusters:
+        found = clustered_difference(before, after, clusters)
+        figures |= {"low": found.low, "high": found.high, "p_cluster": found.p}
+    return figures
 
 
 def _difference(found: Difference) -> dict[str, float]:

@@ -17,12 +17,19 @@ def _points(key: str, scale: float, digits: int) -> _Cell:
     return cell
 
 
-def _p(key: str) -> _Cell:
+def _p(key: str, name: str = "p") -> _Cell:
     def cell(row: dict[str, Any]) -> str:
-        p = row[key].get("p_holm", row[key]["p"])
-        return "<0.001" if p < 0.001 else f"{p:.3f}"
+        p = row[key].get(f"{name}_holm", row[key].get(name))
+        return "" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
     return cell
+
+
+def _could_show(row: dict[str, Any]) -> str:
+    """The difference that the items could have shown, where they show none."""
+    found = row["difference"]
+    shown = found.get("p_cluster", found["p"]) < 0.05 or "p_holm" not in found
+    return "" if shown else f"{100 * found['detectable']:.1f}"
 
 
 def _timed(row: dict[str, Any], key: str, form: str) -> str:
@@ -46,12 +53,16 @@ _ANSWERS: dict[str, _Cell] = {
     "right %": lambda row: f"{100 * row['accuracy']:.1f}",
     "difference, points [95 %]": _points("difference", 100, 1),
     "p": _p("difference"),
+    "p, clusters": _p("difference", "p_cluster"),
+    "could show": _could_show,
+    "F1": lambda row: f"{100 * row['f1']:.1f}" if "f1" in row else "",
     "same %": lambda row: f"{100 * row['same']:.0f}",
     "ROUGE-L": lambda row: f"{row['rouge_l']:.3f}",
     "tokens": lambda row: f"{row['tokens_per_answer']:.1f}",
     "s/answer": lambda row: _timed(row, "seconds_per_answer", "{:.3f}"),
     "cut %": lambda row: f"{100 * row['share_cut']:.1f}",
 }
+_SOME = ("p, clusters", "could show", "F1")
 _LOSS: dict[str, _Cell] = {
     "method": lambda row: row["label"],
     "n": lambda row: str(row["n"]),
@@ -129,14 +140,24 @@ def answers_table(rows: Sequence[dict[str, Any]]) -> str:
     return _aligned(_ANSWERS, rows)
 
 
+def floors_line(floors: dict[str, dict[str, float]]) -> str:
+    """Figures of `floors.floors`."""
+    said = (f"{name} {100 * found['accuracy']:.1f}" + (f" (F1 {100 * found['f1']:.1f})" if "f1" in found else "")
+            for name, found in floors.items())
+    return f"right % of trivial answers: {', '.join(said)}"
+
+
 def loss_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of `summary.loss_row`, each with its `label`."""
     return _aligned(_LOSS, rows)
 
 
 def _aligned(columns: dict[str, _Cell], rows: Sequence[dict[str, Any]]) -> str:
-    grid = [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
+    """A line per row; columns that some suites only have are left out where they are empty."""
+    every = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    every = {name: cells for name, cells in every.items() if name not in _SOME or any(cells)}
+    grid = [list(every), *map(list, zip(*every.values(), strict=True))]
+    widths = [max(len(line[i]) for line in grid) for i in range(len(every))]
     return "\n".join(
         "  ".join(word.ljust(width) if i == 0 else word.rjust(width)
                   for i, (word, width) in enumerate(zip(line, widths, strict=True))).rstrip()

@@ -1,0 +1,90 @@
+"""Code that is right when its tests pass, run in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from types import CodeType
+from typing import Any
+
+from shoal.eval.items import Item
+from shoal.eval.sandbox.process import Program, Sandbox
+
+SECONDS = 15.0
+"""The longest that a program may run; one of the references takes half of it."""
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def judge(program: Program, sandbox: Sandbox) -> dict[str, Any]:
+    """Right where the tests pass; `verdict` is passed, failed, error, timeout or syntax."""
+    verdict = sandbox.run(program, SECONDS)
+    return {"right": verdict == "passed", "verdict": verdict}
+
+
+def program_of(text: str, item: Item) -> Program:
+    """What is run: what is given and the answer's code, without what the tested function does not need."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backslash that means nothing in a text is the model's affair
+        return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
+
+
+def block(text: str) -> str:
+    """The code of an answer that began inside a code block, or begins one of its own."""
+    return re.sub(r"\A\s*```\w*\n", "", text).split("\n```")[0].rstrip() + "\n"
+
+
+def whole(code: str) -> str:
+    """The code without the last lines, where an answer that was cut off can only be read without them."""
+    lines = code.splitlines()
+    for count in range(len(lines), 0, -1):
+        if _tree("\n".join(lines[:count])) is not None:
+            return "\n".join(lines[:count]) + "\n"
+    return code
+
+
+def needed(code: str, entry: str, tests: str) -> str:
+    """Imports, and the definitions that `entry` and the tests need; all of it where `entry` is not defined.
+
+    Models like to add examples and checks of their own, which are not what is judged.
+    """
+    tree = _tree(code)
+    if tree is None or not any(entry in _bound(node) for node in tree.body):
+        return code
+    wanted, kept = {entry, *re.findall(r"\w+", tests)}, set[int]()
+    while more := [i for i, node in enumerate(tree.body) if i not in kept and wanted & _bound(node)]:
+        kept.update(more)
+        wanted.update(*(_used(compile(ast.Module([tree.body[i]], []), "", "exec")) for i in more))
+    tree.body = [node for i, node in enumerate(tree.body) if i in kept or _imports(node)]
+    return ast.unparse(tree) + "\n"
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines or fills; those of an import are always there."""
+    if isinstance(node, _DEFINES):
+        return {node.name}
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.While):
+        return set()
+    places = [place.value if isinstance(place, ast.Subscript) else place for place in ast.walk(node)
+              if isinstance(getattr(place, "ctx", None), ast.Store)]
+    return {place.id for place in places if isinstance(place, ast.Name)}
+
+
+def _used(code: CodeType) -> set[str]:
+    """The names that code looks up outside itself, in its functions too; local ones are none of them."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*map(_used, inner))
+
+
+def _imports(node: ast.stmt) -> bool:
+    kinds = (ast.Import, ast.ImportFrom)
+    return isinstance(node, kinds) or isinstance(node, ast.Try) and any(isinstance(n, kinds) for n in ast.walk(node))
+
+
+def _tree(code: str) -> ast.Module | None:
+    try:
+        tree = ast.parse(code)
+        compile(tree, "", "exec")
+        return tree
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

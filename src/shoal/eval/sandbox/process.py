@@ -1,0 +1,184 @@
+"""A sandbox seen from outside: a process that takes one program after the other, started anew where it is lost."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.errors import Unsupported
+
+Kind = Literal["bubblewrap", "namespaces", "none"]
+_HERE = Path(__file__).parent
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+_START = """import json, sys
+for source in sys.argv[1:3]:
+    exec(compile(source, "sandbox", "exec"))
+settings = json.loads(sys.argv[3])
+"""
+_HARMLESS = "import math, os\ndef f():\n    return os.listdir('.')\n"
+_HOME = "/home/guest"
+_GRACE = 20.0
+"""Seconds beyond a program's own after which the sandbox itself is taken for lost."""
+LIMITS = {"memory": 512 << 20, "file_bytes": 16 << 20, "home_bytes": 64 << 20, "processes": 8, "files": 64}
+"""Bytes of address space a process, of a file and of all files; processes and threads at once; open files."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Attributes:
+        code: the module that is judged.
+        tests: run after it, with its names.
+        entry: the function that they call.
+    """
+
+    code: str
+    tests: str
+    entry: str
+
+
+class Sandbox:
+    """Runs one program at a time. Not for several threads.
+
+    Args:
+        kind: what keeps programs in: see `find`.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._home = tempfile.mkdtemp(prefix="shoal-") if kind == "none" else _HOME
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, program: Program, seconds: float) -> str:
+        """How its tests go: passed, failed, error, timeout or syntax.
+
+        A program that ends before its tests are through has failed. One that takes the sandbox down with it is an
+        error, and the next one gets a new sandbox.
+        """
+        process = self._started()
+        ask = json.dumps({**asdict(program), "seconds": seconds}).encode() + b"\n"
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(ask)
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], seconds + _GRACE)
+            line = process.stdout.readline() if ready else b""
+        except OSError:
+            line = b""
+        if not line:
+            self._stop()
+            return "error"
+        answer = json.loads(line)
+        if not answer["clean"]:
+            self._stop()
+        return str(answer["verdict"])
+
+    def close(self) -> None:
+        """End the process and all that runs in it."""
+        self._stop()
+        if self.kind == "none":
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._process = subprocess.Popen(
+                _command(self.kind, self._home), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True, env={"PATH": "/usr/bin:/bin", "HOME": self._home, "LC_ALL": "C.UTF-8"},
+            )
+        return self._process
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def why_not(self) -> str | None:
+        """What goes wrong when it is tried; None where it works."""
+        verdict = self.run(Program(_HARMLESS, "assert f() == []\n", "f"), 10.0)
+        if verdict == "passed":
+            return None
+        process = self._started()
+        process.kill()
+        _, said = process.communicate()
+        return (said.decode(errors="replace").strip().splitlines() or [f"a harmless program ended as {verdict}"])[-1]
+
+
+@functools.cache
+def find(unsafe: bool = False) -> Kind:
+    """The best sandbox that works here.
+
+    Root is kept in by namespaces, since no limit on processes holds for root's own; others by bubblewrap where it is
+    installed.
+
+    Args:
+        unsafe: whether to go on without any where none works.
+
+    Raises:
+        Unsupported: none works.
+    """
+    root = sys.platform == "linux" and os.geteuid() == 0
+    order: Sequence[Kind] = ("namespaces",) if root else ("bubblewrap", "namespaces")
+    reasons = []
+    for kind in order if sys.platform == "linux" else ():
+        sandbox = Sandbox(kind)
+        try:
+            why = sandbox.why_not()
+        except OSError as error:
+            why = str(error)
+        finally:
+            sandbox.close()
+        if why is None:
+            return kind
+        reasons.append(f"{kind}: {why}")
+    if unsafe:
+        return "none"
+    raise Unsupported(
+        "running code that a model wrote", "; ".join(reasons) or "there is a sandbox on Linux only",
+        "Install bubblewrap or allow user namespaces, or give --unsafe where the whole machine may be lost",
+    )
+
+
+def _command(kind: Kind, home: str) -> list[str]:
+    """How a sandbox is started; Python inside is this one's, with nothing but its standard library."""
+    python = os.path.realpath(sys.executable)
+    paths = list(_visible(python))
+    settings: dict[str, Any] = {**LIMITS, "home": home, "paths": paths, "user": None, "confined": kind != "none"}
+    if kind == "none":
+        settings["processes"] = None  # it would count those of the user's other programs
+    jail = (_HERE / "jail.py").read_text("utf-8") if kind == "namespaces" else ""
+    start = _START + ("enter(settings)\n" if kind == "namespaces" else "") + "serve(settings)\n"
+    guest = (_HERE / "guest.py").read_text("utf-8")
+    inside = [python, "-I", "-S", "-B", "-c", start, jail, guest, json.dumps(settings)]
+    return [*_bubblewrap(paths, home), *inside] if kind == "bubblewrap" else inside
+
+
+def _bubblewrap(paths: Iterable[str], home: str) -> list[str]:
+    words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
+             "--as-pid-1", "--cap-drop", "ALL"]
+    for path in paths:
+        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return [*words, "--dev", "/dev", "--proc", "/proc", "--size", str(LIMITS["home_bytes"]), "--tmpfs", home,
+            "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", home]
+
+
+def _visible(python: str) -> Iterable[str]:
+    """The system's folders and this Python's, whichever there are; none that lies in another."""
+    own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(python))]
+    seen: list[str] = []
+    for path in [*_SYSTEM, *own]:
+        if os.path.exists(path) and not any(f"{path}/".startswith(f"{before}/") for before in seen):
+            seen.append(path)
+    return seen

@@ -1,0 +1,97 @@
+"""HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021): Python functions, judged by running their tests.
+
+Both are asked for one code block, which the answer is already in: so it is short, and ends where the block closes. The
+program that is tested is the block; what a model goes on with is cut off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.eval.items import Item, Part, read_lines
+from shoal.eval.sources.folder import folder
+
+STOP = ("\n```",)
+_ASK = ("Please provide a self-contained Python script that solves the following problem in a markdown code block, "
+        "without tests or explanations:\n")
+_OPENING = "Here is a self-contained Python function that solves the problem and passes its tests:\n```python\n"
+_SHOTS = """\
+Write a Python function that solves each problem.
+
+Problem:
+Write a function to count the words of a text that begin with a given letter.
+assert count_words("an old apple", "a") == 2
+Solution:
+```python
+def count_words(text, letter):
+    return sum(word.startswith(letter) for word in text.split())
+```
+
+Problem:
+Write a function to find the largest gap between neighbours of a sorted list, 0 if it is shorter than two.
+assert largest_gap([1, 4, 5]) == 3
+Solution:
+```python
+def largest_gap(values):
+    gaps = [b - a for a, b in zip(values, values[1:])]
+    return max(gaps, default=0)
+```
+
+"""
+"""Written for this: every task of both files is evaluated."""
+
+
+def both(data: Path | None, part: Part) -> list[Item]:
+    """All tasks of both; nothing is left to calibrate on."""
+    return humaneval(data, part) + mbpp(data, part) if part == "evaluation" else []
+
+
+def humaneval(data: Path | None, part: Part) -> list[Item]:
+    """The 164 tasks; MBPP's to calibrate on."""
+    return _humaneval(data) if part == "evaluation" else _mbpp(data)
+
+
+def mbpp(data: Path | None, part: Part) -> list[Item]:
+    """The 974 tasks; HumanEval's to calibrate on."""
+    return _mbpp(data) if part == "evaluation" else _humaneval(data)
+
+
+def _humaneval(data: Path | None) -> list[Item]:
+    rows = read_lines(folder(data, "humaneval") / "HumanEval.jsonl.gz")
+    return [_function(f"humaneval/{row['task_id'].rpartition('/')[2]}", row) for row in rows]
+
+
+def _function(name: str, row: Mapping[str, Any]) -> Item:
+    """A signature with its docstring, already written, to be gone on with: models would copy it first."""
+    head = row["prompt"].strip("\n") + "\n"
+    return Item(
+        name, f"{_ASK}```python\n{head}```", row["canonical_solution"].rstrip() + STOP[0], row["entry_point"],
+        judge="tests", plain=f"{_SHOTS}Problem:\nComplete this function.\nSolution:\n```python\n{head}",
+        opening=_OPENING + head, stop=STOP, given=head, tests=f"{row['test']}\ncheck({row['entry_point']})\n",
+    )
+
+
+def _mbpp(data: Path | None) -> list[Item]:
+    return [_task(row) for row in read_lines(folder(data, "mbpp") / "mbpp.jsonl")]
+
+
+def _task(row: Mapping[str, Any]) -> Item:
+    """A sentence and the first of its tests, from which the function's name is known."""
+    shown = f"{row['text'].strip()}\n{row['test_list'][0]}\n"
+    code = row["code"].replace("\r\n", "\n").rstrip()
+    tests = "\n".join([row["test_setup_code"].replace("\r\n", "\n"), *row["test_list"]])
+    return Item(
+        f"mbpp/{row['task_id']}", f"{_ASK}```\n{shown}```", code + STOP[0], _entry(row["test_list"], code),
+        judge="tests", plain=f"{_SHOTS}Problem:\n{shown}Solution:\n```python\n", opening=_OPENING, stop=STOP,
+        tests=tests + "\n",
+    )
+
+
+def _entry(tests: Sequence[str], code: str) -> str:
+    """The first function that the tests call, of those that the reference defines."""
+    defined = re.findall(r"^(?:def|class)\s+(\w+)", code, re.MULTILINE)
+    called = [name for name in re.findall(r"(\w+)\s*\(", " ".join(tests)) if name in defined]
+    return called[0] if called else "solution"
