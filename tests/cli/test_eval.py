@@ -166,7 +166,7 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
 
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
     from shoal.eval import distance
-    from shoal.eval.distance import Distances, Judge
+    from shoal.eval.distance import Distances, FullReading
 
     words = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
              "--order", "late_middle", "--loss-groups", "constant,budgets", "--n", "12", "--max-new-tokens", "40",
@@ -190,7 +190,7 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
 
     assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--minutes", "0"]) == 0
     assert "no time is left" in capsys.readouterr().out
-    plain, calls = Judge.under, iter(range(10**6))
+    plain, calls = FullReading.under, iter(range(10**6))
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * 256 * 130)  # three texts are read together
 
     def tired(self, *args):
@@ -198,10 +198,10 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
             raise KeyboardInterrupt
         return plain(self, *args)
 
-    monkeypatch.setattr(Judge, "under", tired)
+    monkeypatch.setattr(FullReading, "under", tired)
     assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
     capsys.readouterr()
-    monkeypatch.setattr(Judge, "under", plain)
+    monkeypatch.setattr(FullReading, "under", plain)
     monkeypatch.setattr(Distances, "late", True)
     part = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))["distance"]
     assert part["read"] == 3 and part["items"] == 12 and part["warning"].startswith("3 of 12 texts are read")
@@ -209,7 +209,7 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
     again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
     assert again["distance"]["rows"] == whole["distance"]["rows"]
     monkeypatch.setattr(Distances, "_answers", None)
-    monkeypatch.setattr(Judge, "under", None)
+    monkeypatch.setattr(FullReading, "under", None)
     words.remove("--json")
     assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--timed", "1"]) == 0
     out = capsys.readouterr().out

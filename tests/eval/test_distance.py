@@ -18,7 +18,7 @@ from shoal.engine.load import engine_for
 from shoal.eval import distance
 from shoal.eval.controls import GROUPS, controls, setting
 from shoal.eval.decoders import Contender, Decoder, contender
-from shoal.eval.distance import Distances, Judge, Told, bin_sizes, binned
+from shoal.eval.distance import Distances, FullReading, Told, bin_sizes, binned
 from shoal.eval.distance_study import compared, figures
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.outcomes import Outcomes
@@ -63,7 +63,7 @@ def check(model: Any, found: list[distance.Readings], read: list[Told], plan: An
 def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
     read = texts(18, 7, 12)
-    judge = Judge(tiny_engine, read)
+    judge = FullReading(tiny_engine, read)
     check(tiny_model, judge.full, read, FULL)
     for who in controls(at, [group]):
         found = judge.under(way(tiny_engine.stack, who.plan))
@@ -77,7 +77,7 @@ def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
     """Answers longer than a block and a window, several plans after one another, on the kernels."""
     model = tiny(family, dtype=torch.float32)
     engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
-    judge = Judge(engine, read)
+    judge = FullReading(engine, read)
     for _ in range(2):
         check(model, judge.under(way(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
 
@@ -93,7 +93,7 @@ def test_a_token_is_judged_apart_from_its_context(judged: int, context: int, ker
         engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
     order, read = (4, 2, 3), texts(40, 2, 9)
     how = apart(engine.stack, context, judged, order)
-    for mine, text in zip(Judge(engine, read).apart(how), read, strict=True):
+    for mine, text in zip(FullReading(engine, read).apart(how), read, strict=True):
         truth = slow_log_probs(model, text, FULL)
         for place in range(1, len(text.answer)):
             if judged > context:
@@ -122,7 +122,7 @@ def test_bins_add_up() -> None:
 def outcomes_of(engine: Engine, plan: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[dict[str, Any]]:
     read = [Told("s", str(at), tuple(prompt), tuple(answer))
             for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    return [one.outcome(0.0, True) for one in Judge(engine, read).under(way(engine.stack, plan))]
+    return [one.outcome(0.0, True) for one in FullReading(engine, read).under(way(engine.stack, plan))]
 
 
 def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) -> None:
@@ -151,15 +151,15 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     rivals = [contender(tiny_engine, Full(), 18, "full"), *controls(at, ["budgets"])]
     subjects = [distance.subject(tiny_engine.stack, who) for who in rivals]
     whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, subjects)
-    plain, calls = Judge.under, []
+    plain, calls = FullReading.under, []
 
-    def tired(self: Judge, *args: Any) -> Any:
+    def tired(self: FullReading, *args: Any) -> Any:
         calls.append(1)
         if len(calls) in (5, 6):
             raise KeyboardInterrupt
         return plain(self, *args)
 
-    monkeypatch.setattr(Judge, "under", tired)
+    monkeypatch.setattr(FullReading, "under", tired)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects)
@@ -170,7 +170,7 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     lines = [sorted((tmp_path / part).read_text().splitlines()) for part in ("whole", "parts")]
     assert lines[0] == lines[1]
     assert len(calls) == 2 + 4 * (len(rivals) - 1)  # of four batches
-    monkeypatch.delattr(distance, "Judge")
+    monkeypatch.delattr(distance, "FullReading")
     assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects) == whole
 
 

@@ -16,7 +16,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
 from shoal.eval import why
 from shoal.eval.controls import setting
-from shoal.eval.distance import Distances, Judge, Told
+from shoal.eval.distance import Distances, FullReading, Told
 from shoal.eval.equal_depth import Lengths
 
 
@@ -53,7 +53,7 @@ def test_layers_go_where_they_are_worth_least(falling: bool) -> None:
 
 def test_a_sublayer_is_left_out_alone(tiny_engine: Engine) -> None:
     read = [Told("s", "0", (1, 2, 3), tuple(ids(12)[0]))]
-    judge = Judge(tiny_engine, read)
+    judge = FullReading(tiny_engine, read)
     for part, attention, mlp in (("attention", 1, NEVER), ("mlp", NEVER, 1), ("layer", 1, 1)):
         every = [NEVER] * 6
         plan = DepthPlan((NEVER, NEVER, attention, *every[3:]), (NEVER, NEVER, mlp, *every[3:]))

@@ -95,7 +95,7 @@ def bin_sizes(count: int) -> list[int]:
     return [int(n) for n in binned([1] * count)]
 
 
-class Judge:
+class FullReading:
     """Texts read at full depth, ready to be read again under other plans.
 
     Args:
@@ -201,7 +201,7 @@ class Subject:
     """
 
     spec: Mapping[str, Any]
-    read: Callable[[Judge], list[Readings]]
+    read: Callable[[FullReading], list[Readings]]
     layers: Callable[[int], float]
 
 
@@ -295,7 +295,7 @@ class Distances:
                 continue
             if self.late:
                 break
-            judge = Judge(self.engine, batch)
+            judge = FullReading(self.engine, batch)
             for who in open_ones:
                 self._keep(batch, who, who.read(judge))
         done = [text for text in texts if not any(self._missing([text], who) for who in subjects)]

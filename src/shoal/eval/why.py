@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.eval.distance import Judge, Readings, Subject
+from shoal.eval.distance import FullReading, Readings, Subject
 from shoal.eval.equal_depth import Counts, Lengths
 from shoal.eval.reread import Way, way
 from shoal.eval.rising import RisingPlan
@@ -44,7 +44,7 @@ def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) 
     """Tokens at one depth, their context at another."""
     how = apart(stack, context, judged, order)
 
-    def read(judge: Judge) -> list[Readings]:
+    def read(judge: FullReading) -> list[Readings]:
         return judge.apart(how)
 
     spec = {"method": "apart", "method_args": {"context": context, "judged": judged, "order": list(order)}}
