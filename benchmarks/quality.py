@@ -1,4 +1,4 @@
-"""Measure everything that docs/evidence.md reports, on shoal-reference or any other model.
+"""Measure everything that benchmarks/quality/README.md reports, on shoal-reference or any other model.
 
     python benchmarks/quality.py --data DIR
     python benchmarks/quality.py --data DIR --quick --out quick
@@ -133,7 +133,7 @@ def publish(out: Path, pictures: Path) -> None:
         quality_dial.draw(dial, known, pictures / "dial.png")
         found["dial"] = quality_dial.table(dial, times_of(out))
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
-    page = ROOT / "docs" / "evidence.md"
+    page = out / "README.md"
     if out.resolve() == ROOT / "benchmarks" / "quality" and page.is_file():
         page.write_text(between(page.read_text("utf-8"), found), encoding="utf-8")
     print(f"results are in {out}, pictures in {pictures}")

@@ -1,0 +1,167 @@
+"""Tables and pictures of docs/evidence.md, and the evidence in the cards that ship, from the reports of benchmarks.
+
+    python benchmarks/evidence.py            writes them
+    python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
+
+benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, and
+benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as `<!-- distance:begin -->` and
+`<!-- distance:end -->`; `shoal recommend` reads the cards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pages import markdown
+from quality_tables import between
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS, PAGE = ROOT / "benchmarks" / "evidence", ROOT / "docs" / "evidence.md"
+CARDS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m",
+         "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct"}
+"""Model -> its card in src/shoal/cards."""
+SHOWN = ("d3", "constant", "linear", "d3, start 0.2", "reversed d3", "unified layer skipping", "early exit",
+         "skipdecode")
+"""Schedules in the tables, in this order; the reports hold all."""
+_EVERY, _LEAST = 32, 400
+"""Positions of a column, and tokens that it must hold."""
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the page's tables and the cards, or compare them; pictures are written only."""
+    reports = load()
+    new = {PAGE: between(PAGE.read_text("utf-8"), tables(reports)), **cards()}
+    stale = [path for path, text in new.items() if path.read_text("utf-8") != text]
+    for path in stale:
+        print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
+    if "--check" in words:
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(new[path], encoding="utf-8")
+    draw(reports, ROOT / "docs" / "pictures")
+    return 0
+
+
+def cards() -> dict[Path, str]:
+    """The cards of the models that were measured, with what is known of methods on them."""
+    found = {}
+    for name, card in CARDS.items():
+        path = ROOT / "src" / "shoal" / "cards" / f"{card}.json"
+        drafts = json.loads((ROOT / "benchmarks" / "auto" / f"{name}.json").read_text("utf-8"))
+        known = {"lossless": [lossless(kind, row) for kind, row in drafts["kinds"].items()], "lossy": [],
+                 "machine": f"{drafts['machine']['cpu']} with {drafts['machine']['cpu_capability']}"}
+        found[path] = json.dumps({**json.loads(path.read_text("utf-8")), "evidence": known}) + "\n"
+    return found
+
+
+def lossless(kind: str, row: Row) -> dict[str, Any]:
+    """What `auto` brought on a kind of text, as a card has it."""
+    return {"task": kind, "label": "auto", "speedup": round(row["ratio"], 3), "low": round(row["low"], 3),
+            "texts": row["texts"]}
+
+
+def load(folder: Path = REPORTS) -> dict[str, Report]:
+    """Reports of distance by model."""
+    return {path.stem.removesuffix("-distance"): json.loads(path.read_text("utf-8"))
+            for path in sorted(folder.glob("*-distance.json"))}
+
+
+def tables(reports: Mapping[str, Report]) -> dict[str, str]:
+    """Markdown by the name of its mark."""
+    return {
+        "distance": "\n\n".join(distance(name, report) for name, report in reports.items()),
+        "orders": orders(reports),
+        "positions": "\n\n".join(positions(name, report) for name, report in reports.items()),
+        "commands": "\n\n".join(command(name, report) for name, report in reports.items()),
+    }
+
+
+def distance(name: str, report: Report) -> str:
+    """D3 and its controls at each speed-up."""
+    rows = report["distance"]["rows"]
+    head = f"**{name}**, {rows[0]['n']} answers of the full model, {rows[0]['tokens']:,} tokens:"
+    header = ["ideal", "schedule", "mean layers", "KL, nats [95 %]", "difference from D3 [95 %]", "p", "kept %",
+              "tokens in common"]
+    lines = [_distance_line(row) for speed in _speeds(rows) for label in SHOWN
+             for row in rows if row.get("speedup") == speed and row["label"] == label]
+    return f"{head}\n\n{markdown(header, lines)}"
+
+
+def _distance_line(row: Row) -> list[str]:
+    versus, gap = row["versus_d3"], ["", ""]
+    if row["label"] != "d3":
+        p = versus["kl"].get("p_holm", versus["kl"]["p"])
+        gap = [_interval(versus["kl"], "+.3f"), "<0.001" if p < 0.001 else f"{p:.3f}"]
+    return [f"{row['speedup']:.2f}x", row["label"], f"{row['mean_layers']:.2f}", _interval(row["kl"], ".3f"), *gap,
+            f"{100 * row['kept']['mean']:.1f}", f"{row['prefix']['mean']:.0f}" if "prefix" in row else ""]
+
+
+def orders(reports: Mapping[str, Report]) -> str:
+    """KL of D3 by removal order: a line per order, a column per model and speed-up."""
+    columns = [(name, speed) for name, report in reports.items() for speed in _speeds(report["distance"]["rows"])]
+    found = {(name, row["speedup"], row["label"]): row["kl"]["mean"] for name, report in reports.items()
+             for row in report["distance"]["rows"] if "speedup" in row}
+    labels = dict.fromkeys(label for _, _, label in found if label == "d3" or label.startswith("d3, ") and
+                           "start" not in label)
+    lines = [["calibrated, as in D3" if label == "d3" else label.removeprefix("d3, "),
+              *(f"{found[name, speed, label]:.2f}" if (name, speed, label) in found else "" for name, speed in columns)]
+             for label in labels]
+    return markdown(["order", *(f"{name}, {speed:g}x" for name, speed in columns)], lines)
+
+
+def positions(name: str, report: Report) -> str:
+    """The full model's loss, and the KL of D3 and its like, by position."""
+    rows, width = report["distance"]["rows"], report["distance"]["bin"]
+    step = _EVERY // width
+    bins = [index for index in range(0, len(rows[0]["by_position"]), step)
+            if sum(one["tokens"] for one in rows[0]["by_position"][index : index + step]) >= _LEAST]
+    lines = [["loss at full depth", *(_over(rows[0], "nll", index, step) for index in bins)]]
+    speed = _speeds(rows)[min(1, len(_speeds(rows)) - 1)]
+    for label in ("d3", "constant", "linear", "reversed d3"):
+        row = next(row for row in rows if row.get("speedup") == speed and row["label"] == label)
+        lines.append([f"KL of {label} at {speed:g}x", *(_over(row, "kl", index, step) for index in bins)])
+    return markdown([f"{name}: tokens from", *(str(index * width) for index in bins)], lines)
+
+
+def _over(row: Row, measure: str, index: int, step: int) -> str:
+    bins = row["by_position"][index : index + step]
+    return f"{sum(one[measure]['mean'] * one['tokens'] for one in bins) / sum(one['tokens'] for one in bins):.3f}"
+
+
+def command(name: str, report: Report) -> str:
+    """The command of a report, and where it ran."""
+    machine = report["machine"]
+    what = f"{machine['cpu']}, {machine['cpu_capability']}, {report['dtype']}, {report['date'][:10]}"
+    return f"{name} ({what}):\n\n<!-- not run: takes an hour -->\n```sh\n{report['command']}\n```"
+
+
+def draw(reports: Mapping[str, Report], folder: Path) -> None:
+    """For each model KL against mean depth, and by position."""
+    from shoal.eval import distance_plots
+
+    for name, report in reports.items():
+        rows = report["distance"]["rows"]
+        shown = [row for row in rows if row["label"] in SHOWN[:5]]
+        distance_plots.draw_depth(shown, folder / f"{name}-depth.png")
+        for speed in _speeds(rows)[1:2]:
+            at = [row for row in rows if row.get("speedup") == speed]
+            distance_plots.draw_positions(at, speed, folder / f"{name}-positions.png")
+
+
+def _speeds(rows: Sequence[Row]) -> list[float]:
+    return sorted({row["speedup"] for row in rows if "speedup" in row})
+
+
+def _interval(found: Mapping[str, float], form: str) -> str:
+    return f"{found['mean']:{form}} [{found['low']:{form}} to {found['high']:{form}}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
