@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +29,6 @@ from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv_copy import copy_out
-
-log = logging.getLogger(__name__)
 
 _CONTEXT = 2048
 """Tokens of prompt and answer that llama.cpp gets room for: its drafts make it keep the logits of all of them."""
@@ -118,8 +115,8 @@ def measure(
     systems |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != PLAIN}
     exact = [PLAIN, *(name for name, method in methods.items() if engine.recipe(method, 9).exact_to == "full")]
     systems |= _peers(subject, setting, engine, wish)
-    asked = {**wish.asked(), "model": shown_name(engine.model_name), "systems": list(systems), "executor": type(engine.stack).__name__,
-             "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
+    asked = {**wish.asked(), "model": shown_name(engine.model_name), "systems": list(systems),
+             "executor": type(engine.stack).__name__, "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
     if found.setdefault("asked", asked) != asked:
         raise ValueError(f"the report was measured with other settings: {found['asked']}; name another file")
     found |= {"exact": exact, "stopped_early": False, "texts": found.get("texts", [])}
@@ -129,12 +126,17 @@ def measure(
             break
         found["texts"].append({"kind": kind, "prompt": _fingerprint(prompt), **_text(engine, systems, prompt, wish,
                                                                                     len(found["texts"]))})
-        found["results"] = summary.rows(found["texts"], wish.kinds, list(systems))
-        found["lossless"] = _lossless(found)
+        _sum_up(found)
         keep()
-        log.info("%d texts", len(found["texts"]))
-    if "results" not in found:
-        raise ValueError("no text was decoded in the time given")
+    _sum_up(found)
+    if not found["results"]:
+        raise ValueError("no text was decoded in the time given, or none had an answer that is long enough")
+
+
+def _sum_up(found: dict[str, Any]) -> None:
+    asked = found["asked"]
+    found["results"] = summary.rows(found["texts"], asked["kinds"], asked["systems"])
+    found["lossless"] = _lossless(found)
 
 
 def _lossless(found: Mapping[str, Any]) -> dict[str, int]:
@@ -229,7 +231,7 @@ def _peers(subject: MeasuredModel, setting: Setting, engine: Engine, wish: Draft
 def _transformers(
     subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig, small: MeasuredModel | None
 ) -> dict[str, DecodingSystem]:
-    """transformers' own decoding, plain and assisted."""
+    """Transformers' own decoding, plain and assisted."""
     peers = [peer for peer in wish.peers if peer in HF_OPTIONS]
     if not peers:
         return {}
@@ -238,8 +240,6 @@ def _transformers(
     filled: dict[str, Any] = {"assistant_early_exit": wish.exit_layer or max(1, engine.stack.num_layers // 3)}
     if "hf-draft-model" in peers and small is not None:
         filled["assistant_model"] = small.hf_model(dtype, setting.device)
-    return {
-        peer: HFSpeaker(model, {key: filled[key] if value is None else value for key, value in HF_OPTIONS[peer].items()},
-                        sorted(engine.eos_token_ids))
-        for peer in peers
-    }
+    eos = sorted(engine.eos_token_ids)
+    return {peer: HFSpeaker(model, {key: filled.get(key, value) for key, value in HF_OPTIONS[peer].items()}, eos)
+            for peer in peers}

@@ -1,6 +1,7 @@
 """One text decoded by several systems side by side.
 
-They take turns token by token where they can: a shared machine's speed changes within seconds, and is then lower for all.
+They take turns token by token where they can: a shared machine's speed changes within seconds, and is then lower for
+all.
 """
 
 from __future__ import annotations
