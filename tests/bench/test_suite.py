@@ -211,6 +211,17 @@ def test_short_answers_are_replaced_and_time_ends() -> None:
         Reports({}).measure({}, minutes=1e-9)
 
 
+@pytest.mark.parametrize(("busy", "kept"), [([0.0, 0.05], [0, 1]), ([0.5, 0.0, 0.9, 0.1], [1, 3]),
+                                            ([0.5, 0.4, 0.9, 0.8, 0.7, 0.6], [1, 0])])
+def test_rounds_in_which_others_work_are_decoded_again(
+    busy: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(busy)
+    monkeypatch.setattr("shoal.bench.idle.others", lambda before, after: next(left))
+    assert [number for _, number in measure._quietest(lambda number: number, 2)] == kept
+    assert next(left, None) is None
+
+
 @pytest.mark.parametrize("token", [0, None])
 def test_a_text_that_differs_is_seen(token: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     true = ShoalRun.decoded

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal import catalog
-from shoal.bench import workloads
+from shoal.bench import idle, workloads
 from shoal.bench.drafts import summary
 from shoal.bench.drafts.judge import difference
 from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
@@ -30,6 +30,9 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv_copy import copy_out
 
+T = TypeVar("T")
+_TRIES = 3
+"""Times as many rounds as are wanted, at most, where others keep the machine busy."""
 _CONTEXT = 2048
 """Tokens of prompt and answer that llama.cpp gets room for: its drafts make it keep the logits of all of them."""
 
@@ -171,14 +174,25 @@ def _text(
     """One text by all systems, as JSON values; the first of all is decoded once more before, to warm up."""
     task, plain = _begun(engine, prompt, wish.new_tokens)
     about = {"prompt_tokens": len(task.prompt), "new_tokens": len(plain)}
-    if len(plain) < wish.shortest:
+    if len(plain) < min(wish.shortest, wish.new_tokens):
         return {**about, "too_short": True}
     if not number:
         together(task, systems)
-    rounds = [together(task, {name: systems[name] for name in in_order(list(systems), number + again)})
-              for again in range(wish.rounds)]
-    return {**about, "systems": {name: _system(engine, task, plain, [runs[name] for runs in rounds], wish.tolerance)
-                                 for name in systems}}
+    rounds = _quietest(lambda again: together(task, {name: systems[name] for name in
+                                                     in_order(list(systems), number + again)}), wish.rounds)
+    return {**about, "busy": [busy for busy, _ in rounds],
+            "systems": {name: _system(engine, task, plain, [runs[name] for _, runs in rounds], wish.tolerance)
+                        for name in systems}}
+
+
+def _quietest(decode: Callable[[int], T], rounds: int) -> list[tuple[float, T]]:
+    """So many rounds, each with the cores that others kept busy meanwhile; of more rounds where too many were kept."""
+    made: list[tuple[float, T]] = []
+    while len(made) < _TRIES * rounds and sum(busy <= idle.BUSY for busy, _ in made) < rounds:
+        before = idle.snapshot()
+        runs = decode(len(made))
+        made.append((idle.others(before, idle.snapshot()) or 0.0, runs))
+    return sorted(made, key=lambda one: one[0])[:rounds]
 
 
 def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tuple[int, ...]]:

@@ -84,7 +84,8 @@ class HFSpeaker:
         out = greedy(self._model, [task.prompt], task.new_tokens, self._eos or None, streamer=stamps, **self._options)
         tokens = tuple(out[0, len(task.prompt) :].tolist())
         first, last = stamps.times[1], stamps.times[-1]
-        return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
+        timed, forwards = len(tokens) - stamps.sizes[1], len(stamps.times) - 2
+        return Decoded(tokens, timed, last - first, timed / forwards if forwards else None)
 
 
 class LlamaSpeaker:
@@ -103,8 +104,8 @@ class LlamaSpeaker:
         return WholeRun(partial(self._decode, task))
 
     def _decode(self, task: DraftTask) -> Decoded:
-        tokens, timed, seconds = self._model.decode(task.prompt, task.new_tokens, self._eos)
-        return Decoded(tokens, timed, seconds)
+        made = self._model.decode(task.prompt, task.new_tokens, self._eos)
+        return Decoded(made.tokens, made.timed, made.seconds, made.per_forward)
 
 
 class WholeRun:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,19 @@ _GUESSES = 10
 """Of prompt lookup: the package's own default, and what transformers' documentation uses."""
 _SECOND = 4
 """Of a second model: as many as `draft_model` guesses here."""
+_SKIPPED = 2
+"""Forwards that are not timed: the prompt's, and the first one that guesses, in which a second model reads it too."""
 _GREEDY = {"temp": 0.0, "repeat_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class LlamaAnswer:
+    """What came of a prompt: all tokens; how many of them `seconds` covers; tokens per forward after the prompt's."""
+
+    tokens: tuple[int, ...]
+    timed: int
+    seconds: float
+    per_forward: float
 
 
 class LlamaDrafts:
@@ -48,24 +61,29 @@ class LlamaDrafts:
         elif name == NAMES[2]:
             drafts = _second(Llama(str(assistant), **options))
         self._model = Llama(file, draft_model=drafts, **options)
+        self._forwards, self._eval = 0, self._model.eval
+        self._model.eval = self._counted
 
-    def decode(
-        self, prompt: Sequence[int], new_tokens: int, eos: frozenset[int]
-    ) -> tuple[tuple[int, ...], int, float]:
-        """The likeliest tokens to `new_tokens` or an end; how many of them, after the second, took how many seconds."""
+    def _counted(self, tokens: Any) -> None:
+        self._eval(tokens)
+        self._forwards += 1
+
+    def decode(self, prompt: Sequence[int], new_tokens: int, eos: frozenset[int]) -> LlamaAnswer:
+        """The likeliest tokens to `new_tokens` or an end."""
         self._model.reset()
-        tokens: list[int] = []
+        self._forwards = 0
+        tokens, moments, forwards = list[int](), list[float](), list[int]()
         stream = self._model.generate(list(prompt), **_GREEDY)
-        start = 0.0
         for token in islice(stream, new_tokens):
             tokens.append(token)
-            if len(tokens) == 2:  # the first forward that guesses is done, and with it a second model's reading
-                start = time.perf_counter()
+            moments.append(time.perf_counter())
+            forwards.append(self._forwards)
             if token in eos:
                 break
-        seconds = time.perf_counter() - start
         stream.close()
-        return tuple(tokens), len(tokens) - 2, seconds
+        first = sum(number < _SKIPPED + 1 for number in forwards)
+        return LlamaAnswer(tuple(tokens), len(tokens) - first, moments[-1] - moments[first - 1],
+                           (len(tokens) - 1) / max(1, forwards[-1] - 1))
 
 
 def _second(model: Any) -> Any:
