@@ -220,6 +220,8 @@ def test_rounds_in_which_others_work_are_decoded_again(
     monkeypatch.setattr("shoal.bench.idle.others", lambda before, after: next(left))
     assert [number for _, number in measure._quietest(lambda number: number, 2)] == kept
     assert next(left, None) is None
+    left = iter([busy + 1 for busy in [0.5, 0.0, 0.1]])
+    assert [number for _, number in measure._quietest(lambda number: number, 2, spare=1)] == [1, 2]
 
 
 @pytest.mark.parametrize("token", [0, None])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from shoal import catalog
 from shoal.bench import idle, workloads
@@ -178,17 +181,18 @@ def _text(
         return {**about, "too_short": True}
     if not number:
         together(task, systems)
+    spare = max(0, (os.cpu_count() or 1) - torch.get_num_threads()) if engine.stack.device.type == "cpu" else 0
     rounds = _quietest(lambda again: together(task, {name: systems[name] for name in
-                                                     in_order(list(systems), number + again)}), wish.rounds)
+                                                     in_order(list(systems), number + again)}), wish.rounds, spare)
     return {**about, "busy": [busy for busy, _ in rounds],
             "systems": {name: _system(engine, task, plain, [runs[name] for _, runs in rounds], wish.tolerance)
                         for name in systems}}
 
 
-def _quietest(decode: Callable[[int], T], rounds: int) -> list[tuple[float, T]]:
-    """So many rounds, each with the cores that others kept busy meanwhile; of more rounds where too many were kept."""
+def _quietest(decode: Callable[[int], T], rounds: int, spare: int = 0) -> list[tuple[float, T]]:
+    """So many rounds, each with the cores that others kept busy meanwhile; out of more where these were not spare."""
     made: list[tuple[float, T]] = []
-    while len(made) < _TRIES * rounds and sum(busy <= idle.BUSY for busy, _ in made) < rounds:
+    while len(made) < _TRIES * rounds and sum(busy <= idle.BUSY + spare for busy, _ in made) < rounds:
         before = idle.snapshot()
         runs = decode(len(made))
         made.append((idle.others(before, idle.snapshot()) or 0.0, runs))
