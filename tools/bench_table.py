@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,10 +97,11 @@ def long(path: Path, report: dict[str, Any]) -> str:
 def drafts(report: dict[str, Any]) -> str:
     """A table of lossless methods, or of a dial that has lossy settings, with what was measured and the command."""
     asked, machine = report["asked"], report["machine"]
-    count = report["lossless"]
-    head = (f"**{asked['model']}**, {processor(machine)}, {report['setting']['threads']} threads, "
-            f"{asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems in turn token "
-            f"by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods {count['equal']} "
+    count, threads = report["lossless"], report["setting"]["threads"]
+    busy = statistics.median(busy for text in report["texts"] for busy in text.get("busy", ()))
+    head = (f"**{asked['model']}**, {processor(machine)}, {threads} of {machine['cpu_count']} cores (others used "
+            f"{busy:.1f}), {asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems in "
+            f"turn token by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods {count['equal']} "
             f"equal plain decoding's, {count['ties']} differ by a tie, {count['wrong']} otherwise:")
     lossy = [row["system"] for row in report["results"] if "lenient" in row["system"]]
     table = _dial(report) if lossy else _gains(report)

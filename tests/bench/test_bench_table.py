@@ -102,11 +102,12 @@ def drafts_report(systems: dict[str, float]) -> dict[str, Any]:
                    "ideal_speedup": 1.25, "difference": None if times < 2 else {"tie": True, "nats": 0.5,
                                                                                "agreement": 0.25}}
             for name, times in systems.items()}
-    one = {"kind": "edits", "systems": made}
+    one = {"kind": "edits", "systems": made, "busy": [0.25]}
     texts = [one, {"kind": "edits", "too_short": True}, one]
     asked = {"model": "m.gguf", "computes_in": "bfloat16", "new_tokens": 64, "rounds": 1, "systems": list(systems)}
     report = {key: REPORT[key] for key in ("command", "date", "machine", "setting")}
-    return {**report, "texts": texts, "asked": asked, "results": summary.rows(texts, ["edits"], list(systems)),
+    return {**report, "machine": {"cpu": "a chip", "cpu_count": 2}, "texts": texts, "asked": asked,
+            "results": summary.rows(texts, ["edits"], list(systems)),
             "lossless": {"answers": 4, "equal": 3, "ties": 1, "wrong": 0}}
 
 
