@@ -100,9 +100,9 @@ def drafts(report: dict[str, Any]) -> str:
     count, threads = report["lossless"], report["setting"]["threads"]
     busy = statistics.median(busy for text in report["texts"] for busy in text.get("busy", ()))
     head = (f"**{asked['model']}**, {processor(machine)}, {threads} of {machine['cpu_count']} cores (others used "
-            f"{busy:.1f}), {asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems in "
-            f"turn token by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods {count['equal']} "
-            f"equal plain decoding's, {count['ties']} differ by a tie, {count['wrong']} otherwise:")
+            f"{busy:.1f}), {asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems "
+            f"in turn token by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods "
+            f"{count['equal']} equal plain decoding's, {count['ties']} differ by a tie, {count['wrong']} otherwise:")
     lossy = [row["system"] for row in report["results"] if "lenient" in row["system"]]
     table = _dial(report) if lossy else _gains(report)
     return f"\n{head}\n\n{table}\n\n{_FENCE}{report['command']}\n```\n"
