@@ -98,9 +98,10 @@ def drafts(report: dict[str, Any]) -> str:
     """A table of lossless methods, or of a dial that has lossy settings, with what was measured and the command."""
     asked, machine = report["asked"], report["machine"]
     count, threads = report["lossless"], report["setting"]["threads"]
-    busy = statistics.median(busy for text in report["texts"] for busy in text.get("busy", ()))
-    head = (f"**{asked['model']}**, {processor(machine)}, {threads} of {machine['cpu_count']} cores (others used "
-            f"{busy:.1f}), {asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems "
+    busy = [busy for text in report["texts"] for busy in text.get("busy", ())]
+    others = f" (others used {statistics.median(busy):.1f})" if busy else ""
+    head = (f"**{asked['model']}**, {processor(machine)}, {threads} of {machine['cpu_count']} cores{others}, "
+            f"{asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems "
             f"in turn token by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods "
             f"{count['equal']} equal plain decoding's, {count['ties']} differ by a tie, {count['wrong']} otherwise:")
     lossy = [row["system"] for row in report["results"] if "lenient" in row["system"]]
@@ -124,7 +125,7 @@ def _gain(row: dict[str, Any]) -> str:
     if times is None:
         return ""
     mean = f"{times['mean']:.2f}x"
-    shown = f"**{mean}**" if times["low"] > 1 else mean
+    shown = f"**{mean}**" if times["low"] > 1 and row["texts"] > 1 else mean
     more = [f"{per:.2f}" if per else "", f"{100 * kept:.0f} %" if kept is not None else ""]
     spread = f" ({times['low']:.2f}-{times['high']:.2f})" if row["texts"] > 1 else ""
     return ", ".join(filter(None, [shown + spread, *more]))
