@@ -43,6 +43,12 @@ def test_what_is_timed_begins_after_the_first_guesses(file: str) -> None:
     assert ended.tokens == made.tokens[: made.tokens.index(made.tokens[6]) + 1]
 
 
+def test_prompts_may_be_longer_than_a_batch(file: str) -> None:
+    prompt = [3 + number % 90 for number in range(700)]
+    texts = {LlamaDrafts(file, 1024, 1, name).decode(prompt, 8, frozenset()).tokens for name in NAMES[:2]}
+    assert len(texts) == 1 and len(*texts) == 8
+
+
 def test_other_files_are_refused() -> None:
     wish = DraftsConfig([workloads.PROBLEMS], None, peers=["llama.cpp"])
     with pytest.raises(ValueError, match="GGUF"):

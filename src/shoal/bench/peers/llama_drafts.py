@@ -60,7 +60,8 @@ class LlamaDrafts:
             drafts = LlamaPromptLookupDecoding(num_pred_tokens=_GUESSES)
         elif name == NAMES[2]:
             drafts = _second(Llama(str(assistant), **options))
-        self._model = Llama(file, draft_model=drafts, **options)
+        # The package wants all logits for drafts, but makes room for them only where it is told so as well.
+        self._model = Llama(file, draft_model=drafts, logits_all=drafts is not None, **options)
         self._forwards, self._eval = 0, self._model.eval
         self._model.eval = self._counted
 
