@@ -8,8 +8,14 @@ OLD = {"--serve": "bench-serve", "--suite spec": "bench-drafts"}
 """Words of `shoal bench` that once chose another program -> that program's command."""
 
 
+AUTO = "benchmarks/auto.py "
+"""A script that bench-drafts has taken in."""
+
+
 def current(command: str) -> str:
     """The command that makes the same report now; one that is still given so stays as it is."""
+    if command.startswith(AUTO):
+        return command.replace(AUTO, "shoal bench-drafts --data ../shared/data --methods auto --items 10 ", 1)
     for words, name in OLD.items():
         if command.startswith("shoal bench ") and f" {words} " in f"{command} ":
             return f"{command} ".replace("shoal bench ", f"shoal {name} ", 1).replace(f" {words} ", " ", 1).rstrip()

@@ -5,8 +5,9 @@
 
 The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
 benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, `shoal bench-drafts
---json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and benchmarks/auto.py into
-benchmarks/auto. The README and docs/performance.md show the files in benchmarks/real/avx512. The tables go between the
+--json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and what a forerunner of
+bench-drafts wrote about `auto` into benchmarks/auto. The README and docs/performance.md show the files in
+benchmarks/real/avx512. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
 `<!-- auto:end -->`.
 """
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.drafts import summary
+from shoal.bench.drafts.suite import PLAIN
 from shoal.bench.speed import table as speeds
 from shoal.bench.table import intervals, processor
 
@@ -93,18 +97,58 @@ def long(path: Path, report: dict[str, Any]) -> str:
 
 
 def drafts(report: dict[str, Any]) -> str:
-    """A line per method, a column per kind of text: times faster than the plain loop, and tokens per forward."""
-    rows = [row for row in report["results"] if row["system"] != "full"]
-    systems, texts = list(dict.fromkeys(row["system"] for row in rows)), list(report["workloads"])
-    cells = {(row["system"], row["workload"]): row for row in rows}
-    best = {text: max(row["times_faster"]["median"] for row in rows if row["workload"] == text) for text in texts}
-    lines = [[system, *(_draft(cells.get((system, text)), best[text]) for text in texts)] for system in systems]
-    machine, setting = report["machine"], report["setting"]
-    said = {"replay": "replay of recorded texts", "free": "the model's own answers"}[report["way"]]
-    head = (f"**{report['subject']['name']}**, {said}, {setting['dtype']}, {processor(machine)}, "
-            f"{setting['threads']} threads, {_rounds(report['rounds'])}, systems in turn token by token, "
-            f"{report['date'][:10]}:")
-    return f"\n{head}\n\n{markdown(['method', *texts], lines)}\n\n{_FENCE}{current(report['command'])}\n```\n"
+    """A table of lossless methods, or of a dial that has lossy settings, with what was measured and the command."""
+    asked, machine = report["asked"], report["machine"]
+    count, threads = report["lossless"], report["setting"]["threads"]
+    busy = [busy for text in report["texts"] for busy in text.get("busy", ())]
+    others = f" (others used {statistics.median(busy):.1f})" if busy else ""
+    head = (f"**{asked['model']}**, {processor(machine)}, {threads} of {machine['cpu_count']} cores{others}, "
+            f"{asked['computes_in']}, {asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, systems "
+            f"in turn token by token, {report['date'][:10]}. Of {count['answers']} answers of lossless methods "
+            f"{count['equal']} equal plain decoding's, {count['ties']} differ by a tie, {count['wrong']} otherwise:")
+    lossy = [row["system"] for row in report["results"] if "lenient" in row["system"]]
+    table = _dial(report) if lossy else _gains(report)
+    return f"\n{head}\n\n{table}\n\n{_FENCE}{report['command']}\n```\n"
+
+
+def _gains(report: dict[str, Any]) -> str:
+    """A line per system, a column per kind of text."""
+    rows = {(row["system"], row["kind"]): row for row in report["results"]}
+    kinds = list(dict.fromkeys(kind for _, kind in rows))
+    systems = [system for system in report["asked"]["systems"] if system != PLAIN]
+    titles = [f"{kind} ({rows[PLAIN, kind]['texts']})" for kind in kinds]
+    lines = [[_short(system), *(_gain(rows[system, kind]) for kind in kinds)] for system in systems]
+    return markdown(["method", *titles], lines)
+
+
+def _gain(row: dict[str, Any]) -> str:
+    """Times faster with its interval; tokens per forward, guesses kept."""
+    times, per, kept = row["times_faster"], row["tokens_per_forward"], row["acceptance"]
+    if times is None:
+        return ""
+    mean = f"{times['mean']:.2f}x"
+    shown = f"**{mean}**" if times["low"] > 1 and row["texts"] > 1 else mean
+    more = [f"{per:.2f}" if per else "", f"{100 * kept:.0f} %" if kept is not None else ""]
+    spread = f" ({times['low']:.2f}-{times['high']:.2f})" if row["texts"] > 1 else ""
+    return ", ".join(filter(None, [shown + spread, *more]))
+
+
+def _dial(report: dict[str, Any]) -> str:
+    """A line per setting over all texts together, the slowest first: what it gains beside what it loses."""
+    texts = summary.usable([{**text, "kind": "all"} for text in report["texts"]], "all")
+    rows = [summary.row("all", system, texts) for system in report["asked"]["systems"]]
+    rows.sort(key=lambda row: row["times_faster"]["mean"])
+    lines = [[_short(row["system"]), f"{row['times_faster']['mean']:.2f}x ({row['times_faster']['low']:.2f}-"
+              f"{row['times_faster']['high']:.2f})", f"{row['ideal_speedup']:.2f}x", f"{row['tokens_per_forward']:.2f}",
+              f"{row['nats']:.3f}", f"{100 * row['agreement']:.0f}", f"{row['equal']} of {row['texts']}"]
+             for row in rows]
+    return markdown(["method", "times faster", "ideal", "tokens per forward", "nats below the best token",
+                     "same tokens %", "same text"], lines)
+
+
+def _short(system: str) -> str:
+    """A method's words without which model drafts and which rule is meant, as the command says that."""
+    return re.sub(r":(draft|text)=[^:]*|:rule=lenient", "", system)
 
 
 def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
@@ -117,7 +161,7 @@ def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
         parted = sum(text["first_difference"] is not None for text in timed)
         found.append(f"- {path.stem}: {asked['model']}, {processor(report['machine'])}, {len(timed)} texts, "
                      f"{asked['new_tokens']} tokens, {_rounds(asked['rounds'])}, {report['date'][:10]}; "
-                     f"{len(timed) - parted} texts equal to plain decoding's. `{report['command']}`")
+                     f"{len(timed) - parted} texts equal to plain decoding's. `{current(report['command'])}`")
     return "\n".join(found) + "\n\n"
 
 
@@ -127,14 +171,6 @@ def _auto(one: dict[str, Any] | None) -> str:
 
 def _rounds(number: int, kind: str = "") -> str:
     return f"{number} {kind}round" + ("" if number == 1 else "s")
-
-
-def _draft(row: dict[str, Any] | None, best: float) -> str:
-    if row is None:
-        return ""
-    times, per, equal = row["times_faster"]["median"], row["tokens_per_forward"], row["equal_to_plain"]
-    text = f"**{times:.2f}x**" if times == best and best > 1 else f"{times:.2f}x"
-    return text + (f" ({per:.2f})" if per else "") + ("" if equal == 1 else f", {100 * equal:.0f} % same text")
 
 
 def intro(report: dict[str, Any]) -> str:

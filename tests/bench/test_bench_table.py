@@ -14,6 +14,7 @@ import pytest
 
 import scripts
 from pages import current
+from shoal.bench.drafts import summary
 from shoal.cli.parser import Parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def test_recorded_commands_are_shown_as_they_are_given_today() -> None:
     assert current("shoal bench --serve --rate 2") == "shoal bench-serve --rate 2"
     assert current("shoal bench --shape 1b --suite spec") == "shoal bench-drafts --shape 1b"
     same = "shoal bench --shape 1b --json benchmarks/--serve.json"
-    assert current(same) == same and current("benchmarks/auto.py --serve x") == "benchmarks/auto.py --serve x"
+    assert current(same) == same and current("benchmarks/real.py --serve x") == "benchmarks/real.py --serve x"
 
 
 def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Path) -> None:
@@ -95,20 +96,36 @@ def test_a_table_without_reports_says_so(tool: ModuleType, tmp_path: Path) -> No
     assert "No real model has been measured" in tool.documents(tmp_path / "results")[ROOT / "README.md"]
 
 
+def drafts_report(systems: dict[str, float]) -> dict[str, Any]:
+    """A text by some systems, each so many times faster."""
+    made = {name: {"seconds_per_token": [1 / times], "tokens_per_forward": times * 2, "drafted": 8, "accepted": 2,
+                   "ideal_speedup": 1.25, "difference": None if times < 2 else {"tie": True, "nats": 0.5,
+                                                                               "agreement": 0.25}}
+            for name, times in systems.items()}
+    one = {"kind": "edits", "systems": made, "busy": [0.25]}
+    texts = [one, {"kind": "edits", "too_short": True}, one]
+    asked = {"model": "m.gguf", "computes_in": "bfloat16", "new_tokens": 64, "rounds": 1, "systems": list(systems)}
+    report = {key: REPORT[key] for key in ("command", "date", "machine", "setting")}
+    return {**report, "machine": {"cpu": "a chip", "cpu_count": 2}, "texts": texts, "asked": asked,
+            "results": summary.rows(texts, ["edits"], list(systems)),
+            "lossless": {"answers": 4, "equal": 3, "ties": 1, "wrong": 0}}
+
+
 def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path) -> None:
-    rows = [
-        {"workload": "edit", "system": system, "times_faster": {"median": times}, "tokens_per_forward": per,
-         "equal_to_plain": equal}
-        for system, times, per, equal in (("full", 1.0, 1.0, 1.0), ("a", 1.5, 2.0, 1.0), ("b", 2.5, 3.0, 0.5))
-    ]
-    keys = ("command", "date", "machine", "subject", "setting")
-    report = {key: REPORT[key] for key in keys}
-    report |= {"way": "replay", "workloads": {"edit": 1}, "results": rows, "rounds": 1}
     (tmp_path / "drafts").mkdir()
+    report = drafts_report({"full": 1.0, "a": 0.5, "draft_model:draft=m:length=3": 2.5})
     (tmp_path / "drafts" / "a.json").write_text(json.dumps(report), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
-    assert "| method | edit |" in text and "| a | 1.50x (2.00) |" in text
-    assert "| b | **2.50x** (3.00), 50 % same text |" in text
+    assert "| method | edits (2) |" in text and "| a | 0.50x (0.50-0.50), 1.00, 25 % |" in text
+    assert "| draft_model:length=3 | **2.50x** (2.50-2.50), 5.00, 25 % |" in text
+    assert "Of 4 answers of lossless methods 3 equal plain decoding's, 1 differ by a tie, 0 otherwise" in text
+
+
+def test_a_dial_stands_in_the_order_of_its_speed(tool: ModuleType) -> None:
+    text = tool.drafts(drafts_report({"full": 1.0, "d3_spec:rule=lenient:margin=2": 2.0, "d3": 0.5}))
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| d3", "| full", "| d3_spec:margin=2"]
+    assert lines[-1].endswith("| 2.00x (2.00-2.00) | 1.25x | 4.00 | 0.500 | 25 | 0 of 2 |")
 
 
 def test_nothing_is_written_over_a_page_without_marks(tool: ModuleType) -> None:
@@ -151,4 +168,5 @@ def test_auto_beside_plain_decoding_has_a_line_per_kind(tool: ModuleType, tmp_pa
     (tmp_path / "auto" / "m.json").write_text(json.dumps(report), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
     assert "| chat | 1.23x (at least 1.06), 1.50 |" in text
-    assert "2 texts, 96 tokens, 5 rounds, 2030-01-02; 1 texts equal" in text and "benchmarks/auto.py --model m" in text
+    assert "2 texts, 96 tokens, 5 rounds, 2030-01-02; 1 texts equal" in text
+    assert "--methods auto --items 10 --model m`" in text

@@ -1,64 +1,41 @@
-"""The suite of drafts: replay emits the record whatever is guessed, ratios are paired, bad wishes are refused."""
+"""The suite of drafts: ratios are paired text by text, a wrong text is seen, runs go on, bad wishes are refused."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from transformers import PreTrainedModel
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
 from shoal.bench import words, workloads
-from shoal.bench.drafts import suite
-from shoal.bench.drafts.measure import DraftsConfig, measure
-from shoal.bench.drafts.replay import replayed
-from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalSpeaker
+from shoal.bench.drafts import judge, measure, suite, summary
+from shoal.bench.drafts.measure import DraftsConfig
+from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalRun, ShoalSpeaker
 from shoal.bench.drafts.suite import Decoded, DraftTask
 from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import Setting
-from shoal.engine.load import engine_for
+from shoal.engine.load import load
+from shoal.eval.scoring import losses
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 
-PROMPT = tuple(range(3, 23))
-COPY = (*PROMPT[4:16], 90, *PROMPT[:6])
-
-
-def decode(speaker: Any, task: DraftTask) -> Decoded:
-    return suite.together(task, {"one": speaker})["one"]
-
-
-@pytest.mark.parametrize("answer", [COPY, tuple(range(40, 52)), COPY[:3]])
-@pytest.mark.parametrize("method", [Full(), PromptLookup(), PromptLookup(inner=D3(mean=0.85))])
-def test_replay_emits_the_record(llama: PreTrainedModel, method: Any, answer: tuple[int, ...]) -> None:
-    speaker = ShoalSpeaker(engine_for(llama), method)
-    made = decode(speaker, DraftTask(PROMPT, answer, len(answer)))
-    assert made.tokens == answer and made.timed == len(answer) - 1
-
-
-def test_a_text_that_copies_needs_fewer_forwards(llama: PreTrainedModel) -> None:
-    made = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), DraftTask(PROMPT, COPY, len(COPY)))
-    other = decode(ShoalSpeaker(engine_for(llama), PromptLookup()), DraftTask(PROMPT, tuple(range(40, 59)), 19))
-    assert made.per_forward is not None and made.per_forward > 2
-    assert other.per_forward == 1.0
-
-
-def test_methods_that_ask_the_model_are_not_replayed() -> None:
-    with pytest.raises(ValueError, match="d3 cannot be replayed.*prompt_lookup"):
-        replayed(D3(), (1, 2))
+PLAIN_FLOAT = Setting("float32", None, "auto", "cpu", 1)
 
 
 class Fixed:
     """Takes so many seconds per token."""
 
-    def __init__(self, seconds: float, token: int = 1) -> None:
-        self.seconds, self.token = seconds, token
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
     def begin(self, task: DraftTask) -> Fixed:
         self.left, self.task = task.new_tokens - 1, task
@@ -71,47 +48,90 @@ class Fixed:
 
     def decoded(self) -> Decoded:
         length = self.task.new_tokens
-        return Decoded((self.token,) * length, length - 1, self.seconds * (length - 1), 1.5, (0.5, 0.25))
+        return Decoded((1,) * length, length - 1, self.seconds * (length - 1), 1.5, 4, 2)
 
 
 turns: list[float] = []
 
 
-def test_ratios_are_taken_text_by_text() -> None:
-    tasks = {"a": [DraftTask((1,), None, 5), DraftTask((2,), None, 9)], "b": [DraftTask((3,), None, 3)]}
-    systems = {"full": Fixed(0.2), "fast": Fixed(0.1), "wrong": Fixed(0.4, token=2)}
-    rows = {(row["workload"], row["system"]): row for row in suite.run(tasks, systems, 2)}
-    assert len(rows) == 6
-    fast, wrong = rows["a", "fast"], rows["b", "wrong"]
-    assert fast["times_faster"]["each"] == pytest.approx([2.0] * 4) and fast["tokens_per_second"] == pytest.approx(10)
-    assert fast["equal_to_plain"] == 1 and wrong["equal_to_plain"] == 0 and wrong["times_faster"]["median"] == 0.5
-    assert fast["acceptance"] == [0.5, 0.25] and fast["runs"] == 4 and wrong["runs"] == 2
-    assert "2.00 (2.00-2.00)" in suite.text(list(rows.values()))
-
-
 def test_systems_take_turns_token_by_token() -> None:
     turns.clear()
-    suite.together(DraftTask((1,), None, 4), {"a": Fixed(1.0), "b": Fixed(2.0)})
+    suite.together(DraftTask((1,), 4), {"a": Fixed(1.0), "b": Fixed(2.0)})
     assert turns == [1.0, 2.0] * 3
+
+
+def one(seconds: Sequence[float], difference: dict[str, Any] | None = None, drafted: int = 0) -> dict[str, Any]:
+    return {"seconds_per_token": list(seconds), "tokens": 9, "tokens_per_forward": 1.5, "drafted": drafted,
+            "accepted": drafted // 2, "ideal_speedup": 1.2, "difference": difference}
+
+
+def test_ratios_are_taken_text_by_text() -> None:
+    wrong = {"tie": True, "nats": 0.5, "agreement": 0.25}
+    texts = [
+        {"kind": "a", "systems": {"full": one([0.2, 0.3, 0.9]), "fast": one([0.1, 0.9, 0.15], drafted=8)}},
+        {"kind": "a", "systems": {"full": one([0.8]), "fast": one([0.1], wrong, drafted=2)}},
+        {"kind": "a", "too_short": True},
+        {"kind": "b", "systems": {"full": one([]), "fast": one([0.1])}},
+    ]
+    plain, fast, empty, other = summary.rows(texts, ["a", "b", "c"], ["full", "fast"])
+    assert plain["times_faster"]["each"] == [1.0, 1.0] and plain["acceptance"] is None
+    assert fast["times_faster"]["each"] == pytest.approx([2.0, 8.0])
+    assert fast["times_faster"]["mean"] == pytest.approx(4.0)
+    assert (fast["times_faster"]["low"], fast["times_faster"]["high"]) == pytest.approx((2.0, 8.0))
+    assert (fast["texts"], fast["equal"], fast["ties"]) == (2, 1, 1)
+    assert (fast["acceptance"], fast["nats"], fast["agreement"]) == (0.5, 0.25, 0.625)
+    assert empty["times_faster"] is None and other["kind"] == "b"
+    assert "4.00 (2.00-8.00)" in summary.text([plain, fast, empty, other])
+
+
+@pytest.mark.parametrize("method", [Full(), PromptLookup()])
+def test_a_prompt_that_was_read_before_gives_the_same_text(method: Any) -> None:
+    engine = load(str(FIXTURES / REFERENCE), dtype="float32")
+    task, plain = measure._begun(engine, "Tom has 15 cups and buys 4 more. How many cups has he?\n", 24)
+    assert task.held is not None
+    for asked in (task, replace(task, held=None)):
+        made = suite.together(asked, {"one": ShoalSpeaker(engine, method)})["one"]
+        assert made.tokens == plain and made.seconds > 0
+        assert made.timed <= len(plain) - 2 and (made.timed == len(plain) - 2 or made.accepted)
+
+
+def test_how_far_a_text_is_from_the_best_one() -> None:
+    engine = load(str(FIXTURES / REFERENCE), dtype="float32")
+    task, plain = measure._begun(engine, "Tom has 15 cups.", 12)
+    assert judge.difference(engine, task, plain, plain, 0.25) is None
+    text = (*plain[:4], 7, *plain[5:9])
+    for asked in (task, replace(task, held=None)):
+        found = judge.difference(engine, asked, plain, text, 0.25)
+        assert found is not None and found.place == 4 and found.agreement == pytest.approx(8 / len(plain))
+    # the slow, obvious way: token by token, and what each one costs against the best
+    best, way = [], (engine.stack, engine.recipe("full", 12).plan)
+    for place in range(len(text)):
+        again = engine.generate([*task.prompt, *text[:place]], max_new_tokens=1, logprobs=2)
+        assert again.logprobs is not None
+        best.append(again.logprobs[0].top[0][1])
+        if place == 4:
+            (_, first), (_, second) = again.logprobs[0].top
+            assert found.margin == pytest.approx(first - second, abs=1e-3)
+    ((chosen,),) = losses([task.prompt], [text], [way])
+    assert found.nats == pytest.approx(float((torch.tensor(best) + chosen).mean()), abs=1e-3)
 
 
 def test_texts_are_read_and_drawn_with_the_seed(tmp_path: Path) -> None:
     (tmp_path / "humaneval").mkdir()
-    lines = [{"prompt": f"def f{i}():", "canonical_solution": f" return {i}" * 20} for i in range(9)]
-    lines.append({"prompt": "def short():", "canonical_solution": " pass"})
+    lines = [{"prompt": f"def f{i}(x):", "canonical_solution": f" return {i}"} for i in range(9)]
     packed = gzip.compress("\n".join(map(json.dumps, lines)).encode())
     (tmp_path / "humaneval" / "HumanEval.jsonl.gz").write_bytes(packed)
-    first, again = (workloads.load(tmp_path, ["code"], 4, seed=1) for _ in range(2))
-    other = workloads.load(tmp_path, ["code"], 4, seed=2)
-    assert first == again != other and len(first["code"]) == 4
-    assert all("short" not in text.prompt for text in workloads.load(tmp_path, ["code"], 99)["code"])
+    first, again = (workloads.prompts(tmp_path, "edits", 4, seed=1) for _ in range(2))
+    assert first == again != workloads.prompts(tmp_path, "edits", 4, seed=2) and len(first) == 4
+    assert all("renamed to f" in text and "_checked" in text for text in first)
+    assert len(workloads.prompts(tmp_path, "edits", 99)) == 9
 
 
 def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'maths' needs .*test.jsonl.*--data"):
-        workloads.load(tmp_path, ["maths"], 1)
-    with pytest.raises(ValueError, match="workload"):
-        workloads.load(tmp_path, ["poems"], 1)
+    with pytest.raises(ValueError, match=r"'mathematics' need .*test.jsonl.*--data"):
+        workloads.prompts(tmp_path, "mathematics", 1)
+    with pytest.raises(ValueError, match="kind of text"):
+        workloads.prompts(tmp_path, "poems", 1)
 
 
 @pytest.mark.parametrize(
@@ -119,16 +139,17 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
     [
         ({"items": 0}, "items"),
         ({"rounds": 0}, "rounds"),
-        ({"new_tokens": 1}, "new_tokens"),
+        ({"minutes": 0}, "minutes"),
+        ({"new_tokens": 3}, "new_tokens"),
         ({"peers": ["hg"]}, "hf"),
         ({"data": None}, "--data"),
-        ({"peers": ["hf-draft-model"]}, "--assistant"),
-        ({"assistant": "shoal-reference-draft"}, "hf-draft-model"),
+        ({"peers": ["llama.cpp-draft-model"]}, "--assistant"),
+        ({"assistant": "shoal-reference-draft"}, "draft model"),
     ],
 )
 def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        DraftsConfig(**{"workloads": ["maths"], "data": Path(), **wish})
+        DraftsConfig(**{"kinds": ["mathematics"], "data": Path(), **wish})
 
 
 def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
@@ -138,17 +159,91 @@ def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
     assert made.decode(ids) == text and max(ids) < 300
 
 
+@dataclass
+class Reports:
+    """What was kept, as often as it was."""
+
+    found: dict[str, Any]
+    times: int = 0
+
+    def keep(self) -> None:
+        self.times += 1
+
+    def measure(self, methods: dict[str, Any], **wish: Any) -> dict[str, Any]:
+        fixed = {"kinds": [workloads.PROBLEMS], "data": None, "items": 2, "new_tokens": 12, "shortest": 8}
+        subject = MeasuredModel(model=str(FIXTURES / REFERENCE))
+        measure.measure(subject, PLAIN_FLOAT, methods, DraftsConfig(**{**fixed, **wish}), self.found, self.keep)
+        return self.found
+
+
 def test_every_peer_gives_the_model_s_own_answer() -> None:
     # transformers 5.0's own early exit ends in a TypeError
     peers = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
     draft = str(FIXTURES / DRAFT)
-    found = measure(
-        MeasuredModel(model=str(FIXTURES / REFERENCE)),
-        Setting("float32", None, "auto", "cpu", 1),
-        {"draft_model": DraftModel(draft=draft, length=3)},
-        DraftsConfig([workloads.PROBLEMS], None, items=1, new_tokens=12, peers=peers, assistant=draft),
-    )
+    found = Reports({}).measure({"draft_model": DraftModel(draft=draft, length=3)}, items=1, peers=peers,
+                                assistant=draft)
     rows = {row["system"]: row for row in found["results"]}
     assert set(rows) == {suite.PLAIN, "draft_model", *peers}
-    assert all(row["equal_to_plain"] == 1 for row in rows.values()), rows
+    assert all(row["equal"] == 1 and row["times_faster"] for row in rows.values()), rows
     assert rows["draft_model"]["tokens_per_forward"] > 1
+    assert found["exact"] == [suite.PLAIN, "draft_model"]
+    assert found["lossless"] == {"answers": 1, "equal": 1, "ties": 0, "wrong": 0}
+
+
+def test_a_run_goes_on_where_it_was() -> None:
+    run = Reports({})
+    first = [dict(text) for text in run.measure({"prompt_lookup": PromptLookup()}, items=1)["texts"]]
+    assert [text["new_tokens"] for text in first] == [12] and run.times == 1
+    with pytest.raises(ValueError, match="other settings"):
+        run.measure({"prompt_lookup": PromptLookup()})
+    run.found["asked"]["items"] = 2
+    assert run.measure({"prompt_lookup": PromptLookup()})["texts"][:1] == first
+    assert run.times == 2 and len({text["prompt"] for text in run.found["texts"]}) == 2
+    run.measure({"prompt_lookup": PromptLookup()})
+    assert run.times == 2, "nothing is measured twice"
+
+
+def test_short_answers_are_replaced_and_time_ends() -> None:
+    # the first problem's answer is the shortest of the three
+    found = Reports({}).measure({}, items=1, new_tokens=200, shortest=60)
+    assert [len(text.get("systems", {})) for text in found["texts"]][-1] == 1
+    with pytest.raises(ValueError, match="no text"):
+        Reports({}).measure({}, minutes=1e-9)
+
+
+@pytest.mark.parametrize(("busy", "kept"), [([0.0, 0.05], [0, 1]), ([0.5, 0.0, 0.9, 0.1], [1, 3]),
+                                            ([0.5, 0.4, 0.9, 0.8, 0.7, 0.6], [1, 0])])
+def test_rounds_in_which_others_work_are_decoded_again(
+    busy: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(busy)
+    monkeypatch.setattr("shoal.bench.idle.others", lambda before, after: next(left))
+    assert [number for _, number in measure._quietest(lambda number: number, 2)] == kept
+    assert next(left, None) is None
+    left = iter([busy + 1 for busy in [0.5, 0.0, 0.1]])
+    assert [number for _, number in measure._quietest(lambda number: number, 2, spare=1)] == [1, 2]
+
+
+@pytest.mark.parametrize("token", [0, None])
+def test_a_text_that_differs_is_seen(token: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = ShoalRun.decoded
+
+    def wrong(run: ShoalRun) -> Decoded:
+        made = true(run)
+        changed = made.drafted and token == 0
+        return replace(made, tokens=(*made.tokens[:3], 0, *made.tokens[4:])) if changed else made
+
+    monkeypatch.setattr(ShoalRun, "decoded", wrong)
+    found = Reports({}).measure({"prompt_lookup": PromptLookup(), "d3": D3(mean=0.8)}, new_tokens=24)
+    seen = [text["systems"]["prompt_lookup"]["difference"] for text in found["texts"]]
+    count = sum(one is not None for one in seen)
+    assert all(one is None or (one["place"] == 3 and one["nats"] > 0) for one in seen)
+    assert (count > 0) == (token == 0) and found["lossless"]["wrong"] == count
+    assert found["exact"] == ["full", "prompt_lookup"]
+
+
+def test_random_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="random weights"):
+        measure.measure(MeasuredModel(shape="tiny"), PLAIN_FLOAT, {}, DraftsConfig([workloads.PROBLEMS], None), {}, id)
+
+

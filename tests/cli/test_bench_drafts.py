@@ -18,14 +18,23 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     words = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
-             "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]
+             "--shortest", "4", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]
     *table, last = report(capsys, *words)
     found = json.loads(last)
     assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
-    assert found["command"].startswith("shoal bench-drafts --model") and found["way"] == "free"
-    assert [row["system"] for row in found["results"]] == ["full", "prompt_lookup:control=goodput"]
-    assert list(found["workloads"]) == ["problems"] and len(table) == 3
-    assert [row["equal_to_plain"] for row in found["results"]] == [1.0, 1.0]
+    assert found["command"].startswith("shoal bench-drafts --model") and found["asked"]["kinds"] == ["problems"]
+    assert [row["system"] for row in found["results"]] == ["full", "auto", "prompt_lookup"]
+    assert [row["equal"] for row in found["results"]] == [1, 1, 1]
+    assert len(table) == 5 and table[-1].startswith("2 of 2 answers of lossless methods equal")
+    assert json.loads(report(capsys, *words)[-1])["texts"] == found["texts"], "it goes on where it was"
+
+
+def test_a_wrong_text_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.bench.drafts.measure._lossless",
+                        lambda found: {"answers": 2, "equal": 1, "ties": 0, "wrong": 1})
+    words = ["--model", str(FIXTURES / REFERENCE), "--items", "1", "--new-tokens", "8", "--shortest", "4"]
+    assert main(["bench-drafts", *words]) == 1
+    assert "1 otherwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -33,8 +42,9 @@ def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (["--suite", "spec"], "this command is the suite"),
         (["--method", "d3"], "--methods takes several"),
+        (["--shape", "tiny"], "random weights say nothing"),
         (["--texts", "chat"], "--data"),
-        (["--texts", "chat,poems"], "unknown workload 'poems'"),
+        (["--texts", "chat,poems"], "unknown kind of text 'poems'"),
         (["--texts", "code", "--data", "nowhere"], "see --data"),
         (["--peer", "vllm"], "vllm"),
         (["--peer", "hf-draft-model"], "--assistant"),
@@ -46,6 +56,6 @@ def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_pa
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench-drafts", "--shape", "tiny", *words]) == 2
+    assert main(["bench-drafts", "--model", str(FIXTURES / REFERENCE), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import shoal
 from backends import Backend, on_backends
 from drive import prompt
+from gguf_models import write_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.head import Head
@@ -35,6 +38,22 @@ def test_a_cut_head_gives_the_same_logits(backend: Backend, name: str) -> None:
     assert torch.allclose(part.double(), whole[:, IDS].double(), atol=max(backend.exact, 1e-9), rtol=1e-4)
     short = stack.cut_head([7])
     assert torch.allclose(short(states[0][0][:3]).double(), whole[:3, [7]].double(), atol=max(backend.exact, 1e-9))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K", "F32"])
+def test_a_head_in_the_numbers_of_a_file_is_cut(kind: str, tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", kind)
+    stack: Any = shoal.load(tmp_path / "tiny.gguf", dtype="float32", backend="packed").stack
+    states: list[Tensor] = []
+
+    def hook(layer: int, hidden: Tensor) -> None:
+        if layer == stack.num_layers:
+            states.append(hidden)
+
+    chunk = SequenceChunk(0, prompt(20, 1), [0] * 20, DepthPlan.full(stack.num_layers), wanted=20)
+    whole = stack.forward([chunk], KVCache(stack.windows, 1), hook)[:, IDS]
+    part = stack.cut_head(IDS)(states[0][0])
+    assert (part - whole).abs().max() < (1e-5 if kind == "F32" else 0.03) * whole.abs().max()
 
 
 def test_a_head_that_is_no_matrix_is_refused() -> None:

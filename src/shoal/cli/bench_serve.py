@@ -61,8 +61,8 @@ def add_arguments(parser: Parser) -> None:
     asked = parser.add_argument_group("requests")
     asked.add_argument("--chat", action="store_true", help="ask for chats rather than completions")
     asked.add_argument("--context", metavar="N,...", default="64", help="words of made-up prompts")
-    asked.add_argument("--texts", metavar="A,...", help="recorded prompts instead: chat, code, code_from_text, edit, "
-                       "maths, summary, quote, translation; problems: word problems that ship with Shoal")
+    asked.add_argument("--texts", metavar="A,...", help="recorded prompts instead: chat, code, edits, "
+                       "mathematics, summaries, retrieval; problems: word problems that ship with Shoal")
     asked.add_argument("--data", metavar="DIR", type=Path, help="folder with the recorded texts")
     asked.add_argument("--new-tokens", metavar="N", type=int, default=64, help="length of every answer")
     asked.add_argument("--answers", metavar="N,...", help="lengths of answers, by chance, in place of --new-tokens")

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 
-def add_weights(parser: Parser, default: str) -> argparse._ArgumentGroup:
+def add_weights(parser: Parser, default: str, shapes: bool = True) -> argparse._ArgumentGroup:
     """What is measured, and in which numbers; `default` says what that is where nothing is named."""
     group = parser.add_argument_group("weights")
-    group.add_argument("--shape", metavar="S", help="random weights in the shape 135m, 1b, 7b, 13b or 70b")
-    group.add_argument("--model", metavar="M", help=f"folder, Hub id or .gguf file, instead of a shape; {default}")
+    if shapes:
+        group.add_argument("--shape", metavar="S", help="random weights in the shape 135m, 1b, 7b, 13b or 70b")
+    instead = ", instead of a shape" if shapes else ""
+    group.add_argument("--model", metavar="M", help=f"folder, Hub id or .gguf file{instead}; {default}")
     group.add_argument("--dtype", choices=common.DTYPES, help="type of weights and computation; where not given, "
                        "bfloat16 where the device computes it natively, else float32")
     group.add_argument("--device", metavar="D", help="such as cpu or cuda:0; where not given, CUDA where there is one")
@@ -63,9 +65,10 @@ def subject_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
     from shoal import catalog
     from shoal.bench.subject import MeasuredModel
 
-    if args.shape is not None and args.model is not None:
+    shape = getattr(args, "shape", None)
+    if shape is not None and args.model is not None:
         raise ValueError("--shape and --model exclude each other")
-    return MeasuredModel(args.shape, None if args.shape is not None else catalog.find(args.model), **more)
+    return MeasuredModel(shape, None if shape is not None else catalog.find(args.model), **more)
 
 
 def setting_of(args: argparse.Namespace, quant: str | None = None, backend: str = "auto") -> Setting:

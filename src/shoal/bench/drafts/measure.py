@@ -1,25 +1,43 @@
-"""The suite of drafts from its options to its report: which texts, which systems, replayed or free."""
+"""The suite of drafts from its options to its report: which texts, which systems, how often, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from shoal import catalog
-from shoal.bench import words, workloads
-from shoal.bench.drafts import suite
-from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, ShoalSpeaker
-from shoal.bench.drafts.suite import DecodingSystem, DraftTask
-from shoal.bench.rounds import check_rounds
-from shoal.bench.subject import MeasuredModel
+from shoal.bench import idle, workloads
+from shoal.bench.drafts import summary
+from shoal.bench.drafts.judge import difference
+from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
+from shoal.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
+from shoal.bench.peers import llama_drafts
+from shoal.bench.rounds import check_rounds, in_order
+from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
+from shoal.engine.checkpoint import shown_name
 from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
+from shoal.engine.request import Request, chat_ids, prompt_ids
+from shoal.engine.stream import Stream
 from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal.model.kv_copy import copy_out
+
+T = TypeVar("T")
+_TRIES = 3
+"""Times as many rounds as are wanted, at most, where others keep the machine busy."""
+_CONTEXT = 2048
+"""Tokens of prompt and answer that llama.cpp gets room for: its drafts make it keep the logits of all of them."""
 
 
 @dataclass(frozen=True)
@@ -27,89 +45,219 @@ class DraftsConfig:
     """What is to be measured.
 
     Attributes:
-        workloads: names in `workloads.WORKLOADS`, or `workloads.PROBLEMS`.
-        data: folder with the recorded texts.
-        items: texts of each workload.
+        kinds: names in `workloads.KINDS`, or `workloads.PROBLEMS`.
+        data: folder with the texts.
+        items: texts of each kind.
         new_tokens: most tokens per text.
         rounds: how often each text is decoded by each system.
-        peers: names in `HF_OPTIONS`.
+        peers: names in `HF_OPTIONS` or `llama_drafts.NAMES`.
         exit_layer: of transformers' early exit; None for a third of the layers.
-        assistant: folder, Hub id or name of the smaller model that transformers' drafts come from.
+        assistant: folder, Hub id or file of the smaller model that other software's drafts come from.
+        shortest: texts with a shorter answer are replaced by others.
+        tolerance: nats between two tokens that may tie.
+        minutes: begin no text after that long; None for no limit.
+        seed: of the choice of texts.
     """
 
-    workloads: Sequence[str]
+    kinds: Sequence[str]
     data: Path | None
     items: int = 4
-    new_tokens: int = 128
+    new_tokens: int = 64
     rounds: int = 1
     peers: Sequence[str] = ()
     exit_layer: int | None = None
     assistant: str | None = None
+    shortest: int = 32
+    tolerance: float = 0.25
+    minutes: float | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_rounds(self.rounds)
+        check_rounds(self.rounds, self.minutes)
         if self.items < 1:
             raise ValueError(f"items is {self.items}; it must be at least 1")
-        if self.new_tokens < 2:
-            raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 2")
+        if self.new_tokens < 4:
+            raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 4")
         for peer in self.peers:
-            if peer not in HF_OPTIONS:
-                raise unknown("peer of this suite", peer, list(HF_OPTIONS))
-        if ("hf-draft-model" in self.peers) != (self.assistant is not None):
-            raise ValueError("the peer hf-draft-model and --assistant, the model that drafts for it, go together")
-        workloads.check(self.data, self.workloads)
+            if peer not in (*HF_OPTIONS, *llama_drafts.NAMES):
+                raise unknown("peer of this suite", peer, [*HF_OPTIONS, *llama_drafts.NAMES])
+        if any("draft-model" in peer for peer in self.peers) != (self.assistant is not None):
+            raise ValueError("a peer with a draft model and --assistant, the model that drafts for it, go together")
+        workloads.check(self.data, self.kinds)
+
+    def asked(self) -> dict[str, Any]:
+        """What makes runs comparable, as JSON values."""
+        names = ("items", "new_tokens", "rounds", "shortest", "tolerance", "seed")
+        return {**{name: getattr(self, name) for name in names}, "kinds": list(self.kinds)}
 
 
 def measure(
-    subject: MeasuredModel, setting: Setting, methods: Mapping[str, Method], wish: DraftsConfig
-) -> dict[str, Any]:
-    """Decode all texts by all systems; JSON values.
+    subject: MeasuredModel,
+    setting: Setting,
+    methods: Mapping[str, Method],
+    wish: DraftsConfig,
+    found: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:
+    """Decode texts by all systems until there are enough, and write what came of it into the report `found`.
+
+    Args:
+        subject: the model.
+        setting: number formats, device, threads.
+        methods: by label; plain decoding is always there.
+        wish: what else is wanted.
+        found: a report; `texts` that it holds are not decoded again.
+        keep: called after every text.
 
     Raises:
-        ValueError: texts that are not there, or methods and peers that cannot follow a recorded answer.
+        ValueError: texts that are not there, a shape, or a report of other texts or systems.
     """
-    texts = workloads.load(wish.data, wish.workloads, wish.items)
-    engine = subject.engine(as_dtype(setting.dtype), setting.device, setting.backend, setting.quant)
-    replay = subject.shape is not None
-    if replay and wish.peers:
-        raise ValueError("transformers cannot be held to a recorded answer; give a model, or leave the peers out")
-    tasks = {name: _tasks(engine, found, wish.new_tokens, replay) for name, found in texts.items()}
-    speakers: dict[str, DecodingSystem] = {suite.PLAIN: ShoalSpeaker(engine, Full())}
-    speakers |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != suite.PLAIN}
-    speakers |= _peers(subject, setting, engine, wish)
+    if subject.shape is not None:
+        raise ValueError("guesses about a shape's random weights say nothing; give a model")
+    until = math.inf if wish.minutes is None else time.monotonic() + 60 * wish.minutes
+    quant = FILE if subject.is_file and setting.quant is None else setting.quant
+    engine = subject.engine(as_dtype(setting.dtype), setting.device, setting.backend, quant)
+    systems: dict[str, DecodingSystem] = {PLAIN: ShoalSpeaker(engine, Full())}
+    systems |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != PLAIN}
+    exact = [PLAIN, *(name for name, method in methods.items() if engine.recipe(method, 9).exact_to == "full")]
+    systems |= _peers(subject, setting, engine, wish)
+    asked = {**wish.asked(), "model": shown_name(engine.model_name), "systems": list(systems),
+             "executor": type(engine.stack).__name__, "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
+    if found.setdefault("asked", asked) != asked:
+        raise ValueError(f"the report was measured with other settings: {found['asked']}; name another file")
+    found |= {"exact": exact, "stopped_early": False, "texts": found.get("texts", [])}
+    for kind, prompt in _wanted(wish, found["texts"]):
+        if time.monotonic() > until:
+            found["stopped_early"] = True
+            break
+        found["texts"].append({"kind": kind, "prompt": _fingerprint(prompt), **_text(engine, systems, prompt, wish,
+                                                                                    len(found["texts"]))})
+        _sum_up(found)
+        keep()
+    _sum_up(found)
+    if not found["results"]:
+        raise ValueError("no text was decoded in the time given, or none had an answer that is long enough")
+
+
+def _sum_up(found: dict[str, Any]) -> None:
+    asked = found["asked"]
+    found["results"] = summary.rows(found["texts"], asked["kinds"], asked["systems"])
+    found["lossless"] = _lossless(found)
+
+
+def _lossless(found: Mapping[str, Any]) -> dict[str, int]:
+    """How many answers of lossless methods equal plain decoding's, differ by a tie, or differ otherwise."""
+    rows = [row for row in found["results"] if row["system"] in found["exact"] and row["system"] != PLAIN]
+    count = {name: sum(row[key] for row in rows) for name, key in
+             (("answers", "texts"), ("equal", "equal"), ("ties", "ties"))}
+    return {**count, "wrong": count["answers"] - count["equal"] - count["ties"]}
+
+
+def _wanted(wish: DraftsConfig, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Kind after kind in turn, so that a run cut short has seen all of them; until each has enough usable texts."""
+    waiting = {kind: iter(workloads.prompts(wish.data, kind, 10 * wish.items, wish.seed)) for kind in wish.kinds}
+    known = {(text["kind"], text["prompt"]) for text in done}
+    while waiting:
+        for kind in sorted(waiting, key=lambda kind: len(summary.usable(done, kind))):
+            prompt = next((one for one in waiting[kind] if (kind, _fingerprint(one)) not in known), None)
+            if prompt is None or len(summary.usable(done, kind)) >= wish.items:
+                del waiting[kind]
+            else:
+                yield kind, prompt
+
+
+def _fingerprint(prompt: str) -> str:
+    """Tells prompts apart."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:12]
+
+
+def _text(
+    engine: Engine, systems: Mapping[str, DecodingSystem], prompt: str, wish: DraftsConfig, number: int
+) -> dict[str, Any]:
+    """One text by all systems, as JSON values; the first of all is decoded once more before, to warm up."""
+    task, plain = _begun(engine, prompt, wish.new_tokens)
+    about = {"prompt_tokens": len(task.prompt), "new_tokens": len(plain)}
+    if len(plain) < min(wish.shortest, wish.new_tokens):
+        return {**about, "too_short": True}
+    if not number:
+        together(task, systems)
+    spare = max(0, (os.cpu_count() or 1) - torch.get_num_threads()) if engine.stack.device.type == "cpu" else 0
+    rounds = _quietest(lambda again: together(task, {name: systems[name] for name in
+                                                     in_order(list(systems), number + again)}), wish.rounds, spare)
+    return {**about, "busy": [busy for busy, _ in rounds],
+            "systems": {name: _system(engine, task, plain, [runs[name] for _, runs in rounds], wish.tolerance)
+                        for name in systems}}
+
+
+def _quietest(decode: Callable[[int], T], rounds: int, spare: int = 0) -> list[tuple[float, T]]:
+    """So many rounds, each with the cores that others kept busy meanwhile; out of more where these were not spare."""
+    made: list[tuple[float, T]] = []
+    while len(made) < _TRIES * rounds and sum(busy <= idle.BUSY + spare for busy, _ in made) < rounds:
+        before = idle.snapshot()
+        runs = decode(len(made))
+        made.append((idle.others(before, idle.snapshot()) or 0.0, runs))
+    return sorted(made, key=lambda one: one[0])[:rounds]
+
+
+def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tuple[int, ...]]:
+    """A text in tokens, as a user's message where the model has a form for these, and plain decoding's answer."""
+    chat = getattr(engine.tokenizer, "chat_template", None)
+    words = chat_ids([{"role": "user", "content": prompt}], engine.tokenizer) if chat else prompt
+    ids = prompt_ids(words, engine.tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
+    rows = engine.rows([ids], Request.from_options({"max_new_tokens": new_tokens}))
+    cache = engine.cache_for(rows, new_tokens)
+    stream = Stream(engine, rows, cache)
+    next(stream)
+    held = copy_out(cache, 0) if cache.rows and len(ids) > 1 else None
+    for _ in stream:
+        pass
+    task = DraftTask(tuple(ids), new_tokens, held if held and held.restorable(len(ids) - 1) else None)
+    return task, stream.result.tokens
+
+
+def _system(
+    engine: Engine, task: DraftTask, plain: Sequence[int], runs: Sequence[Decoded], tolerance: float
+) -> dict[str, Any]:
+    """One system on one text."""
+    apart = [found for run in runs if (found := difference(engine, task, plain, run.tokens, tolerance)) is not None]
+    worst = min(apart, key=lambda found: (found.tie, -found.nats), default=None)
+    last = runs[-1]
     return {
-        "way": "replay" if replay else "free",
-        "workloads": {name: {"texts": len(found)} for name, found in tasks.items()},
-        "rounds": wish.rounds,
-        "results": suite.run(tasks, speakers, wish.rounds),
+        "seconds_per_token": [run.per_token for run in runs if run.per_token is not None],
+        "tokens": len(last.tokens),
+        "tokens_per_forward": last.per_forward,
+        "drafted": last.drafted,
+        "accepted": last.accepted,
+        "ideal_speedup": last.ideal,
+        "difference": None if worst is None else worst.to_dict(),
     }
 
 
-def _tasks(engine: Engine, texts: Sequence[workloads.Text], new_tokens: int, replay: bool) -> list[DraftTask]:
-    if not replay:
-        encode = engine.tokenizer
-        room = (engine.stack.max_positions or 1 << 30) - new_tokens
-        return [DraftTask(tuple(encode(one.prompt)["input_ids"][-room:]), None, new_tokens) for one in texts]
-    tokenizer = words.train(part for one in texts for part in (one.prompt, one.answer))
-    tasks = []
-    for one in texts:
-        answer = tuple(tokenizer.encode(one.answer).ids[:new_tokens])
-        if len(answer) > 1:
-            tasks.append(DraftTask(tuple(tokenizer.encode(one.prompt).ids), answer, len(answer)))
-    return tasks
-
-
 def _peers(subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, DecodingSystem]:
-    if not wish.peers:
-        return {}
-    model = subject.hf_model(as_dtype(setting.dtype), setting.device)
-    layer = wish.exit_layer or max(1, engine.stack.num_layers // 3)
-    filled: dict[str, Any] = {"assistant_early_exit": layer}
-    if wish.assistant is not None:
-        small = MeasuredModel(model=catalog.find(wish.assistant))
-        filled["assistant_model"] = small.hf_model(as_dtype(setting.dtype), setting.device)
+    """Other software, by name."""
     speakers: dict[str, DecodingSystem] = {}
-    for peer in wish.peers:
-        options = {key: filled[key] if value is None else value for key, value in HF_OPTIONS[peer].items()}
-        speakers[peer] = HFSpeaker(model, options, sorted(engine.eos_token_ids))
-    return speakers
+    small = None if wish.assistant is None else MeasuredModel(model=catalog.find(wish.assistant))
+    for name in (peer for peer in wish.peers if peer in llama_drafts.NAMES):
+        if not subject.is_file or (small is not None and not small.is_file):
+            raise ValueError(f"{name} reads GGUF files; give one as --model, and as --assistant")
+        assistant = None if small is None else str(small.model)
+        model = llama_drafts.LlamaDrafts(str(subject.model), _CONTEXT, setting.threads, name, assistant)
+        speakers[name] = LlamaSpeaker(model, engine.eos_token_ids)
+    return speakers | _transformers(subject, setting, engine, wish, small)
+
+
+def _transformers(
+    subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig, small: MeasuredModel | None
+) -> dict[str, DecodingSystem]:
+    """Transformers' own decoding, plain and assisted."""
+    peers = [peer for peer in wish.peers if peer in HF_OPTIONS]
+    if not peers:
+        return {}
+    dtype = as_dtype(setting.dtype)
+    model = subject.hf_model(dtype, setting.device)
+    filled: dict[str, Any] = {"assistant_early_exit": wish.exit_layer or max(1, engine.stack.num_layers // 3)}
+    if "hf-draft-model" in peers and small is not None:
+        filled["assistant_model"] = small.hf_model(dtype, setting.device)
+    eos = sorted(engine.eos_token_ids)
+    return {peer: HFSpeaker(model, {key: filled.get(key, value) for key, value in HF_OPTIONS[peer].items()}, eos)
+            for peer in peers}

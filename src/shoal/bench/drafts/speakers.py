@@ -1,4 +1,4 @@
-"""Who decodes in the suite of drafts: Shoal by each method, and transformers with its own assisted generation."""
+"""Who decodes in the suite of drafts: Shoal by each method, and other software with its own drafts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shoal.bench.drafts.replay import replayed
 from shoal.bench.drafts.suite import Decoded, DraftTask
 from shoal.bench.peers.hf import Stamps, greedy
+from shoal.bench.peers.llama_drafts import LlamaDrafts
 from shoal.engine.engine import Engine
+from shoal.engine.request import Request
+from shoal.engine.stream import Stream
 from shoal.methods.base import Method
+from shoal.model.kv_copy import copy_in
 
 
 class ShoalSpeaker:
@@ -25,21 +28,24 @@ class ShoalSpeaker:
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
 
-    def begin(self, task: DraftTask) -> ShoalCourse:
-        """See `DecodingSystem`; along the recorded answer where there is one."""
-        return ShoalCourse(self._engine, self._method, task)
+    def begin(self, task: DraftTask) -> ShoalRun:
+        """See `DecodingSystem`."""
+        return ShoalRun(self._engine, self._method, task)
 
 
-class ShoalCourse:
-    """A stream whose every step is timed. See `Course`."""
+class ShoalRun:
+    """A stream whose every step is timed. See `TaskRun`."""
 
     def __init__(self, engine: Engine, method: Method, task: DraftTask) -> None:
-        held = method if task.answer is None else replayed(method, task.answer)
-        self._stream = engine.stream(
-            list(task.prompt), method=held, max_new_tokens=task.new_tokens, ignore_eos=task.answer is not None
-        )
-        self._seconds = 0.0
+        request = Request.from_options({"method": method, "max_new_tokens": task.new_tokens})
+        rows = engine.rows([list(task.prompt)], request)
+        cache = engine.cache_for(rows, task.new_tokens)
+        if task.held is not None:
+            copy_in(cache, 0, task.held, len(task.prompt) - 1)
+        self._stream, self._seconds = Stream(engine, rows, cache), 0.0
         next(self._stream)
+        next(self._stream, None)
+        self._before = len(self._stream.tokens) - len(task.prompt)
 
     def step(self) -> bool:
         """A token; those of one forward come at once."""
@@ -49,12 +55,11 @@ class ShoalCourse:
         return found is not None
 
     def decoded(self) -> Decoded:
-        """The tokens after the first, and the time that they took."""
+        """See `TaskRun`."""
         result = self._stream.result
         stats = result.stats
-        return Decoded(
-            result.tokens, stats.new_tokens - 1, self._seconds, stats.tokens_per_forward, stats.acceptance
-        )
+        return Decoded(result.tokens, stats.new_tokens - self._before, self._seconds, stats.tokens_per_forward,
+                       stats.drafted, stats.accepted, stats.ideal_speedup)
 
 
 class HFSpeaker:
@@ -69,23 +74,42 @@ class HFSpeaker:
     def __init__(self, model: Any, options: dict[str, Any], eos: list[int]) -> None:
         self._model, self._options, self._eos = model, options, eos
 
-    def begin(self, task: DraftTask) -> HFCourse:
-        """See `DecodingSystem`."""
-        return HFCourse(partial(self._decode, task))
+    def begin(self, task: DraftTask) -> WholeRun:
+        """See `DecodingSystem`; it gives nothing back before it is done."""
+        return WholeRun(partial(self._decode, task))
 
     def _decode(self, task: DraftTask) -> Decoded:
         """A streamer takes the times."""
-        if task.answer is not None:
-            raise ValueError("transformers cannot be held to a recorded answer; give a model instead of a shape")
         stamps = Stamps()
         out = greedy(self._model, [task.prompt], task.new_tokens, self._eos or None, streamer=stamps, **self._options)
         tokens = tuple(out[0, len(task.prompt) :].tolist())
         first, last = stamps.times[1], stamps.times[-1]
-        return Decoded(tokens, len(tokens) - stamps.sizes[1], last - first)
+        timed, forwards = len(tokens) - stamps.sizes[1], len(stamps.times) - 2
+        return Decoded(tokens, timed, last - first, timed / forwards if forwards else None)
 
 
-class HFCourse:
-    """All at once: transformers gives nothing back before it is done. See `Course`."""
+class LlamaSpeaker:
+    """llama.cpp on the same file. It decodes alone: its threads keep spinning for a while after every forward.
+
+    Args:
+        model: the file, and who guesses.
+        eos: ids that end an answer.
+    """
+
+    def __init__(self, model: LlamaDrafts, eos: frozenset[int]) -> None:
+        self._model, self._eos = model, eos
+
+    def begin(self, task: DraftTask) -> WholeRun:
+        """See `DecodingSystem`."""
+        return WholeRun(partial(self._decode, task))
+
+    def _decode(self, task: DraftTask) -> Decoded:
+        made = self._model.decode(task.prompt, task.new_tokens, self._eos)
+        return Decoded(made.tokens, made.timed, made.seconds, made.per_forward)
+
+
+class WholeRun:
+    """Everything in one step. See `TaskRun`."""
 
     def __init__(self, decode: Callable[[], Decoded]) -> None:
         self._decode, self._made = decode, list[Decoded]()
@@ -96,7 +120,7 @@ class HFCourse:
         return False
 
     def decoded(self) -> Decoded:
-        """See `Course`."""
+        """See `TaskRun`."""
         return self._made[0]
 
 

@@ -61,5 +61,5 @@ class Prompts:
 
 
 def recorded(names: Sequence[str], data: Path | None) -> list[str]:
-    """The prompts of some workloads; arguments and ValueError as of `workloads.load`."""
-    return [text.prompt for texts in workloads.load(data, names, _ITEMS).values() for text in texts]
+    """The requests of some kinds; arguments and ValueError as of `workloads.prompts`."""
+    return [text for name in names for text in workloads.prompts(data, name, _ITEMS)]

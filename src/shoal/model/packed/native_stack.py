@@ -141,7 +141,8 @@ class NativeStack(PackedStack):
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """See the protocol."""
         head = _matrix(self.weights.head)
-        part = native.pack(head.lookup(torch.tensor(ids)), head.kind)
+        kind = head.kind if head.kind in native.OWN else "int8"  # finer than most of a file's, and as fine as any
+        part = native.pack(head.lookup(torch.tensor(ids)), kind)
         return lambda hidden: self._through_head(hidden, part)
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:

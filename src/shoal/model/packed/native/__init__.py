@@ -12,6 +12,7 @@ from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES
 from shoal.model.packed.native.weights import (
+    OWN,
     Kind,
     PackedWeight,
     kind_of_type,
@@ -35,6 +36,7 @@ __all__ = [
     "NativeLayer",
     "NativeModel",
     "NativeSpec",
+    "OWN",
     "OwnColumns",
     "PackedWeight",
     "available",

@@ -25,7 +25,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LINE = 64
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
-_OWN = ("fp32", "bf16", "fp16", "int8", "int4")
+OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
 """Kinds that plain matrices are packed as; the others keep the numbers of a file."""
 
 
@@ -217,8 +217,8 @@ def _convert(function: str, struct: Weight, plain: Tensor) -> None:
 
 
 def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
-    if kind not in _OWN:
-        known = ", ".join(_OWN)
+    if kind not in OWN:
+        known = ", ".join(OWN)
         raise ValueError(f"unknown kind of weight {kind!r}; known: {known}, and GGML's types for the blocks of a file")
     if weight.ndim != 2 or not weight.is_floating_point() or weight.device.type != "cpu" or not weight.numel():
         found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
