@@ -42,11 +42,11 @@ def test_plain_decoding_where_no_draft_is_shown_to_gain() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    (_, nearest) = unknown(ALL, "chat", 0.01)
+    (_, nearest) = unknown(ALL, ["chat"], 0.01)
     assert "d3:mean=29 at 1.05x, may lose 1.2 points" in nearest
-    words = " ".join(unknown(ALL, "code", 0.01))
-    assert "fewer layers lose on code" in words and "drafts bring on code" in words
-    assert len(unknown(ALL, "chat", 0.05)) == 1
+    words = " ".join(unknown(ALL, ["chat", "code", "verse"], 0.05))
+    assert "fewer layers lose on code, verse:" in words and "drafts bring on code, verse:" in words
+    assert len(unknown(ALL, ["chat"], 0.05)) == 1
 
 
 def test_evidence_of_another_form_is_refused() -> None:

@@ -38,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
     found = Evidence.from_dict(cards.evidence(engine))
     if args.task is not None and found.tasks and args.task not in found.tasks:
         raise ValueError(f"--task is {args.task!r}; of this model {', '.join(found.tasks)} were measured")
-    tasks = found.tasks if args.task is None else (args.task,)
-    told = {"model": engine.model_name, **report(found, tasks if found.tasks else (), args.max_drop)}
+    tasks = found.tasks if args.task is None or not found.tasks else (args.task,)
+    told = {"model": engine.model_name, **report(found, tasks, args.max_drop)}
+    if not tasks:
+        told["not_known"] = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval "
+                             "--suite S --data DIR --model M --controls 1.05,1.1`, or `shoal calibrate` for a card"]
     if not args.json:
         print(_text(told, engine.card.bears, engine.stack.num_layers))
     common.print_json(told)
@@ -55,11 +58,7 @@ def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
                      "what to begin with.")
     if bears is not None:
         lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
-    gaps = list(dict.fromkeys(words for some in told["not_known"].values() for words in some))
-    if not told["advice"]:
-        gaps = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval --model M "
-                "--controls 1.05,1.1`, or `shoal calibrate` for a card"]
-    lines.append("Not known:\n" + "\n".join(f"  - {words}" for words in gaps))
+    lines.append("Not known:\n" + "\n".join(f"  - {words}" for words in told["not_known"]))
     if told["machine"]:
         lines.append(f"Times were taken on {told['machine']}.")
     return "\n".join(lines)

@@ -135,18 +135,22 @@ def advise(evidence: Evidence, task: str, max_drop: float) -> Advice:
     return best
 
 
-def unknown(evidence: Evidence, task: str, max_drop: float) -> list[str]:
-    """What the evidence does not say about a task, in sentences."""
+def unknown(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> list[str]:
+    """What the evidence does not say about some tasks, in sentences."""
     missing = ["other processors, batches and prompts than those measured: check with `shoal bench-drafts --model M`"]
-    lossy = [row for row in evidence.lossy if row.task == task]
-    if not lossy:
-        missing.append(f"what fewer layers lose on {task}: measure with `shoal eval --model M --controls 1.05,1.1`")
-    elif max_drop > 0 and not any(row.most <= max_drop for row in lossy):
-        nearest = min(lossy, key=lambda row: row.most)
-        missing.append(f"a depth schedule that loses at most {_points(max_drop)} on {task}: the gentlest measured, "
-                       f"{nearest.label} at {nearest.ideal:.2f}x, may lose {_points(nearest.most)} (n = {nearest.n})")
-    if not any(row.task == task for row in evidence.lossless):
-        missing.append(f"what drafts bring on {task}: measure with `shoal bench-drafts --model M`")
+    drafted, judged = ({row.task for row in rows} for rows in (evidence.lossless, evidence.lossy))
+    if undrafted := [task for task in tasks if task not in drafted]:
+        missing.append(f"what drafts bring on {', '.join(undrafted)}: measure with `shoal bench-drafts --model M`")
+    if unjudged := [task for task in tasks if task not in judged]:
+        missing.append(f"what fewer layers lose on {', '.join(unjudged)}: measure with `shoal eval --suite S --data "
+                       "DIR --model M --controls 1.05,1.1`")
+    for task in tasks if max_drop > 0 else ():
+        lossy = [row for row in evidence.lossy if row.task == task]
+        if lossy and not any(row.most <= max_drop for row in lossy):
+            nearest = min(lossy, key=lambda row: row.most)
+            missing.append(f"a depth schedule that loses at most {_points(max_drop)} on {task}: the gentlest measured, "
+                           f"{nearest.label} at {nearest.ideal:.2f}x, may lose {_points(nearest.most)} "
+                           f"(n = {nearest.n})")
     return missing
 
 
@@ -156,7 +160,7 @@ def report(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> dict[st
         "max_drop": max_drop,
         "machine": evidence.machine,
         "advice": [asdict(advise(evidence, task, max_drop)) for task in tasks],
-        "not_known": {task: unknown(evidence, task, max_drop) for task in tasks},
+        "not_known": unknown(evidence, tasks, max_drop),
     }
 
 
