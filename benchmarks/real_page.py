@@ -43,7 +43,7 @@ def glance(reports: Sequence[Report]) -> str:
     if not reports:
         return ""
     header = ["file", *GLANCE.values(), "8 positions over one; 16"]
-    lines = [*_machines(reports), "", markdown(header, [_glance(report) for report in reports]), ""]
+    lines = [*_machines(reports, spread=False), "", markdown(header, [_glance(report) for report in reports]), ""]
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -155,8 +155,8 @@ def _ratio(figure: Mapping[str, float] | None) -> str:
     return table.spread(figure, "{:.2f}") if figure.get("low") is None else table.paired(figure)
 
 
-def _machines(reports: Sequence[Report]) -> list[str]:
-    """A line per machine: what every figure below was measured on."""
+def _machines(reports: Sequence[Report], spread: bool = True) -> list[str]:
+    """A line per machine: what every figure below was measured on, and how its spread is shown, if it is."""
     lines = []
     for machine in dict.fromkeys(map(_machine, reports)):
         own = [report for report in reports if _machine(report) == machine]
@@ -166,10 +166,10 @@ def _machines(reports: Sequence[Report]) -> list[str]:
         rounds = sorted({report["rounds"]["done"] for report in own})
         dates, commits = ({made(report): None for report in own} for made in (lambda r: r["date"][:10], _commit))
         number = "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+        shown = f" (smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}" if spread else ""
         lines.append(
-            f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds "
-            f"(smallest-largest){''.join(dict.fromkeys(map(table.intervals, own)))}, {', '.join(dates)}, "
-            f"{', '.join(commits)}."
+            f"{machine}, roof {table.spread(bandwidth, '{:.1f}')} GB/s, medians of {number} interleaved rounds{shown}, "
+            f"{', '.join(dates)}, {', '.join(commits)}."
         )
     return lines
 
