@@ -108,8 +108,9 @@ def orders(reports: Mapping[str, Report]) -> str:
     columns = [(name, speed) for name, report in reports.items() for speed in _speeds(report["distance"]["rows"])]
     found = {(name, row["speedup"], row["label"]): row["kl"]["mean"] for name, report in reports.items()
              for row in report["distance"]["rows"] if "speedup" in row}
-    labels = dict.fromkeys(label for _, _, label in found if label == "d3" or label.startswith("d3, ") and
-                           "start" not in label)
+    others = {key for key in found if key[2].startswith("d3, ") and "start" not in key[2]}
+    columns = [column for column in columns if any(key[:2] == column for key in others)]
+    labels = dict.fromkeys(["d3", *(label for _, _, label in found if any(label == key[2] for key in others))])
     lines = [["calibrated, as in D3" if label == "d3" else label.removeprefix("d3, "),
               *(f"{found[name, speed, label]:.2f}" if (name, speed, label) in found else "" for name, speed in columns)]
              for label in labels]
