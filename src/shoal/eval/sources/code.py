@@ -15,9 +15,8 @@ from shoal.eval.items import Item, Part, read_lines
 from shoal.eval.sources.folder import folder
 
 STOP = ("\n```",)
-_ASK = ("Please provide a self-contained Python script that solves the following problem in a markdown code block, "
-        "without tests or explanations:\n")
-_OPENING = "Here is a self-contained Python function that solves the problem and passes its tests:\n```python\n"
+_ASK = "Solve this in Python. Write one code block with everything it needs, no tests and no explanations:\n"
+_OPENING = "This code solves it:\n```python\n"
 _SHOTS = """\
 Write a Python function that solves each problem.
 
