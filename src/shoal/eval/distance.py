@@ -268,8 +268,8 @@ class Distances:
             if self.late:
                 raise TimeoutError("no time is left for answers; the same command goes on from here")
             part = missing[first : first + _TOGETHER]
-            found = [self._answers([prompts[item] for item in part], sampled, part)]
-            self.outcomes.add(run, [(item, {"tokens": tokens}) for item, tokens in zip(part, found[0], strict=True)])
+            found = self._answers([prompts[item] for item in part], sampled, part)
+            self.outcomes.add(run, [(item, {"tokens": tokens}) for item, tokens in zip(part, found, strict=True)])
         done = self.outcomes.of(run)
         told = [Told(suite, item, tuple(prompt), tuple(done[item]["tokens"]), not sampled)
                 for item, prompt in prompts.items()]
