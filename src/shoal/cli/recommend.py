@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.max_drop < 1:
         raise ValueError(f"--max-drop is {args.max_drop}; it must be in [0, 1): 0.015 is 1.5 points")
     from shoal.engine import cards
+    from shoal.engine.checkpoint import shown_name
     from shoal.eval.recommend import Evidence, report
 
     engine = common.load_engine(args)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.task is not None and found.tasks and args.task not in found.tasks:
         raise ValueError(f"--task is {args.task!r}; of this model {', '.join(found.tasks)} were measured")
     tasks = found.tasks if args.task is None or not found.tasks else (args.task,)
-    told = {"model": engine.model_name, **report(found, tasks, args.max_drop)}
+    told = {"model": shown_name(engine.model_name), **report(found, tasks, args.max_drop)}
     if not tasks:
         told["not_known"] = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval "
                              "--suite S --data DIR --model M --controls 1.05,1.1`, or `shoal calibrate` for a card"]
