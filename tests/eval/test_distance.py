@@ -22,8 +22,7 @@ from shoal.eval.distance import Distances, FullReading, Told, bin_sizes, binned
 from shoal.eval.distance_study import compared, figures
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.outcomes import Outcomes
-from shoal.eval.reread import way
-from shoal.eval.rising import RisingPlan
+from shoal.eval.rising import RisingPlan, way
 from shoal.eval.why import apart
 from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule

@@ -15,12 +15,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request_handle import Item
 from shoal.engine.scheduler import Scheduler
-from shoal.errors import Unsupported
 from shoal.eval import scoring
-from shoal.eval.rising import RisingPlan, RisingStack
+from shoal.eval.rising import RisingPlan, way
 from shoal.methods.base import Method
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import Stack
 from shoal.types import Stats
 
 Plan = DepthPlan | RisingPlan
@@ -147,23 +144,13 @@ class Decoder:
         Raises:
             Unsupported: a plan that rises, on a model that is not packed.
         """
-        return scoring.losses(prompts, references, [self._way(plan) for plan in plans])
-
-    def _way(self, plan: Plan) -> tuple[Stack, DepthPlan]:
-        if isinstance(plan, DepthPlan):
-            return self.engine.stack, plan
-        return self._rising(plan).stack, DepthPlan.full(plan.num_layers)
+        return scoring.losses(prompts, references, [way(self.engine.stack, plan) for plan in plans])
 
     def _rising(self, plan: RisingPlan) -> Engine:
         """An engine whose full depth is the plan; the last one made is kept."""
         if self._risen is None or self._risen[0] != plan:
-            engine, stack = self.engine, self.engine.stack
-            if not isinstance(stack, PackedStack):
-                raise Unsupported(
-                    "a plan that brings layers back", "only packed models run plans that are not nested",
-                    'Load the model with backend="packed", or leave this control out',
-                )
-            twin = Engine(RisingStack(stack, plan), engine.tokenizer, eos_token_ids=engine.eos_token_ids)
+            engine, (stack, _) = self.engine, way(self.engine.stack, plan)
+            twin = Engine(stack, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
             twin.card = engine.card
             self._risen = plan, twin
         return self._risen[1]

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from shoal.engine.engine import Engine
 from shoal.eval.decoders import Contender
-from shoal.eval.evaluate import BIN
+from shoal.eval.evaluate import BIN, precision
 from shoal.eval.outcomes import Outcomes, RunKey
-from shoal.eval.reread import BLOCK, Reread, Take, Way, way
-from shoal.model.packed.stack import PackedStack
+from shoal.eval.reread import BLOCK, Reread, Take
+from shoal.eval.rising import Way, way
 from shoal.model.stack import Stack
 
 LONGEST = 192
@@ -236,11 +236,7 @@ class Distances:
     until: float | None = None
 
     def __post_init__(self) -> None:
-        stack = self.engine.stack
-        self._settings: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch."),
-                                          "max_new_tokens": self.max_new_tokens}
-        if isinstance(stack, PackedStack):
-            self._settings["weight_bytes"] = stack.weights.nbytes
+        self._settings = {**precision(self.engine), "max_new_tokens": self.max_new_tokens}
 
     @property
     def late(self) -> bool:

@@ -48,10 +48,6 @@ class Evaluator:
         if self.engine.tokenizer is None:
             raise ValueError("an evaluation needs a tokenizer; load the model with one")
         self.decoder = Decoder(self.engine, self.batch)
-        stack = self.engine.stack
-        self._precision: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
-        if isinstance(stack, PackedStack):
-            self._precision["weight_bytes"] = stack.weights.nbytes
 
     def samples(self, items: Sequence[Item]) -> list[Sample]:
         """Items in the model's tokens, those that fit its context, short prompts first."""
@@ -63,7 +59,7 @@ class Evaluator:
 
     def run_of(self, suite: str, kind: str, who: Contender) -> RunKey:
         """The run under which outcomes are kept."""
-        settings = dict(self._precision)
+        settings = precision(self.engine)
         if kind == "answers":
             settings["max_new_tokens"] = self.max_new_tokens
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
@@ -160,6 +156,15 @@ class Evaluator:
     def _chosen(self, run: RunKey, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         found = self.outcomes.of(run)
         return {sample.item.id: found[sample.item.id] for sample in samples}
+
+
+def precision(engine: Engine) -> dict[str, Any]:
+    """In what precision the model runs, as far as outcomes depend on it."""
+    stack = engine.stack
+    found: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
+    if isinstance(stack, PackedStack):
+        found["weight_bytes"] = stack.weights.nbytes
+    return found
 
 
 def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:

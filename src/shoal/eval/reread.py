@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
-from shoal.eval.rising import RisingPlan, RisingStack
+from shoal.eval.rising import Way
 from shoal.model.kv import KVCache
-from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk, Stack
 
 BLOCK = 64
@@ -19,8 +17,6 @@ BLOCK = 64
 
 Text = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt, and of the answer that follows it: at least two."""
-Way = tuple[Stack, DepthPlan]
-"""Who runs a plan, and the plan that it is given."""
 Take = Callable[[int, int, Tensor], None]
 """Given a row, the number of an answer's token and logits [n, V] that decide that token and those after it."""
 
@@ -101,19 +97,3 @@ def _with_twins(chunk: SequenceChunk) -> SequenceChunk:
     before = range(-1, count - 1)
     return SequenceChunk(chunk.row, [*chunk.tokens, *chunk.tokens], [1] * count + [2] * count, chunk.plan,
                          [*before, *before], [*range(count), *range(count)], wanted=count)
-
-
-def way(stack: Stack, plan: DepthPlan | RisingPlan) -> Way:
-    """How a plan is run on a model.
-
-    Raises:
-        Unsupported: a plan that rises, on a model that is not packed.
-    """
-    if isinstance(plan, DepthPlan):
-        return stack, plan
-    if not isinstance(stack, PackedStack):
-        raise Unsupported(
-            "a plan that brings layers back", "only packed models run plans that are not nested",
-            'Load the model with backend="packed", or leave this control out',
-        )
-    return RisingStack(stack, plan), DepthPlan.full(plan.num_layers)

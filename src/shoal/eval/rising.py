@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.linear import Dense, Linear
 from shoal.model.packed.native_stack import NativeMatrix
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Start
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, Start
+
+Way = tuple[Stack, DepthPlan]
+"""Who runs a plan, and the plan that it is given."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +125,19 @@ class RisingStack(PackedStack):
     def _zeros(self, like: Linear) -> Linear:
         zeros = torch.zeros(like.rows, like.columns, dtype=self.dtype, device=self.device)
         return NativeMatrix(native.pack(zeros, "int8")) if isinstance(like, NativeMatrix) else Dense(zeros)
+
+
+def way(stack: Stack, plan: DepthPlan | RisingPlan) -> Way:
+    """How a plan is run on a model.
+
+    Raises:
+        Unsupported: a plan that rises, on a model that is not packed.
+    """
+    if isinstance(plan, DepthPlan):
+        return stack, plan
+    if not isinstance(stack, PackedStack):
+        raise Unsupported(
+            "a plan that brings layers back", "only packed models run plans that are not nested",
+            'Load the model with backend="packed", or leave this control out',
+        )
+    return RisingStack(stack, plan), DepthPlan.full(plan.num_layers)

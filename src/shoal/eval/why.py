@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.eval.distance import FullReading, Readings, Subject
 from shoal.eval.equal_depth import Counts, Lengths
-from shoal.eval.reread import Way, way
-from shoal.eval.rising import RisingPlan
+from shoal.eval.rising import RisingPlan, Way, way
 from shoal.model.stack import Stack
 
 _HALVINGS = 40
