@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,31 @@ def test_no_loss_is_measured_of_a_method_that_is_more_than_a_plan() -> None:
     engine = engine_for(tiny("llama"), chat_tokenizer())
     with pytest.raises(Unsupported, match="under kv_int8: .* without its store"):
         Evaluator(engine).losses("texts", [], [contender(engine, KVInt8(), 4)])
+
+
+def test_parts_of_a_group_can_be_asked_for_alone(tiny_engine: Engine) -> None:
+    at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
+    assert [who.label for who in controls(at, ["linear", "budgets"])] == ["d3", "linear", "reversed d3"]
+    assert [who.label for who in controls(at, ["reversed"])] == ["d3", "reversed d3"]
+
+
+def test_an_item_that_is_put_or_judged_otherwise_is_answered_anew() -> None:
+    engine = engine_for(tiny("llama"), chat_tokenizer())
+    evaluator, who = Evaluator(engine, max_new_tokens=3), contender(engine, Full(), 3)
+    evaluated: list[str] = []
+    each_answer = evaluator.decoder.each_answer
+
+    def counted(prompts: Any, *rest: Any) -> Any:
+        evaluated.extend(map(str, prompts))
+        return each_answer(prompts, *rest)
+
+    evaluator.decoder.each_answer = counted  # type: ignore[method-assign]
+    first = Sample(Item("a", "", "", answer="1"), (5, 6), (1,))
+    for sample, anew in [
+        (first, 1), (first, 0), (replace(first, prompt=(5, 7)), 1), (replace(first, item=replace(first.item, answer="2")), 1),
+    ]:
+        evaluated.clear()
+        assert set(evaluator.answers("suite", [sample], who)) == {"a"} and len(evaluated) == anew
 
 
 def test_answers_join_and_leave_without_touching_each_other() -> None:

@@ -30,6 +30,8 @@ Make = Callable[[], Contender]
 STARTS = (0.2, 0.4, 0.6)
 GROUPS = ("constant", "budgets", "geometry", "random", "orders", "starts")
 """In D3's order a constant depth, other budgets; the published geometries; random and named orders; a delayed decay."""
+_PARTS = {"budgets": ("linear", "reversed")}
+"""Groups whose controls can also be asked for one by one."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,10 @@ def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Contend
 
     A control that cannot reach the mean is left out.
     """
-    makers = {"constant": _constant, "budgets": _budgets, "geometry": _geometry, "random": _random, "orders": _orders,
-              "starts": _starts}
+    makers = {"constant": _constant, "linear": _linear, "reversed": _reversed, "geometry": _geometry,
+              "random": _random, "orders": _orders, "starts": _starts}
     found = [_d3(at, "d3", 0.0, at.order)]
-    for group in check_groups(groups):
+    for group in dict.fromkeys(part for name in check_groups(groups) for part in _PARTS.get(name, (name,))):
         for make in makers[group](at):
             with suppress(ValueError):  # out of this control's reach
                 found.append(make())
@@ -96,9 +98,11 @@ def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Contend
 
 def check_groups(groups: Sequence[str]) -> Sequence[str]:
     """The groups; ValueError where one of them is none."""
+    parts = [part for names in _PARTS.values() for part in names]
     for group in groups:
-        if group not in GROUPS:
-            raise ValueError(f"there are no controls {group!r}; there are {', '.join(GROUPS)}")
+        if group not in (*GROUPS, *parts):
+            raise ValueError(f"there are no controls {group!r}; there are {', '.join(GROUPS)}, and as parts of them "
+                             f"{', '.join(parts)}")
     return groups
 
 
@@ -128,19 +132,19 @@ def _constant(at: ControlSetting) -> list[Make]:
     return [lambda: _scheduled(at, "constant", two_levels(at.lengths, at.num_layers, core, at.mean), at.order)]
 
 
-def _budgets(at: ControlSetting) -> list[Make]:
+def _linear(at: ControlSetting) -> list[Make]:
     core = at.core.size
-    return [
-        lambda: _scheduled(at, "linear", linear(at.lengths, at.num_layers, core, at.mean)[2], at.order),
-        lambda: _reversed(at),
-    ]
+    return [lambda: _scheduled(at, "linear", linear(at.lengths, at.num_layers, core, at.mean)[2], at.order)]
 
 
-def _reversed(at: ControlSetting) -> Contender:
-    counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
-    plan = RisingPlan(counts, at.order, at.num_layers)
-    spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
-    return Contender("reversed d3", spec, plan)
+def _reversed(at: ControlSetting) -> list[Make]:
+    def backwards() -> Contender:
+        counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
+        plan = RisingPlan(counts, at.order, at.num_layers)
+        spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
+        return Contender("reversed d3", spec, plan)
+
+    return [backwards]
 
 
 def _geometry(at: ControlSetting) -> list[Make]:

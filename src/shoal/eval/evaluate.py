@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,8 @@ class Evaluator:
     def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
         """Generate and judge the answer to every sample; outcomes by item id, each kept as soon as it is there."""
         run = self.run_of(suite, "answers", who)
-        missing = apart([sample for sample in samples if sample.item.id not in self.outcomes.of(run)], self.batch)
+        known = self.outcomes.of(run)
+        missing = apart([one for one in samples if known.get(one.item.id, {}).get("asked") != asked(one)], self.batch)
         with self._bar(f"{suite}: {who.label}", len(samples)) as bar, Judging[Sample](self.unsafe) as judging:
             bar.update(len(samples) - len(missing))
             found: dict[str, Answered] = {}
@@ -107,6 +109,7 @@ class Evaluator:
         return {
             **verdict,
             **({"cluster": sample.item.cluster} if sample.item.cluster else {}),
+            "asked": asked(sample),
             "cut": found.finish_reason == "length",
             "layers": found.layer_tokens,
             "tokens": found.tokens,
@@ -170,6 +173,13 @@ def precision(engine: Engine) -> dict[str, Any]:
 def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:
     bins = [round(sum(values[start : start + BIN]), 4) for start in range(0, len(values), BIN)]
     return {"nll": bins, "count": len(values), "layers": who.plan.layer_tokens(len(values))}
+
+
+def asked(sample: Sample) -> str:
+    """A hash of what an answer depends on beside the run: an item that is put or judged otherwise is measured anew."""
+    item = sample.item
+    parts = (sample.prompt, item.stop, item.judge, item.answer, item.golds, item.given, item.tests)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def apart(samples: Sequence[Sample], rows: int) -> list[Sample]:
