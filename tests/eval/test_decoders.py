@@ -170,7 +170,8 @@ def test_an_item_that_is_put_or_judged_otherwise_is_answered_anew() -> None:
     evaluator.decoder.each_answer = counted  # type: ignore[method-assign]
     first = Sample(Item("a", "", "", answer="1"), (5, 6), (1,))
     for sample, anew in [
-        (first, 1), (first, 0), (replace(first, prompt=(5, 7)), 1), (replace(first, item=replace(first.item, answer="2")), 1),
+        (first, 1), (first, 0), (replace(first, prompt=(5, 7)), 1),
+        (replace(first, item=replace(first.item, answer="2")), 1),
     ]:
         evaluated.clear()
         assert set(evaluator.answers("suite", [sample], who)) == {"a"} and len(evaluated) == anew
