@@ -13,8 +13,7 @@ import pytest
 
 import shoal
 from shared_models import FIXTURES, REFERENCE
-from shoal.cli import generate as command
-from shoal.cli import main
+from shoal.cli import main, printers
 
 QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
 
@@ -180,7 +179,7 @@ def interrupt_at(monkeypatch, method, number):
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
     words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32"]
-    interrupt_at(monkeypatch, command.Plain, 4)
+    interrupt_at(monkeypatch, printers.Plain, 4)
     assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()
     assert "interrupted" in err and "[4 tokens" in err
@@ -189,7 +188,7 @@ def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
 
 
 def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folder):
-    interrupt_at(monkeypatch, command.Silent, 3)
+    interrupt_at(monkeypatch, printers.Silent, 3)
     assert main(["generate", "abc", "--model", tiny_folder, "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3

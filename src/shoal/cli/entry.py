@@ -17,6 +17,7 @@ from shoal.errors import unknown
 
 COMMANDS = {
     "generate": "continue a prompt, streaming the text",
+    "chat": "talk with a model in the terminal",
     "methods": "list the methods, what they need and what they promise",
     "plan": "draw which layers every token runs",
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
