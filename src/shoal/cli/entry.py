@@ -30,6 +30,7 @@ COMMANDS = {
     "recommend": "say which method to use for a model, from what was measured of it",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "prune": "write a smaller checkpoint of a model, with fewer layers",
+    "models": "list the models on this machine, and what is known of them",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
