@@ -52,8 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if "--debug" in words:
             raise
-        print(f"{_program(name)}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_program(name)}: error: {_as_typed(' '.join(str(error).split()), words)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _as_typed(message: str, words: Sequence[str]) -> str:
+    """A message that begins with what the library calls a value, with the option that it was given by."""
+    name, is_, rest = message.partition(" is ")
+    option = f"--{name.replace('_', '-')}"
+    given = is_ and any(word == option or word.startswith(f"{option}=") for word in words)
+    return f"{option} is {rest}" if given else message
 
 
 def _call(name: str, words: list[str]) -> int:
@@ -70,6 +78,8 @@ def _call(name: str, words: list[str]) -> int:
 
 
 def _top(words: list[str]) -> int:
+    if words and not words[0].startswith("-"):
+        raise unknown("command", words[0], COMMANDS)
     parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
@@ -82,10 +92,8 @@ def _top(words: list[str]) -> int:
 
         print(f"shoal {__version__}")
         return 0
-    if args.command is None:
-        parser.print_help()
-        return BAD_INPUT
-    raise unknown("command", args.command, COMMANDS)
+    parser.print_help()
+    return BAD_INPUT
 
 
 def _overview() -> str:
