@@ -135,7 +135,9 @@ class Engine:
         return fingerprint.of_model(self.model, self.model_name)
 
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[Options]) -> list[Result]: ...
+    def generate(
+        self, prompt: list[str] | list[list[int]] | list[list[dict[str, str]]], **options: Unpack[Options]
+    ) -> list[Result]: ...
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -144,7 +146,8 @@ class Engine:
         """Generate to the end.
 
         Args:
-            prompt: text, token ids, or a list of either.
+            prompt: text, token ids, or chat messages such as {"role": "user", "content": "Hello"}, which go through the
+                model's chat template; or a list of such prompts.
             **options: see `Request`.
 
         Returns:

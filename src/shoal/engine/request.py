@@ -17,7 +17,8 @@ from shoal.types import Sampling
 if TYPE_CHECKING:
     from shoal.methods.base import Method
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 _LISTS: Mapping[str, tuple[Any, str]] = {
     "stop": (str, "strings"),
     "stop_token_ids": (Integral, "token ids"),
@@ -129,7 +130,7 @@ def is_batch(prompt: Any) -> bool:
         return bool(prompt.ndim == 2)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise _no_prompt(prompt)
-    return len(prompt) > 0 and not _is_id(prompt[0])
+    return len(prompt) > 0 and not _is_id(prompt[0]) and not isinstance(prompt[0], Mapping)
 
 
 def _is_id(value: Any) -> bool:
@@ -137,12 +138,13 @@ def _is_id(value: Any) -> bool:
 
 
 def _no_prompt(value: Any) -> ValueError:
-    return ValueError(f"the prompt is {reprlib.repr(value)}; it must be text, whole token ids, or a list of either")
+    return ValueError(f"the prompt is {reprlib.repr(value)}; it must be text, whole token ids, chat messages, or "
+                      "a list of such prompts")
 
 
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | None) -> list[int]:
     """Token ids of one prompt, checked against vocabulary and context."""
-    ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else _whole_ids(prompt)
+    ids = _ids(prompt, tokenizer)
     if not ids:
         raise ValueError("the prompt is empty; give at least one token, such as the model's beginning-of-sequence id")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
@@ -156,12 +158,23 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
     return ids
 
 
-def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return _tokenize(prompt, tokenizer)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
+        return chat_ids(prompt, tokenizer)
+    return _whole_ids(prompt)
+
+
+def chat_ids(messages: Messages, tokenizer: Any) -> list[int]:
     """Token ids of a conversation, the beginning of the answer included.
 
     Raises:
-        ValueError: the tokenizer's chat template refuses the messages.
+        ValueError: the tokenizer has no chat template, or it refuses the messages.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
+                         "text, or set tokenizer.chat_template")
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:  # templates raise what they like, mostly about the order of roles
