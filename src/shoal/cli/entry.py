@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from shoal.cli import config
 from shoal.cli.parser import Parser, parse
 from shoal.errors import unknown
 
@@ -69,6 +70,7 @@ def _call(name: str, words: list[str]) -> int:
     parser = Parser(prog=_program(name), description=command.__doc__, epilog=command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    words = [*config.words(name, COMMANDS, parser.options, words), *words]
     try:
         args = parse(parser, words)
     except SystemExit as leave:  # argparse ends the process after --help
