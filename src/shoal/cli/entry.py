@@ -32,6 +32,7 @@ COMMANDS = {
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "prune": "write a smaller checkpoint of a model, with fewer layers",
     "models": "list the models on this machine, and what is known of them",
+    "completion": "print a script that completes commands and options in a shell",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
