@@ -20,7 +20,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Ids 0..6 are special and have no text; every other id is one character."""
     vocab = {token: index for index, token in enumerate(SPECIALS + _LETTERS)}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    core.decoder = decoders.Fuse()
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # of which llguidance knows the first
     words = PreTrainedTokenizerFast(
         tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", additional_special_tokens=ROLES
     )

@@ -1,4 +1,4 @@
-"""The part `constraint`: whatever decodes, it says what masking the law by hand says, and forced tokens cost nothing."""
+"""The part `constraint`: whatever decodes says what masking the law by hand says, and forced tokens cost nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from families import tiny
 from masks import Bound, Ruled, by_hand, turns
 from method_matrix import MATRIX
 from searches import Given, Script, Steps
-from shoal.decode import rejection, sampling
+from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
 from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
@@ -258,8 +258,7 @@ def test_a_law_that_is_masked_after_its_truncation_is_seen() -> None:
     assert chi_square(samples(Full())[0], law(masked_last=True)) < 1e-6
 
 
-def test_a_draft_that_does_not_say_what_it_was_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn under the mask, and said to be drawn without it."""
+def test_a_draft_that_says_it_was_drawn_without_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.choose
 
     def free(places: Any, logits: Any, count: int) -> Any:
@@ -267,5 +266,5 @@ def test_a_draft_that_does_not_say_what_it_was_drawn_from_is_seen(monkeypatch: p
         return [type(g)(g.tokens, one, g.logs) for g, one in zip(real(places, logits, count), said, strict=True)]
 
     monkeypatch.setattr(module, "choose", free)
-    monkeypatch.setattr(rejection, "_probabilities", lambda probs, draft, token: (float(probs[token]), 0.3))
-    assert chi_square(samples(DRAFTS["chain"](noisy(target().model, 0.4, seed=3)))[0], law()) < 1e-6
+    with pytest.raises(ValueError, match="was drafted, but the distribution"):
+        samples(DRAFTS["chain"](noisy(target().model, 1.0, seed=3)))
