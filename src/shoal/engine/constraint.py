@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _KEPT = 64
 _REMEDY = "Change the constraint, or leave it out"
+_OPTIONS = '\n%llguidance {"no_forcing": true}'
+"""Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 """White space between the parts of a JSON text, as llama.cpp has it: small models would go on with it for ever."""
 
@@ -41,8 +43,8 @@ class Constraint(ABC):
     text: str
 
     @abstractmethod
-    def grammar(self, compiler: Any) -> str:
-        """The same in the language of `compiler`, which is llguidance's LLMatcher."""
+    def grammar(self) -> str:
+        """The same in llguidance's dialect of Lark's notation; Unsupported for what cannot be translated."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({reprlib.repr(self.text)})"
@@ -64,30 +66,36 @@ class JsonSchema(Constraint):
     def __init__(self, schema: Any) -> None:
         object.__setattr__(self, "text", _schema_text(schema))
 
-    def grammar(self, compiler: Any) -> str:
+    def grammar(self) -> str:
         """See the base class."""
-        return str(compiler.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": _SPACE}))
+        schema = json.loads(self.text)
+        if isinstance(schema, dict):
+            schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
+        return f"start: %json {json.dumps(schema)}"
 
 
 @dataclass(frozen=True)
 class Regex(Constraint):
     """Text that a regular expression matches from its first character to its last, in Rust's syntax."""
 
-    def grammar(self, compiler: Any) -> str:
+    def grammar(self) -> str:
         """See the base class."""
-        return str(compiler.grammar_from_regex(self.text))
+        from llguidance import LLMatcher
+
+        made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(self.text))
+        return str(made["grammars"][0]["lark_grammar"])
 
 
 @dataclass(frozen=True)
 class Grammar(Constraint):
     """Text that a context-free grammar gives: Lark's notation, or GBNF, which has `::=`."""
 
-    def grammar(self, compiler: Any) -> str:
+    def grammar(self) -> str:
         """See the base class."""
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
-            return str(compiler.grammar_from_lark(any_to_lark(self.text)))
+            return str(any_to_lark(self.text))
         except Exception as error:  # the translation from GBNF raises what it likes
             raise _unmet(self, str(error)) from error
 
@@ -163,7 +171,7 @@ class Compiler:
         return partial(Mask, matcher, wanted, self._eos, self._size)
 
     def _compiled(self, wanted: Constraint) -> Any:
-        matcher = self._make(self._words, wanted.grammar(self._make), log_level=0)
+        matcher = self._make(self._words, self._make.grammar_from_lark(wanted.grammar() + _OPTIONS), log_level=0)
         if matcher.is_error():
             raise _unmet(wanted, matcher.get_error())
         for warning in matcher.get_grammar_warnings():

@@ -182,14 +182,16 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
     return ids
 
 
-def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """Token ids of a conversation, the beginning of the answer included.
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **variables: Any) -> list[int]:
+    """Token ids of a conversation, the beginning of the answer included; `variables` are the template's own.
 
     Raises:
         ValueError: the tokenizer's chat template refuses the messages.
     """
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, **{**variables, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        )
     except Exception as error:  # templates raise what they like, mostly about the order of roles
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
     return list(ids)
