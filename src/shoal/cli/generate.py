@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
   shoal generate --method d3 --with prompt_lookup:length=6 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
+  shoal generate --json-schema '{"type": "object", "required": ["name"]}' "A person as JSON"
   cat question.txt | shoal generate --json | tail -n 1
   torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"
 """
@@ -38,6 +39,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser)
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
+    common.add_constraint(sampling)
     common.add_model(parser)
     parser.add_argument("--tensor-parallel", action="store_true", help="share the model between the processes that "
                         "torchrun has started; the first one prints")
@@ -90,7 +92,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.file is not None:
         if args.prompt is not None:
             raise ValueError("there are two prompts: give the text or --file, not both")
-        text = _read(args.file)
+        text = common.read_text(args.file)
     elif args.prompt in (None, "-"):
         if args.prompt is None and sys.stdin.isatty():
             raise ValueError("there is no prompt; give a text, --file F, or pipe one in")
@@ -102,15 +104,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     return str(text)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
 def _request(args: argparse.Namespace) -> dict[str, Any]:
-    return {**common.sampling(args), "logprobs": args.logprobs}
+    return {**common.sampling(args), "logprobs": args.logprobs, "constraint": common.constraint(args)}
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
+from shoal.engine.constraint import Compiler
 from shoal.engine.draft_models import DraftModels, OpenModel
 from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
@@ -225,14 +226,19 @@ class Engine:
                 slot=number,
                 tokens=list(tokens),
                 prompt_length=len(tokens),
-                recipe=recipe,
+                recipe=recipe if wanted is None else replace(recipe, constraint=self.constraints(wanted)),
                 stop=StopState(rules, self.tokenizer, tokens),
                 sampling=request.sampling,
                 processors=request.logits_processor,
                 seed=seed,
             )
-            for number, tokens in enumerate(ids)
+            for number, (tokens, wanted) in enumerate(zip(ids, request.constraints(len(ids)), strict=True))
         ]
+
+    @cached_property
+    def constraints(self) -> Compiler:
+        """Makes masks of constraints; Unsupported where there can be none, see `Compiler`."""
+        return Compiler(self.tokenizer, self.stack.vocab_size, self.eos_token_ids)
 
     def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
         """An empty cache with room for what each layer will store of these rows."""

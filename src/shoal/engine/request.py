@@ -12,6 +12,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.stop import StopRules
+from shoal.engine.constraint import Constraint, constraint_of
+from shoal.errors import Unsupported
 from shoal.types import Sampling
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logits_processor: Sequence[Callable[..., Any]]
     stopping_criteria: Sequence[Callable[..., Any]]
+    constraint: Any
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Request:
         stop_token_ids: token ids that end a row, besides the model's end-of-sequence ids.
         ignore_eos: whether the model's end-of-sequence ids do not end a row.
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
+        constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
+            `shoal.JsonSchema`, `shoal.Regex` and `shoal.Grammar`; or a list with one, or None, for each prompt. An
+            answer that ends by `max_new_tokens` is the beginning of such a text.
+
+    Raises:
+        Unsupported: a constraint beside ignore_eos.
     """
 
     method: Any = "full"
@@ -74,6 +83,12 @@ class Request:
     ignore_eos: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
+    constraint: Constraint | tuple[Constraint | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.constraint is not None and self.ignore_eos:
+            raise Unsupported("a constraint with ignore_eos", "nothing but an end of sequence follows what meets it",
+                              "Leave ignore_eos out")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Request:
@@ -89,10 +104,21 @@ class Request:
         given.update({name: _items(name, given.get(name, ())) for name in _LISTS})
         given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
         given.update({name: _whole(name, given[name]) for name in ("max_new_tokens", "seed") if name in given})
+        if "constraint" in given:
+            wanted = given["constraint"]
+            several = isinstance(wanted, list | tuple)
+            given["constraint"] = tuple(map(constraint_of, wanted)) if several else constraint_of(wanted)
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
         return request
+
+    def constraints(self, prompts: int) -> Sequence[Constraint | None]:
+        """The constraint of each of so many prompts; ValueError where a list has more or fewer."""
+        found = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,) * prompts
+        if len(found) != prompts:
+            raise ValueError(f"constraint is a list of {len(found)} for {prompts} prompts; give one for each")
+        return found
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
         """Where a row of this request ends."""
@@ -166,8 +192,8 @@ def _ids(prompt: Any, tokenizer: Any) -> list[int]:
     return _whole_ids(prompt)
 
 
-def chat_ids(messages: Messages, tokenizer: Any) -> list[int]:
-    """Token ids of a conversation, the beginning of the answer included.
+def chat_ids(messages: Messages, tokenizer: Any, **variables: Any) -> list[int]:
+    """Token ids of a conversation, the beginning of the answer included; `variables` are the template's own.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses the messages.
@@ -176,7 +202,9 @@ def chat_ids(messages: Messages, tokenizer: Any) -> list[int]:
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, **{**variables, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        )
     except Exception as error:  # templates raise what they like, mostly about the order of roles
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
     return list(ids)

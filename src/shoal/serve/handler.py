@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -45,8 +46,11 @@ class RequestHandler:
         """`/v1/chat/completions`."""
         body = parse(await request.body(), ChatBody, fields.CHAT)
         limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
-        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer)
-        return await self._answer(request, body, [ids], limit, ChatWire(body.model, self._tokenizer))
+        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer, body.variables(tools))
+        wire = ChatWire(body.model, self._tokenizer, tools)
+        bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
+        return await self._answer(request, body, [ids], limit, wire, bound)
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -64,14 +68,17 @@ class RequestHandler:
             raise refused("prompt", f"the prompt cannot be echoed: token {wrong} has no text")
         return str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
 
-    async def _answer(self, request: Request, body: Body, prompts: Sequence[Any], limit: int, wire: Wire) -> Response:
+    async def _answer(
+        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, wire: Wire,
+        bound: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Response:
         self._check(body, len(prompts), limit)
         method = policy.choose(body.method, body.method_args, self._settings)
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.n)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
         answer = Answer(self._scheduler, body.n, self._settings.timeout, self._settings.max_n)
-        options = {**body.options(), "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
+        options = {**body.options(), **bound, "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
         await answer.start(prompts, options)
         if body.stream:
             return StreamingResponse(
