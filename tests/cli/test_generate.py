@@ -88,7 +88,7 @@ def test_every_sampling_option_arrives(monkeypatch):
     assert seen.pop("method") == shoal.Full()
     assert seen == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
                     "presence_penalty": -1.0, "frequency_penalty": 0.25, "seed": 4, "stop": ["x", "yz"], "logprobs": 2,
-                    "max_new_tokens": 7}
+                    "max_new_tokens": 7, "constraint": None}
 
 
 def test_logprobs(capsys, tiny_folder):
@@ -135,8 +135,8 @@ class Terminal(io.StringIO):
         (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
         (["a", "--device", "abacus", "--model", SMALL], None, "abacus"),
         (["a", "--logprobs", "1"], None, "add --json"),
-        (["a", "--top-p", "3", "--model", SMALL], None, "top_p is 3.0; it must be in (0, 1]"),
-        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "max_new_tokens is 0"),
+        (["a", "--top-p", "3", "--model", SMALL], None, "--top-p is 3.0; it must be in (0, 1]"),
+        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "--max-new-tokens is 0"),
     ],
 )
 def test_refusals(capsys, monkeypatch, words, stdin, message):
