@@ -30,7 +30,7 @@ def table(model: str, report: Report) -> str:
     head = (f"**{model}, {suite['suite']}**: {full['n']:,} items, at full depth {_percent(full['accuracy'])} % right "
             f"[{_percent(low)} to {_percent(high)}]{f' ({parts})' if parts else ''}, trivial answers "
             f"{_percent(floor)} %, {full['tokens_per_answer']:.0f} tokens an answer:")
-    header = ["ideal", "schedule", "mean layers", "right %", "points lost [95 %]", "p", "could show",
+    header = ["ideal", "schedule", "mean layers (of answers that ended)", "right %", "points lost [95 %]", "p", "could show",
               "points more than D3 [95 %]", "p", "same text %"]
     return f"{head}\n\n{markdown(header, [_line(row) for row in rows])}"
 
@@ -39,7 +39,8 @@ def _line(row: Row) -> list[str]:
     lost, rival = row["difference"], ["", ""]
     if "versus_d3" in row and row["label"] != "d3":
         rival = [_points(row["versus_d3"]), _p(row["versus_d3"])]
-    return [f"{row['speedup']:.2f}x", row["label"], f"{row['mean_layers']:.2f}", _percent(row["accuracy"]),
+    depth = f"{row['mean_layers']:.2f} ({row['mean_layers_ended']:.2f})"
+    return [f"{row['speedup']:.2f}x", row["label"], depth, _percent(row["accuracy"]),
             _points(_turned(lost)), _p(lost), _percent(lost["detectable"]), *rival, _percent(row["same"])]
 
 

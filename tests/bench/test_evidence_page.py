@@ -22,6 +22,7 @@ def test_page_and_cards_are_up_to_date(evidence: ModuleType, capsys: pytest.Capt
 def row(label: str, speedup: float, mean: float, low: float, high: float, **more: Any) -> dict[str, Any]:
     """A contender whose answers are right less often by `-mean`."""
     return {"label": label, "speedup": speedup, "ideal_speedup": speedup, "n": 1000, "mean_layers": 20.0,
+            "mean_layers_ended": 20.5,
             "accuracy": 0.5 + mean, "same": 0.25, "method": {"method_args": {"alpha": 0.99}},
             "difference": {"mean": mean, "low": low, "high": high, "p": 0.01, "p_holm": 0.04, "detectable": 0.03},
             "versus_d3": {"mean": 0.01, "low": -0.01, "high": 0.03, "p": 0.2}, **more}
@@ -41,7 +42,7 @@ def test_answers_are_shown_beside_full_depth_and_d3(evidence: ModuleType, report
     lines = evidence.checked.table("a model", report).splitlines()
     assert lines[0] == ("**a model, squad**: 1,000 items, at full depth 50.0 % right [47.0 to 53.0], trivial answers "
                         "10.0 %, 74 tokens an answer:")
-    assert lines[4] == "| 1.05x | d3 | 20.00 | 49.5 | +0.5 [-0.2 to +1.2] | 0.040 | 3.0 |  |  | 25.0 |"
+    assert lines[4] == "| 1.05x | d3 | 20.00 (20.50) | 49.5 | +0.5 [-0.2 to +1.2] | 0.040 | 3.0 |  |  | 25.0 |"
     assert "| +2.0 [+1.0 to +3.0] | 0.040 | 3.0 | +1.0 [-1.0 to +3.0] | 0.200 |" in lines[5]
 
 
