@@ -30,8 +30,8 @@ def table(model: str, report: Report) -> str:
     head = (f"**{model}, {suite['suite']}**: {full['n']:,} items, at full depth {_percent(full['accuracy'])} % right "
             f"[{_percent(low)} to {_percent(high)}]{f' ({parts})' if parts else ''}, trivial answers "
             f"{_percent(floor)} %, {full['tokens_per_answer']:.0f} tokens an answer:")
-    header = ["ideal", "schedule", "mean layers (of answers that ended)", "right %", "points lost [95 %]", "p", "could show",
-              "points more than D3 [95 %]", "p", "same text %"]
+    header = ["ideal", "schedule", "mean layers (of answers that ended)", "right %", "points lost [95 %]", "p",
+              "could show", "points more than D3 [95 %]", "p", "same text %"]
     return f"{head}\n\n{markdown(header, [_line(row) for row in rows])}"
 
 
