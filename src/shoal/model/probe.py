@@ -105,7 +105,7 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         )
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
-    stores = recording.layers[-1].arguments[calls[-1].cache].layers
+    stores = recording.layers[-1].arguments[calls[-1].cache].layers[: len(layers)]
     return Parts(
         layers=layers,
         calls=calls,
@@ -128,9 +128,31 @@ def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor)
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = positions
-    with _recording_hooks(model, layers, recording):
+    with _recording_hooks(model, layers, recording), in_transformers(model.config):
         recording.logits = model(**arguments).logits
     return recording
+
+
+@contextmanager
+def in_transformers(config: Any) -> Iterator[None]:
+    """Around transformers' own code: what it raises becomes one line that names the model type.
+
+    Raises:
+        Unsupported: anything was raised but for want of memory, or of a file.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, torch.OutOfMemoryError, Unsupported):
+        raise
+    except Exception as error:
+        if "memory" in str(error):  # on a CPU that is a RuntimeError
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Unsupported(
+            f"model type {config.model_type!r}",
+            f"transformers itself cannot run it as configured, and says {said}",
+            "Correct its config or its dtype, or install what transformers asks for",
+        ) from error
 
 
 @contextmanager
@@ -324,7 +346,7 @@ def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
 
 
 def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
-    chain = _chain_to(recording, head_module)
+    chain = _chain_to(recording, head_module, config)
     raw = next(call.output for call in recording.after if call.module is head_module)
     finish = _explain(raw, recording.logits, config)
     if finish is None:
@@ -333,9 +355,24 @@ def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
     return Head(chain, finish)
 
 
-def _chain_to(recording: Recording, head_module: nn.Module) -> list[nn.Module]:
-    """The modules from the last layer's output to the LM head, in the order of their calls."""
+def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> list[Callable[[Tensor], Tensor]]:
+    """The way from the last layer's output to the LM head's: modules in the order of their calls, perhaps a factor."""
     modules = [call.module for call in recording.after]
     if head_module not in modules:
         raise Unsupported("a model whose LM head does not run in its forward", "its logits cannot be rebuilt", _REMEDY)
-    return modules[: modules.index(head_module) + 1]
+    last = modules.index(head_module)
+    left, read = recording.after[last - 1].output, next(iter(recording.after[last].arguments.values()))
+    if not last or not isinstance(left, Tensor) or left.shape != read.shape or torch.equal(left, read):
+        return modules[: last + 1]
+    change = _explain(left, read, config) or _ratio(left, read, config)
+    if change is None:
+        what = "a model that changes its hidden states before the LM head"
+        raise Unsupported(what, "the probe does not recognise how", _REMEDY)
+    return [*modules[:last], change, head_module]
+
+
+def _ratio(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """A division by the ratio of two numbers of the config, if that is what leads from `before` to `after`."""
+    numbers, size = _numbers(config), float((before.double().norm() / after.double().norm()))
+    close = [a / b for a in numbers for b in numbers if abs(a / b / size - 1) < 1e-5]
+    return next((lambda x, by=by: x / by for by in close if _same(before / by, after)), None)  # type: ignore[misc]
