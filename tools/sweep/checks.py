@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +14,7 @@ from oracle import greedy_under_plan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
-from shoal.methods.base import Method
 from shoal.methods.d3 import D3
-from shoal.methods import make
 
 from .configs import VOCAB, tiny_config
 
@@ -37,7 +34,7 @@ class Row:
         reason: why it was refused, what transformers said, or what was wrong.
         packed: "right", or why the packed executor does not run it.
         ties: differences where the reference hardly prefers a token.
-        left_out: methods that refuse the model, and why.
+        left_out: methods that refuse the model, and why; float64 where transformers cannot run that.
     """
 
     model_type: str
@@ -68,29 +65,26 @@ class Reference:
 
 def check(model_type: str, configuration: str, others: dict[str, Any]) -> Row:
     """Run one configuration."""
-    row = Row(model_type, configuration)
+    row, model = Row(model_type, configuration), None
     try:
         config = tiny_config(model_type, others)
         model = build(config, torch.float32)
         references = [of_generate(model, prompt) for prompt in prompts()]
     except Exception as error:
         row.outcome, row.reason = "broken", one_line(error)
-        model = None
     if model is None:
         return row
     try:
         engine = engine_for(model)
     except ValueError as error:
-        row.outcome, row.reason = "refused", str(error)
-        return row
+        row.outcome, row.reason = "refused" if row.outcome == "right" else "broken", why(error)
     except Exception as error:
         row.outcome, row.reason = "wrong", f"raw error at load: {one_line(error)}"
+    if row.outcome != "right":
         return row
-    wrong = [*against(engine, references, row)]
-    wrong += in_float64(build(config, torch.float64), row)
+    wrong = [*against(engine, references, row), *in_float64(build(config, torch.float64), row)]
     row.packed, faults = packed(model, references, row)
-    wrong += faults
-    if wrong:
+    if wrong := [*wrong, *faults]:
         row.outcome, row.reason = "wrong", "; ".join(wrong)
     return row
 
@@ -130,7 +124,7 @@ def against(engine: Engine, references: list[Reference], row: Row, tie: float = 
         except Unsupported as error:
             if method == "full":
                 yield f"full: {error}"
-            row.left_out[name] = str(error)
+            row.left_out[name] = why(error)
         except Exception as error:
             yield f"{name}: {one_line(error)}"
 
@@ -157,8 +151,12 @@ def in_float64(model: Any, row: Row) -> list[str]:
     """Plain decoding and D3 where rounding blurs nothing; D3 against uncached passes with hooks."""
     tie = TIES[torch.float64]
     try:
-        engine = engine_for(model)
         references = [of_generate(model, prompt) for prompt in prompts()]
+    except Exception as error:
+        row.left_out["float64"] = one_line(error)
+        return []
+    try:
+        engine = engine_for(model)
     except Exception as error:
         return [f"float64: {one_line(error)}"]
     found = [*judged("full in float64", answers(engine, "full"), references, row, tie)]
@@ -174,11 +172,16 @@ def packed(model: Any, references: list[Reference], row: Row) -> tuple[str, list
     try:
         engine = engine_for(model, backend="packed")
     except Unsupported as error:
-        return str(error), []
+        return why(error), []
     except Exception as error:
         return "", [f"packed: raw error {one_line(error)}"]
     faults = [f"packed, {fault}" for fault in against(engine, references, row)]
     return "right", faults
+
+
+def why(error: ValueError) -> str:
+    """A refusal without its remedy."""
+    return f"{error.what}: {error.why}" if isinstance(error, Unsupported) else one_line(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ WINDOW = 8
 CONTEXT = 128
 
 _RULES: tuple[tuple[str, int], ...] = (
-    (r"^(num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_decoder_layers)$", LAYERS),
+    (r"^(num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers)$", LAYERS),
     (r"^(vocab_size|vocab_size_per_layer_input)$", VOCAB),
     (r"^((num_)?(key_value|kv)_heads|n_kv_heads|kv_n_heads|.*_num_key_value_heads)$", 2),
     (r"^(num_attention_heads|n_heads?|num_heads|(encoder|decoder)_attention_heads)$", HEADS),
@@ -53,12 +53,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "blenderbot": {"encoder_layers": LAYERS},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": _BY_KIND},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
                     "moe_intermediate_size": 24, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24},
+    "dots3_note": {"vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "adapter_input_size": HIDDEN}},
     "dots3_note_text": {"per_layer_config": None},
     "gemma3n_text": {"num_kv_shared_layers": 1, "intermediate_size": 48, **_MIXED},
+    "gemma4": {"text_config": {"pad_token_id": 0}},
+    "gemma4_unified": {"text_config": {"pad_token_id": 0}},
     "gemma4_text": {"per_layer_config": None},
     "gemma4_unified_text": {"per_layer_config": None},
     "gpt_neo": {"attention_types": [[["global"], 4]]},
@@ -74,10 +78,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_next": _LINEAR,
-    "qwen4_exp_text": {**_LINEAR, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-                       "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100},
+    "qwen4_exp_text": {**_LINEAR, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+                       "indexer_budget": 8, "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 60},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"]},
 }
 """Fields that the rules do not find, by model type; of a nested config too."""
@@ -101,7 +106,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "phi": {"normed queries and keys": {"qk_layernorm": True}},
     "qwen2": {"windows": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _MIXED["layer_types"]}},
     "qwen3": {"windows": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _MIXED["layer_types"]}},
-    "stablelm": {"parallel residual": {"use_parallel_residual": True}, "normed queries and keys": {"qk_layernorm": True}},
+    "stablelm": {"parallel residual": {"use_parallel_residual": True},
+                 "normed queries and keys": {"qk_layernorm": True}},
 }
 """Configs of a type beside its default, by what is different."""
 
@@ -141,8 +147,8 @@ def _shrunk(cls: Any, others: Mapping[str, Any], named_tokens: bool) -> Any:
     for name, value in fields.items():
         part = getattr(default, name, None) if name in getattr(cls, "sub_configs", {}) else None
         if part is not None:
-            inner = _shrunk(type(part), {}, named_tokens).to_dict()
-            chosen[name] = {**inner, **special.get(name, {}), **others.get(name, {})}
+            inner = {**special.get(name, {}), **others.get(name, {})}
+            chosen[name] = _shrunk(type(part), inner, named_tokens).to_dict()
         elif _TOKENS.match(name):
             chosen[name] = None if not named_tokens else _small_token(value)
         elif name not in _UNSHRUNK:

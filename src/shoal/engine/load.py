@@ -183,7 +183,8 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
 
 def _modules(model: Any) -> Stack:
     """The model's own modules as a stack, checked."""
-    stack = HFStack(model)
+    with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
+        stack = HFStack(model)
     settle_layout(stack, model)
     return stack
 

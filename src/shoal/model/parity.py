@@ -50,8 +50,8 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
         The largest difference, relative to the largest logit.
 
     Raises:
-        Unsupported: if it exceeds the tolerance of the model's dtype, or a layer cannot be run this way, or transformers
-            cannot run the model, or to another outcome with its cache than without.
+        Unsupported: if it exceeds the tolerance of the model's dtype, or a layer cannot be run this way, or
+            transformers cannot run the model, or to another outcome with its cache than without.
     """
     name, tolerance = f"{type(model).__name__} run layer by layer", tolerances[stack.dtype]
     with in_transformers(model.config):
@@ -69,7 +69,7 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
     allowed = max(tolerance, min(_TIMES_ITSELF * own, most))
     if not error <= allowed:
         what = f"its logits differ from the model's own by {error:.1e} of the largest logit, allowed are {allowed:.0e}"
-        raise Unsupported(name, f"{what}, since the model differs from itself by {own:.0e}", _REMEDY)
+        raise Unsupported(name, f"{what}; the model differs from itself by {own:.0e}", _REMEDY)
     return error
 
 
@@ -93,7 +93,7 @@ def _generated(stack: Stack, model: Any, given: list[int] | None = None) -> tupl
 
 
 def settle_layout(stack: HFStack, model: Any) -> float:
-    """`check_parity` of a model's own modules, whose rows run side by side, padded, or each alone: what is right first."""
+    """`check_parity` of a model's own modules; from now on rows run side by side, padded, or alone: as it is right."""
     for prepacks, alone in ((True, False), (False, False), (False, True)):
         if prepacks and not stack.prepacks:
             continue

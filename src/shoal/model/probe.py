@@ -8,7 +8,7 @@ whatever happens. What the probe concludes is only a hypothesis: `HFStack` compa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from shoal.model.head import Head, through
 from shoal.model.kv_form import KVSizes
 
 _MASKS = ("attention_mask", "causal_mask")
+_FAILS = "transformers itself cannot run it as configured, and says"
 _REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
 
 
@@ -105,7 +106,8 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         )
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
-    stores = recording.layers[-1].arguments[calls[-1].cache].layers[: len(layers)]
+    cache = recording.layers[-1].arguments[calls[-1].cache]
+    stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # room for an encoder's layers, too
     return Parts(
         layers=layers,
         calls=calls,
@@ -134,8 +136,8 @@ def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor)
 
 
 @contextmanager
-def in_transformers(config: Any) -> Iterator[None]:
-    """Around transformers' own code: what it raises becomes one line that names the model type.
+def in_transformers(config: Any, why: str = _FAILS) -> Iterator[None]:
+    """Around transformers' own code, or what reads it: what that raises becomes one line that names the model type.
 
     Raises:
         Unsupported: anything was raised but for want of memory, or of a file.
@@ -148,11 +150,8 @@ def in_transformers(config: Any) -> Iterator[None]:
         if "memory" in str(error):  # on a CPU that is a RuntimeError
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Unsupported(
-            f"model type {config.model_type!r}",
-            f"transformers itself cannot run it as configured, and says {said}",
-            "Correct its config or its dtype, or install what transformers asks for",
-        ) from error
+        remedy = "Correct its config or its dtype, or install what transformers asks for"
+        raise Unsupported(f"model type {config.model_type!r}", f"{why} {said}", remedy) from error
 
 
 @contextmanager
@@ -355,7 +354,7 @@ def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
     return Head(chain, finish)
 
 
-def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> list[Callable[[Tensor], Tensor]]:
+def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> Sequence[Callable[[Tensor], Tensor]]:
     """The way from the last layer's output to the LM head's: modules in the order of their calls, perhaps a factor."""
     modules = [call.module for call in recording.after]
     if head_module not in modules:
@@ -364,15 +363,8 @@ def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> list
     left, read = recording.after[last - 1].output, next(iter(recording.after[last].arguments.values()))
     if not last or not isinstance(left, Tensor) or left.shape != read.shape or torch.equal(left, read):
         return modules[: last + 1]
-    change = _explain(left, read, config) or _ratio(left, read, config)
+    change = _explain(left, read, config)
     if change is None:
         what = "a model that changes its hidden states before the LM head"
         raise Unsupported(what, "the probe does not recognise how", _REMEDY)
     return [*modules[:last], change, head_module]
-
-
-def _ratio(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """A division by the ratio of two numbers of the config, if that is what leads from `before` to `after`."""
-    numbers, size = _numbers(config), float((before.double().norm() / after.double().norm()))
-    close = [a / b for a in numbers for b in numbers if abs(a / b / size - 1) < 1e-5]
-    return next((lambda x, by=by: x / by for by in close if _same(before / by, after)), None)  # type: ignore[misc]
