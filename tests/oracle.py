@@ -23,10 +23,10 @@ _MLP = ("mlp", "fc2")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The outermost ModuleList with one entry per decoder layer."""
+    """The decoder's outermost ModuleList with one entry per layer."""
     config = model.config.get_text_config()
     wanted = getattr(config, "decoder_layers", config.num_hidden_layers)
-    for module in model.modules():
+    for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise ValueError(f"{type(model).__name__} has no ModuleList of length {wanted}")

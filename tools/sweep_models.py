@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("types", nargs="*", help="model types; all where none is named")
     parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one configuration")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one configuration")
     args = parser.parse_args(words)
     report = sweep(args.types, args.workers, args.limit)
     counts = Counter(row["outcome"] for row in report["rows"])

@@ -58,7 +58,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
                     "moe_intermediate_size": 24, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24},
-    "dots3_note": {"vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "adapter_input_size": HIDDEN}},
     "dots3_note_text": {"per_layer_config": None},
     "gemma3n_text": {"num_kv_shared_layers": 1, "intermediate_size": 48, **_MIXED},
     "gemma4": {"text_config": {"pad_token_id": 0}},

@@ -14,8 +14,8 @@ _HEAD = """# Model types
 
 <!-- Written by tools/make_docs.py from {newest} and {oldest}; run the sweep and then it. -->
 
-Every causal model type of transformers, as a tiny random model, is decoded by Shoal and by transformers' own `generate`.
-Shoal has to give the same tokens or to refuse the model with a reason when it is loaded:
+Every causal model type of transformers, as a tiny random model, is decoded by Shoal and by transformers' own
+`generate`. Shoal has to give the same tokens or to refuse the model with a reason when it is loaded:
 
 - by the model's own modules and, where the type fits it, by the packed executor, in float32: plainly and with
   `prompt_lookup`, `d3_spec`, `aded` and `layerskip`, prompts of three lengths in a batch and each alone;
@@ -59,9 +59,8 @@ def _right(rows: list[dict[str, Any]]) -> str:
              "|---|---|---|---|---|"]
     for row in rows:
         if row["outcome"] == "right":
-            left = ", ".join(f"`{name}`" for name in row["left_out"])
-            packed = "yes" if row["packed"] == "right" else ""
-            lines.append(f"| `{row['model_type']}` | {row['configuration']} | {packed} | {row['ties'] or ''} | {left} |")
+            cells = ["yes" if row["packed"] == "right" else "", str(row["ties"] or ""), ", ".join(row["left_out"])]
+            lines.append(f"| `{row['model_type']}` | {row['configuration']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n"
 
 
@@ -75,8 +74,8 @@ def _reasons(title: str, outcome: str, rows: list[dict[str, Any]]) -> str:
 def _changes(newest: dict[str, Any], oldest: dict[str, Any]) -> str:
     """What the older transformers runs to another outcome."""
     known = {(row["model_type"], row["configuration"]): row for row in newest["rows"]}
-    lines = [f"## Otherwise with transformers {oldest['transformers']}\n", "| model type | configuration | outcome | why |",
-             "|---|---|---|---|"]
+    lines = [f"## Otherwise with transformers {oldest['transformers']}\n",
+             "| model type | configuration | outcome | why |", "|---|---|---|---|"]
     for row in oldest["rows"]:
         other = known.get((row["model_type"], row["configuration"]))
         if other is not None and other["outcome"] != row["outcome"]:

@@ -83,8 +83,9 @@ class Parts:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The module list with `num_layers` entries; the outermost if several have that length."""
-    for module in model.modules():
+    """The module list with `num_layers` entries; the outermost of the decoder if several have that length."""
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)() or model
+    for module in (*decoder.modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise Unsupported(f"a model without a list of {num_layers} decoder layers", "there is nothing to skip", _REMEDY)
