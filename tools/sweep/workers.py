@@ -45,16 +45,19 @@ def _work(waiting: SimpleQueue[Job], limit: float, done: Callable[[dict[str, Any
             process = process or _start()
             row = _ask(process, job, limit)
             if isinstance(row, str):
-                process.kill()
-                process.wait()
+                _end(process)
                 process, row = None, lost(job, row)
             done(row)
     except Empty:
         return
     finally:
         if process is not None:
-            process.kill()
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()  # which closes the pipes
 
 
 def _start() -> subprocess.Popen[bytes]:
