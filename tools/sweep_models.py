@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
     """Sweep, print a line for each row, write the report."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("types", nargs="*", help="model types; all where none is named")
-    parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
+    parser.add_argument("--out", type=Path, help="the report, as JSON; rows of named types replace theirs in it")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one configuration")
     args = parser.parse_args(words)
@@ -38,6 +38,8 @@ def main(words: list[str]) -> int:
     counts = Counter(row["outcome"] for row in report["rows"])
     print(json.dumps({"outcomes": counts, "seconds": report["seconds"]}))
     if args.out is not None:
+        if args.types and args.out.is_file():
+            report = merged(json.loads(args.out.read_text("utf-8")), report)
         rows = ",\n".join(json.dumps(row) for row in report.pop("rows"))
         args.out.write_text(f"{json.dumps(report)[:-1]}, \"rows\": [\n{rows}\n]}}\n", encoding="utf-8")
     return int(counts["wrong"] > 0)
@@ -61,12 +63,25 @@ def sweep(types: list[str], workers: int, limit: float) -> dict[str, Any]:
         print(f"{len(rows)}/{len(jobs)} {name}: {row['outcome']} {row['reason'][:200]}", file=sys.stderr, flush=True)
 
     run_all(jobs, workers, limit, done)
-    rows.sort(key=lambda row: jobs.index((row["model_type"], row["configuration"])))
+    rows.sort(key=_place)
     return {
         "command": "python tools/sweep_models.py --out docs/supported_models.json",
         "transformers": transformers.__version__, "torch": torch.__version__,
         "seconds": round(time.monotonic() - started), "rows": rows,
     }
+
+
+def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A report of every type with the rows of some types in place of those it had."""
+    if known["transformers"] != new["transformers"]:
+        raise SystemExit(f"the report is of transformers {known['transformers']}; sweep every type")
+    types = {row["model_type"] for row in new["rows"]}
+    rows = [*(row for row in known["rows"] if row["model_type"] not in types), *new["rows"]]
+    return {**known, "rows": sorted(rows, key=_place)}
+
+
+def _place(row: dict[str, Any]) -> tuple[str, str]:
+    return row["model_type"], row["configuration"]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def page() -> str:
     names = {"newest": f"docs/{NEWEST.name}", "oldest": f"docs/{OLDEST.name}"}
     parts = [_HEAD.format(**names, ties="1e-4 (float64: 1e-5)"), _summary(newest), _summary(oldest), "\n"]
     parts += [_right(newest["rows"]), _reasons("Refused", "refused", newest["rows"])]
-    parts.append(_reasons("What transformers itself does not run", "broken", newest["rows"]))
+    parts.append(_reasons("What transformers itself does not run as configured here", "broken", newest["rows"]))
     if any(row["outcome"] == "wrong" for row in newest["rows"]):
         parts.append(_reasons("Wrong", "wrong", newest["rows"]))
     parts.append(_changes(newest, oldest))
