@@ -24,7 +24,8 @@ def table(model: str, report: Report) -> str:
     suite = report["suites"][0]
     full, rows = suite["answers"][0], suite["answers"][1:]
     groups = suite["full_by_group"]
-    parts = ", ".join(f"{name} {_percent(one['accuracy'])}" for name, one in groups.items()) if 1 < len(groups) < 5 else ""
+    few = groups if 1 < len(groups) < 5 else {}
+    parts = ", ".join(f"{name} {_percent(one['accuracy'])}" for name, one in few.items())
     floor = max(one["accuracy"] for one in suite["floors"].values())
     low, high = full["accuracy_interval"]
     head = (f"**{model}, {suite['suite']}**: {full['n']:,} items, at full depth {_percent(full['accuracy'])} % right "

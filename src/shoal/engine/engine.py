@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
 from shoal.control.meter import Meter
@@ -26,6 +26,7 @@ from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.session import Session
 from shoal.engine.stream import Stream
+from shoal.engine.told import processors
 from shoal.engine.trained import TrainedTensors
 from shoal.methods import make
 from shoal.model.kv import KVCache
@@ -58,6 +59,7 @@ class Engine:
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
         open_model: makes the engine of a model that is to draft; None where no second model can be had.
+        told: what the model's generation config forces and forbids; see `shoal.engine.told`.
 
     Attributes:
         ranks: the processes that share the model.
@@ -76,6 +78,7 @@ class Engine:
         card: Card | None = None,
         model: Any = None,
         open_model: OpenModel | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
@@ -84,6 +87,7 @@ class Engine:
         self.ranks = ALONE
         self.changed: Source | None = None
         self.changes = ""
+        self._told = partial(processors, told or {}, device=stack.device)
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)
@@ -229,7 +233,7 @@ class Engine:
                 recipe=recipe if wanted is None else replace(recipe, constraint=self.constraints(wanted)),
                 stop=StopState(rules, self.tokenizer, tokens),
                 sampling=request.sampling,
-                processors=request.logits_processor,
+                processors=(*self._told(tokens, request.max_new_tokens), *request.logits_processor),
                 seed=seed,
             )
             for number, (tokens, wanted) in enumerate(zip(ids, request.constraints(len(ids)), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import sys
 
@@ -46,13 +47,11 @@ def log_to_stderr() -> None:
 
 def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
     """A server to run on sockets of one's own."""
-    config = uvicorn.Config(
-        create_app(scheduler, settings),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=int(settings.grace) or None,
-    )
-    return uvicorn.Server(config)
+    app = create_app(scheduler, settings)
+    grace = math.ceil(settings.grace)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=grace))
+    app.state.stopping = lambda: server.should_exit
+    return server
 
 
 def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
