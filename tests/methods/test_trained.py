@@ -1,0 +1,78 @@
+"""Methods that guess with trained parts: with any part, on every backend, nothing but the number of forwards changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from backends import HF, Backend, on_backends
+from drive import decode, prompt
+from shoal.decode.recipe import Recipe
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal.methods.eagle import Eagle
+from shoal.methods.medusa import Medusa
+from shoal.types import Sampling
+from trained_parts import ECHOED, part_for, target
+from watched import Watched
+
+NEW = 32
+ECHO = dict.fromkeys(ECHOED, 12.0)
+"""A bias that leaves three tokens to choose from, so that even random guesses are kept now and then."""
+BATCHES = {1: [prompt(6, 1)], 4: [prompt(5, 1), prompt(12, 2), prompt(1, 3), prompt(8, 4)]}
+SAMPLINGS = {
+    "greedy": Sampling(logit_bias=ECHO),
+    "sampled": Sampling(temperature=1.0, logit_bias=ECHO),
+    "penalised": Sampling(temperature=0.9, top_k=40, repetition_penalty=1.1, logit_bias=ECHO),
+}
+
+
+def methods(family: str) -> dict[str, Method]:
+    layer, heads, d3 = part_for("eagle", family), part_for("medusa", family), D3(alpha=0.93, core=2)
+    return {
+        "eagle": Eagle(layer, stop=0.0),
+        "eagle that stops": Eagle(layer, stop=0.4),
+        "eagle tree": Eagle(layer, stop=0.0, width=3, nodes=8, length=3),
+        "eagle on d3": Eagle(layer, stop=0.0, length=2, inner=d3),
+        "medusa": Medusa(heads),
+        "medusa tree": Medusa(heads, nodes=7),
+        "medusa on d3": Medusa(heads, length=2, inner=d3),
+    }
+
+
+NAMES = list(methods("llama"))
+each_method = pytest.mark.parametrize("method", NAMES)
+
+
+def watched(method: str, family: str, new: int = NEW) -> Recipe:
+    recipe = methods(family)[method].recipe(target(family).info(new))
+    assert recipe.exact_to == ("plan" if "d3" in method else "full") and recipe.proposer is not None
+    return replace(recipe, proposer=Watched(recipe.proposer))
+
+
+def same_tokens(backend: Backend, family: str, method: str, sampling: str) -> None:
+    met: Counter[str] = Counter()
+    for size, ids in BATCHES.items():
+        recipe = watched(method, family)
+        options = {"new": NEW, "stack": backend.stack(family), "watch": False, "sampling": SAMPLINGS[sampling],
+                   "seed": size}
+        plain, run = decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options)
+        assert run.tokens == plain.tokens
+        assert all(row.ledger.target_forwards < NEW for row in run.rows)
+        assert isinstance(recipe.proposer, Watched)
+        met += recipe.proposer.met
+    assert {*met} == {"none", "some", "all"}, met
+
+
+@each_method
+@on_backends("hybrid", "llama")
+def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> None:
+    same_tokens(backend, name, method, "greedy")
+
+
+@pytest.mark.parametrize("sampling", ["sampled", "penalised"])
+@each_method
+def test_no_sample_changes(method: str, sampling: str) -> None:
+    same_tokens(HF, "hybrid", method, sampling)
