@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from backends import reference
+from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.train.eagle import EagleModule, default_shape
@@ -21,6 +23,8 @@ from shoal.train.part import Base, PartModule
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)
 """Heads do not know of a request's bias, so they are given the tokens that it leaves."""
+OTHERS = (("llama", torch.float64), ("hybrid", torch.float64), ("hybrid", torch.float32), ("qwen3", torch.float64))
+"""Models that the parts are declared for as well: what the matrix of all methods runs on."""
 RANKS = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 
 
@@ -56,9 +60,22 @@ def written(module: PartModule, engine: Engine, folder: Path, **facts: Any) -> s
 
 @functools.cache
 def part_for(kind: str, family: str) -> str:
-    """The folder of a random part for the tiny model of a family."""
-    folder = Path(tempfile.mkdtemp(prefix="shoal-part-"))
-    return written(MAKERS[kind](target(family)), target(family), folder)
+    """The folder of a random part for the tiny model of a family; what is there is taken where it is the same."""
+    engine = target(family)
+    fresh = Path(tempfile.mkdtemp(prefix="shoal-part-"))
+    prints = sorted({engine.fingerprint, *(_print(other, dtype) for other, dtype in OTHERS)})
+    written(MAKERS[kind](engine), engine, fresh, fingerprints=prints)
+    kept = Path(tempfile.gettempdir()) / f"shoal-tests-{kind}-{family}"  # the same in every process: tests show it
+    kept.mkdir(exist_ok=True)
+    for file in fresh.iterdir():
+        if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
+            file.replace(kept / file.name)
+    shutil.rmtree(fresh)
+    return str(kept)
+
+
+def _print(family: str, dtype: torch.dtype) -> str:
+    return engine_for(tiny(family, dtype=dtype)).fingerprint
 
 
 @torch.no_grad()

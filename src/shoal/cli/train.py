@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     def late() -> bool:
         return args.minutes is not None and time.monotonic() - began > 60 * args.minutes
 
-    answers = corpus.make(args.answers or args.out / "answers", engine, lambda: _prompts(args, engine), wish, _tell, late)
+    place = args.answers or args.out / "answers"
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
     how = Training(args.epochs, args.batch, args.rate, seed=args.seed)

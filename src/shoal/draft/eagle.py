@@ -31,7 +31,8 @@ from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 FUSE = "fuse.weight"
 NORMS = ("state_norm.weight", "embedding_norm.weight")
-"""Tensors of a part beside those of `LayerShape.sizes` and its list of tokens: [D, 2 D], the state's columns first; [D] each."""
+"""Tensors of a part beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's columns first;
+[D] each."""
 
 
 class EagleHead:

@@ -1,7 +1,8 @@
 """A trained part on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
 
 The card says of which kind the part is, what model and vocabulary it was trained for, its shape, and how well it
-guessed. Matrices may be 8-bit, with a scale for each row beside them. Knows no kind of part; imports no torch at first.
+guessed. Whoever knows that it serves other weights of the same model may add their fingerprints. Matrices may be 8-bit,
+with a scale for each row beside them. Knows no kind of part; imports no torch at first.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class TrainedPart:
         """
         found = self.shape.get(name)
         if not isinstance(found, int) or found < 1:
-            raise ValueError(f"the card of the trained part {self.name!r} says that {name} is {found!r}; train the part "
-                             "anew")
+            raise ValueError(f"the card of the trained part {self.name!r} says that {name} is {found!r}; train the "
+                             "part anew")
         return found
 
     def take(self, name: str, *size: int) -> Tensor:
@@ -86,8 +87,9 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
     if card["part"] != kind:
         raise ValueError(f"the trained part {folder!r} is of kind {card['part']!r}; {kind} needs one of kind {kind!r}")
     remedy = f"Train one for this model: shoal train {kind} --model MODEL --out DIR"
-    if info.fingerprint is not None and card["fingerprint"] != info.fingerprint():
-        why = f"it was trained for a model with the fingerprint {card['fingerprint']}; this one's is {info.fingerprint()}"
+    if info.fingerprint is not None and info.fingerprint() not in card["fingerprints"]:
+        known = " or ".join(card["fingerprints"])
+        why = f"it was trained for a model with the fingerprint {known}; this one's is {info.fingerprint()}"
         raise Unsupported(f"the trained part {folder!r}", why, remedy)
     if info.tokenizer is not None and card["vocabulary"] not in (None, _vocabulary(info)):
         raise Unsupported(f"the trained part {folder!r}", "its model's tokenizer had another vocabulary", remedy)
@@ -100,7 +102,7 @@ def _card(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"the card of a trained part cannot be read from {str(path)!r}: {error}; name the folder that "
                          "`shoal train` wrote") from None
-    needed = {"format", "part", "fingerprint", "vocabulary", "shape"}
+    needed = {"format", "part", "fingerprints", "vocabulary", "shape"}
     if not isinstance(card, dict) or not needed <= set(card) or card["format"] != FORMAT:
         raise ValueError(f"{str(path)!r} is no card of a trained part in format {FORMAT}; train the part anew")
     return card

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from shoal.draft.medusa import MedusaProposer
     from shoal.draft.part_file import TrainedPart
 
+_MOST = 60
+
 
 @dataclass(frozen=True)
 class Medusa(TrainedMethod):
     """Trained heads on the model's last hidden state guess the next places, all at once; the model confirms.
 
-    The part is trained once, by `shoal train medusa`, on the model's own answers. Guesses do not see each other, so they
-    are worse than those of `eagle` and cost less.
+    The part is trained once, by `shoal train medusa`, on the model's own answers. Guesses do not see each other, so
+    they are worse than those of `eagle` and cost less.
 
     Attributes:
         length: most places to guess ahead; None for as many as there are heads.
@@ -52,9 +54,7 @@ class Medusa(TrainedMethod):
             return MedusaProposer(part, RankTree.chain(length))
         shares = part.card.get("ranks")
         if not shares:
-            raise ValueError(f"the card of the trained part {part.name!r} does not say how often guesses of each rank were "
-                             "right; leave nodes out, or train the part anew")
+            raise ValueError(f"the card of the trained part {part.name!r} does not say how often guesses of each rank "
+                             "were right; leave nodes out, or train the part anew")
         return MedusaProposer(part, RankTree.likeliest(shares[:length], self.nodes))
 
-
-_MOST = 60

@@ -24,7 +24,7 @@ from shoal.model.stack import SequenceChunk, Stack
 from shoal.train import files
 from shoal.train.answers import answered
 
-SHARD = 128
+SHARD = 64
 """Answers of a shard."""
 _VALIDATION = 16
 """One answer in so many is never trained on."""

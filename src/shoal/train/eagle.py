@@ -1,7 +1,7 @@
 """The layer of `shoal.draft.eagle` under training.
 
-It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3, arXiv
-2503.01840). At every depth its distribution is pulled towards the model's own; nothing pulls its outputs towards states.
+It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
+arXiv 2503.01840). At every depth its distribution is pulled towards the model's own; its outputs may be what they like.
 """
 
 from __future__ import annotations
