@@ -64,14 +64,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer, train, write the part; end with one JSON line."""
+    import torch
+
     from shoal.train import corpus, export
     from shoal.train.loop import Trainer, Training
 
     began = time.monotonic()
     wish = _wish(args)
     if args.threads is not None:
-        import torch
-
         torch.set_num_threads(args.threads)
     engine = common.load_engine(args)
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
-    how = Training(args.epochs, args.batch, args.rate, seed=args.seed)
+    how = Training(args.epochs, args.batch, args.rate, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
