@@ -46,8 +46,8 @@ class Eagle(TrainedMethod):
         check_length(self.length)
         check_share("stop", self.stop)
         if self.width > 1 and self.rule == "rejection":
-            raise ValueError(f"width is {self.width} under rule 'rejection', for which no guess may be left out because "
-                             "it is unlikely; use width=1, or rule='match'")
+            raise ValueError(f"width is {self.width} under rule 'rejection', which lets no guess be left out for being "
+                             "unlikely; use width=1, or rule='match'")
         if not 1 <= self.nodes <= _GUESSES or self.length * self.width > _GUESSES:
             raise ValueError(f"nodes is {self.nodes} and length x width {self.length * self.width}; both must be 1 to "
                              f"{_GUESSES}")

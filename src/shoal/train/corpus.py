@@ -53,7 +53,7 @@ class CorpusWish:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredText:
     """A prompt and what the model said, with the states behind both.
 
     Attributes:
@@ -86,15 +86,15 @@ class Corpus:
         if not self.shards:
             raise ValueError(f"{folder} holds no answers yet; make some first")
 
-    def answers(self, shard: int, *, validation: bool) -> list[Answer]:
+    def answers(self, shard: int, *, validation: bool) -> list[AnsweredText]:
         """The answers of one shard that are trained on, or those that are not."""
         held = _read(self.shards[shard])
         lengths, prompts = held["lengths"].tolist(), held["prompts"].tolist()
         pairs = zip(held["tokens"].long().split(lengths), held["states"].split(lengths), prompts, strict=True)
-        whole = [Answer(*one) for one in pairs]
+        whole = [AnsweredText(*one) for one in pairs]
         return [one for place, one in enumerate(whole) if (place % _VALIDATION == 0) == validation]
 
-    def validation(self, most: int = 128) -> list[Answer]:
+    def validation(self, most: int = 128) -> list[AnsweredText]:
         """Answers that are not trained on, spread over the shards."""
         per = max(1, most // len(self.shards))
         return [one for shard in range(len(self.shards)) for one in self.answers(shard, validation=True)[:per]]
@@ -181,7 +181,7 @@ def _asked(path: Path, prompts: Callable[[], Sequence[Sequence[int]]]) -> list[l
 def _make_shard(
     path: Path, engine: Engine, asked: Sequence[Sequence[int]], wish: CorpusWish, number: int
 ) -> int:
-    """Answer, read again, write; the number of answer tokens."""
+    """AnsweredText, read again, write; the number of answer tokens."""
     said = list(answered(engine, asked, seed=wish.seed + number * SHARD, max_new_tokens=wish.max_new_tokens,
                          temperature=wish.temperature))
     texts = [(list(prompt), [*prompt, *answer.tokens]) for prompt, answer in zip(asked, said, strict=True)]
@@ -236,9 +236,9 @@ def _spoken(held: Mapping[str, Tensor]) -> int:
     return int(held["lengths"].sum() - held["prompts"].sum())
 
 
-def batches(answers: Sequence[Answer], tokens: int) -> Iterator[list[Answer]]:
+def batches(answers: Sequence[AnsweredText], tokens: int) -> Iterator[list[AnsweredText]]:
     """Answers of like lengths together, of at most so many tokens with what fills up."""
-    batch: list[Answer] = []
+    batch: list[AnsweredText] = []
     for one in sorted(answers, key=lambda one: len(one.tokens)):
         if batch and (len(batch) + 1) * len(one.tokens) > tokens:
             yield batch

@@ -14,7 +14,7 @@ from shoal.draft.part_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
 from shoal.engine.engine import Engine
 from shoal.train import files
 from shoal.train.corpus import Corpus
-from shoal.train.loop import Run
+from shoal.train.loop import TrainingRun
 from shoal.train.part import PartModule
 
 Weights = Literal["int8", "bfloat16", "float32"]
@@ -48,7 +48,7 @@ def export(
     return card
 
 
-def trained(corpus: Corpus, run: Run) -> dict[str, Any]:
+def trained(corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
     """What a card says of the training."""
     accepted = run.accepted[-1] if run.accepted else []
     return {

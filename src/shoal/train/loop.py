@@ -50,7 +50,7 @@ class Training:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """How far a run has come.
 
     Attributes:
@@ -101,11 +101,11 @@ class Trainer:
         self._optimiser = torch.optim.AdamW(module.parameters(), lr=how.rate, weight_decay=how.decay, betas=(0.9, 0.95))
         self._key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
                      **{f"shape.{name}": value for name, value in module.shape().items()}}
-        self.run = Run(how.epochs * sum(self._sizes))
+        self.run = TrainingRun(how.epochs * sum(self._sizes))
         if self._path.exists():
             self._resume()
 
-    def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> Run:
+    def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> TrainingRun:
         """Take steps until there is none left.
 
         Args:
@@ -187,7 +187,7 @@ class Trainer:
                                  f"{value!r}. Give another folder, or remove it to start anew")
         self._module.load_state_dict(held["weights"])
         self._optimiser.load_state_dict(held["optimiser"])
-        self.run = Run(**held["run"])
+        self.run = TrainingRun(**held["run"])
 
     def _ahead(self) -> Iterator[TextBatch]:
         """The batches of the steps that are left."""
@@ -221,7 +221,7 @@ def _rate(step: int, steps: int) -> float:
     return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
 
 
-def _line(run: Run) -> str:
+def _line(run: TrainingRun) -> str:
     shares = " ".join(f"{share:.3f}" for share in run.accepted[-1])
     return (f"step {run.step} of {run.steps}, {run.seconds / 60:.1f} minutes, loss {run.losses[-1]:.3f}, right up to "
             f"each depth: {shares}, tokens per forward {1 + sum(run.accepted[-1]):.2f}")

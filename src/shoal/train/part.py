@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.stack import Stack
-from shoal.train.corpus import Answer, Corpus
+from shoal.train.corpus import AnsweredText, Corpus
 
 
 class Base:
@@ -52,7 +52,7 @@ class TextBatch:
     lengths: Tensor
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> TextBatch:
+    def of(cls, answers: Sequence[AnsweredText]) -> TextBatch:
         """Those answers."""
         return cls(
             pad_sequence([one.tokens for one in answers], batch_first=True),
