@@ -21,6 +21,8 @@ from shoal.train.corpus import Corpus
 from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
+_SURE = 0.5
+"""Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
 _FADE = 0.8
 """Weight of a depth's loss relative to that of the depth before."""
 
@@ -58,7 +60,7 @@ class EagleModule(PartModule):
         self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
         with torch.no_grad():
             self[FUSE][:, :hidden].add_(torch.eye(hidden))
-            self["norm.weight"].mul_(scale)
+            self["norm.weight"].mul_(scale * _SURE)
         self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
     @classmethod
@@ -76,9 +78,11 @@ class EagleModule(PartModule):
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
         """See `PartModule`; the output at place t guesses token t + 2."""
         total, found = torch.zeros(()), []
+        first = batch.guessed_from(0, 2)[:, :-1]
+        wanted = self.head.wanted(batch.states[:, 1:][first])
         for depth, outputs in enumerate(self.outputs(batch)):
             asked = batch.guessed_from(depth, 2)[:, :-1]
-            loss, guesses = self.head.distilled(outputs[asked], batch.states[:, 1:][asked])
+            loss, guesses = self.head.distilled(outputs[asked], wanted[asked[first]])
             total = total + _FADE**depth * loss
             right = torch.zeros_like(asked)
             right[asked] = guesses == batch.tokens[:, 1:].roll(-1, 1)[asked]

@@ -141,18 +141,21 @@ class CutHead(nn.Module):
         self.register_buffer("ids", torch.tensor(ids), persistent=False)
         self.register_buffer("rows", base.rows(ids), persistent=False)
 
-    def distilled(self, guesses: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy against the model's distribution over these tokens, and the likeliest tokens guessed.
+    @torch.no_grad()
+    def wanted(self, states: Tensor) -> Tensor:
+        """The model's distribution over these tokens [n, tokens] behind its own states [n, D]."""
+        return linear(states, self.rows).float().softmax(-1)
+
+    def distilled(self, guesses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy against distributions over these tokens, and the likeliest tokens guessed.
 
         Args:
             guesses: [n, D], what the part puts in the place of states.
-            states: [n, D], the model's own.
+            wanted: [n, tokens].
 
         Returns:
             A scalar, and int64 [n].
         """
-        with torch.no_grad():
-            wanted = linear(states, self.rows).float().softmax(-1)
         logits = linear(guesses, self.rows).float()
         return -(wanted * logits.log_softmax(-1)).sum(-1).mean(), self.ids[logits.detach().argmax(-1)]
 
