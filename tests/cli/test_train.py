@@ -24,8 +24,8 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(capsys: Any, kind: str, model: str, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
-    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--vocabulary", 50, "--model", model, "--out", out]
-    assert main(["train", kind, *map(str, [*options, *words]), "--json"]) == 0
+    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--vocabulary", 50]
+    assert main(["train", kind, *map(str, [*options, "--model", model, "--out", out, *words]), "--json"]) == 0
     told, err = capsys.readouterr()
     assert told.count("\n") == 1
     return json.loads(told), err

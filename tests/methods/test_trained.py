@@ -14,7 +14,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.draft import part_file
 from shoal.draft.eagle import EagleProposer
 from shoal.draft.shape import Branching
+from shoal.engine.scheduler import Scheduler
 from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.methods.medusa import Medusa
@@ -83,6 +85,25 @@ def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> No
 @each_method
 def test_no_sample_changes(method: str, sampling: str) -> None:
     same_tokens(HF, "hybrid", method, sampling)
+
+
+def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
+    """Twins of a row know nothing of its states, and a turn takes over what the turns before have stored."""
+    engine, layer = target("llama"), Eagle(part_for("eagle", "llama"), stop=0.0)
+    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
+    plain = engine.generate(BATCHES[4], method=BestOf(3), **options)
+    found = engine.generate(BATCHES[4], method=BestOf(3, inner=layer), **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert sum(one.stats.accepted for one in found) > 0
+    with Scheduler(engine, max_rows=2) as scheduler:
+        for turn in range(1, 4):  # each prompt begins with what the one before has left
+            ids = prompt(30, 5)[: 10 * turn]
+            answers = []
+            for method in ("full", layer):
+                handle = scheduler.submit(ids, method=method, max_new_tokens=16, logit_bias=ECHO)
+                list(handle)
+                answers.append(handle.results[0])
+            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods._second_model import Absent
 
@@ -40,6 +41,9 @@ class TrainedMethod(DraftingMethod):
         if self.part is None:
             raise ValueError(f"{self.name} has no part to guess with; give part, the folder that `shoal train "
                              f"{self.name}` wrote")
+        if not info.free:
+            what, why = f"{self.name} with tensor parallelism", "each process has a slice of the head alone"
+            raise Unsupported(what, why, "Use one process, or replicas")
         from shoal.draft import part_file
 
         part, key = part_file.read(self.part, self.name, info), (self.name, repr(self))

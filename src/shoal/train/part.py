@@ -17,7 +17,7 @@ from shoal.train.corpus import AnsweredText, Corpus
 
 
 class Base:
-    """What training needs of the frozen model.
+    """What training needs of the frozen model, on the CPU, where parts are trained.
 
     Args:
         stack: the model.
@@ -29,11 +29,11 @@ class Base:
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D], float32, of int64 ids [...]."""
         flat = ids.flatten().to(self._stack.device)
-        return self._stack.embed(flat, torch.zeros_like(flat)).float().view(*ids.shape, -1)
+        return self._stack.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
 
     def rows(self, ids: Sequence[int]) -> Tensor:
         """The head's matrix for some tokens, float32 [n, D]."""
-        return self._stack.head_rows(list(ids)).float()
+        return self._stack.head_rows(list(ids)).float().cpu()
 
 
 @dataclass(frozen=True)
