@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
+from shoal.decode.tree import TokenTree
 from shoal.train.eagle import EagleModule
 from shoal.train.part import TextBatch
 from trained_parts import states_of, target
 
 
 @torch.no_grad()
-def chain(module: EagleModule, family: str, tokens: list[int], length: int, bias: dict[int, float]) -> list[int]:
-    """The guesses after a text whose last token has no state yet, the whole text read anew for each."""
-    states, guesses = states_of(target(family), tokens[:-1]), list[int]()
-    for depth in range(length):
-        batch = _batch([*tokens, *guesses], torch.cat([states, torch.zeros(depth + 1, states.shape[1])]))
-        outputs = module.outputs(batch)[depth][0]
-        logits = outputs[-1] @ module.head.rows.T
-        for token, value in bias.items():
-            logits[module.head.ids == token] += value
-        guesses.append(int(module.head.ids[logits.argmax()]))
-    return guesses
+def likeliest(
+    module: EagleModule, family: str, tokens: list[int], words: Sequence[int], bias: Mapping[int, float], count: int
+) -> list[int]:
+    """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
+    states, depth = states_of(target(family), tokens[:-1]), len(words)
+    whole = torch.cat([states, torch.zeros(depth + 1, states.shape[1])]).float()
+    batch = TextBatch(torch.tensor([[*tokens, *words]]), whole[None], torch.tensor([1]), torch.tensor([len(whole)]))
+    logits: Tensor = module.outputs(batch)[depth][0, -1] @ module.head.rows.T
+    for token, value in bias.items():
+        logits[module.head.ids == token] += value
+    best: list[int] = module.head.ids[logits.topk(count).indices].tolist()
+    return best
 
 
-def _batch(tokens: list[int], states: Tensor) -> TextBatch:
-    return TextBatch(torch.tensor([tokens]), states.float()[None], torch.tensor([1]), torch.tensor([len(tokens)]))
+def agrees(
+    module: EagleModule, family: str, tokens: list[int], tree: TokenTree, bias: Mapping[int, float], width: int
+) -> bool:
+    """Whether the children of every node are the first of the `width` likeliest tokens there."""
+    for node in range(len(tree)):
+        children = [tree.tokens[child] for child in tree.children(node)]
+        words = [tree.tokens[place] for place in tree.path(node)[1:]]
+        if children and children != likeliest(module, family, tokens, words, bias, width)[: len(children)]:
+            return False
+    return True
