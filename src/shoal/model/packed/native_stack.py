@@ -129,10 +129,10 @@ class NativeStack(PackedStack):
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
-            whole = taps[:, None] if len(sizes) == 1 else None
+            nodes = taps.transpose(0, 1)  # [tokens, layers + 1, D], so that all layers are filled up in one call
+            padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
             for layer in range(self.num_layers + 1):
-                at = bisect_left(work.layers, layer)
-                hook(layer, pad_sequence(list(taps[at].split(sizes)), batch_first=True) if whole is None else whole[at])
+                hook(layer, padded[:, :, bisect_left(work.layers, layer)])
         return logits
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
