@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from shoal.methods.del_ import DEL
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
+    from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
+    from shoal.methods.medusa import Medusa
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
@@ -56,6 +58,7 @@ __all__ = [
     "DraftAndVerify",
     "DraftModel",
     "DropLayers",
+    "Eagle",
     "EarlyExit",
     "Engine",
     "Full",
@@ -64,6 +67,7 @@ __all__ = [
     "JsonSchema",
     "KVInt8",
     "LayerSkip",
+    "Medusa",
     "Method",
     "ModelInfo",
     "PromptLookup",
@@ -98,6 +102,7 @@ _HOME = {
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "DropLayers": "shoal.model.transform",
+    "Eagle": "shoal.methods.eagle",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
@@ -106,6 +111,7 @@ _HOME = {
     "JsonSchema": "shoal.engine.constraint",
     "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
+    "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "PromptLookup": "shoal.methods.prompt_lookup",

@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "measure quality: methods and controls beside the full model, on the same items",
     "recommend": "say which method to use for a model, from what was measured of it",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
+    "train": "train a small part that guesses ahead, on the model's own answers",
     "prune": "write a smaller checkpoint of a model, with fewer layers",
     "models": "list the models on this machine, and what is known of them",
     "completion": "print a script that completes commands and options in a shell",
