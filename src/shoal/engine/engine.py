@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -64,6 +64,7 @@ class Engine:
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
+        sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         self.ranks = ALONE
         self.changed: Source | None = None
         self.changes = ""
+        self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)

@@ -117,14 +117,17 @@ def engine_for(
         source = ModelSource(model)
         stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, twin_of=model)
     stack = stack or _modules(model)
-    eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
+    told = getattr(model, "generation_config", None)
+    eos = eos_ids(told, model.config, tokenizer)
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
     name = name or origin or type(model).__name__
-    return Engine(
+    made = Engine(
         stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside
     )
+    made.sampling = recommended(told)
+    return made
 
 
 def open_beside(home: Engine, model: Any) -> Engine:
@@ -195,8 +198,11 @@ def _from_files(
     stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
     if stack is None:
         return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
-    eos = eos_ids(files.generation_config(), config, words)
-    return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card, open_model=open_beside)
+    told = files.generation_config()
+    eos = eos_ids(told, config, words)
+    made = Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card, open_model=open_beside)
+    made.sampling = recommended(told)
+    return made
 
 
 def _from_model(
@@ -249,6 +255,13 @@ def _check_decoder(config: Any) -> None:
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
+
+
+def recommended(generation_config: Any) -> dict[str, float]:
+    """What a generation config says of sampling beyond transformers' own defaults."""
+    said = {} if generation_config is None else generation_config.to_diff_dict()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:

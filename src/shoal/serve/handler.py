@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -25,6 +27,9 @@ from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
+_MOST_TOLD = 1000
+IGNORED = "x-shoal-ignored"
+"""The header that names the fields of a request that had no effect."""
 _GONE = 499
 """Status for the log where the client left before its answer; nobody receives it."""
 
@@ -41,24 +46,36 @@ class RequestHandler:
     def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
         self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
         self._tokenizer = scheduler.engine.tokenizer
+        self._told: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body = parse(await request.body(), ChatBody, fields.CHAT)
+        body, ignored = parse(await request.body(), ChatBody, fields.CHAT, self._settings.strict)
         limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer, body.variables(tools))
         wire = ChatWire(body.model, self._tokenizer, tools)
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
-        return await self._answer(request, body, [ids], limit, wire, bound)
+        return self._telling(await self._answer(request, body, [ids], limit, wire, bound), ignored)
+
+    def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
+        """The answer with the names of fields that had no effect in a header; each is logged once."""
+        if ignored:
+            answer.headers[IGNORED] = quote(", ".join(ignored), safe=", ")
+        for name in set(ignored) - self._told:
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(name)
+                LOG.info(json.dumps({"event": "ignored", "field": name}))
+        return answer
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body = parse(await request.body(), CompletionBody, fields.COMPLETION)
+        body, ignored = parse(await request.body(), CompletionBody, fields.COMPLETION, self._settings.strict)
         prompts = prompts_of(body.prompt)
         prefixes = [self._prefix(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
         wire = CompletionWire(body.model, self._tokenizer, prefixes)
-        return await self._answer(request, body, prompts, body.max_tokens or _COMPLETION_TOKENS, wire)
+        answer = await self._answer(request, body, prompts, body.max_tokens or _COMPLETION_TOKENS, wire)
+        return self._telling(answer, ignored)
 
     def _prefix(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -74,11 +91,13 @@ class RequestHandler:
     ) -> Response:
         self._check(body, len(prompts), limit)
         method = policy.choose(body.method, body.method_args, self._settings)
-        note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.n)
+        note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
-        answer = Answer(self._scheduler, body.n, self._settings.timeout, self._settings.max_n)
-        options = {**body.options(), **bound, "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n)
+        wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
+        options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
+                   "logprobs": wanted}
         await answer.start(prompts, options)
         if body.stream:
             return StreamingResponse(
@@ -93,9 +112,9 @@ class RequestHandler:
             raise no_model(body.model, self._settings.model_name)
         if limit > self._settings.max_tokens:
             raise refused("max_tokens", f"max_tokens is {limit}; this server allows up to {self._settings.max_tokens}")
-        if prompts * body.n > self._settings.max_n:
-            most = self._settings.max_n
-            raise refused("n", f"{prompts} prompts with n={body.n} answers each; this server allows {most} in all")
+        if prompts * body.answers > self._settings.max_n:
+            asked = f"{prompts} prompts with n={body.answers} answers each"
+            raise refused("n", f"{asked}; this server allows {self._settings.max_n} in all")
 
     async def _whole(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         work, gone = asyncio.ensure_future(_drain(answer)), asyncio.ensure_future(_disconnect(request))
@@ -109,9 +128,13 @@ class RequestHandler:
                 task.cancel()
             self._account(request, answer)
         extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
-        whole = wire.whole(answer.results, answer.usage)
+        best = answer.best(body.n)
+        shown = [answer.results[place] for place in best]
+        if body.alternatives is None:
+            shown = [replace(result, logprobs=None) for result in shown]
+        whole = wire.whole(shown, answer.usage)
         if body.steps:
-            pairs = zip(whole["choices"], answer.entries, strict=True)
+            pairs = zip(whole["choices"], [answer.entries[place] for place in best], strict=True)
             whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
         return JSONResponse({**whole, **extra})
 
