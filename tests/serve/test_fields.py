@@ -76,7 +76,8 @@ def test_a_refused_field_is_400_unless_it_asks_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("route", "name", "field"), [*WITHOUT_EFFECT, ("completions", "unheard_of", Ignored("")), ("completions", "ä\n", Ignored(""))],
+    ("route", "name", "field"),
+    [*WITHOUT_EFFECT, *[("completions", name, Ignored("")) for name in ("unheard_of", "ä\n")]],
     ids=[f"{route}.{name}" for route, name, _ in WITHOUT_EFFECT] + ["unknown", "no header"],
 )
 def test_a_field_without_effect_is_named_in_a_header_or_refused(
