@@ -12,16 +12,12 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from families import tiny
 from serving import MODEL, Running, serving, tiny_engine
-from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
 from shoal.serve.bodies import TEMPLATE_OPTIONS
 from shoal.serve.errors import ApiError
 from shoal.serve.tools import CallReader, tools_of
-from tool_tokenizer import tool_tokenizer
+from tool_tokenizer import ASK, speaking
 
-ASK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "tells it", "parameters": {
@@ -30,13 +26,6 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TAGGED, PLAIN = "tools <tool_call>", "tools"
-
-
-def speaking(tagged: bool = True) -> Engine:
-    words = tool_tokenizer(tagged)
-    engine = engine_for(tiny("llama", layers=2), words, name=MODEL)
-    engine.eos_token_ids = frozenset({words.eos_token_id})
-    return engine
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tagged", "plain"])
