@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
 
 from serving import MODEL, Running, serving
@@ -104,6 +105,29 @@ def test_the_likeliest_of_several_answers_are_given(server: Running) -> None:
     plain = server.client().completions.create(**options, n=2, best_of=4, extra_body={"steps": True})
     assert [choice.text for choice in plain.choices] == [choice.text for choice in best.choices]
     assert all(choice.logprobs is None and choice.steps for choice in plain.choices)
+
+
+def test_an_echoed_prompt_has_log_probabilities_of_its_own(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = server.engine.tokenizer("Some words")["input_ids"]
+    logs = server.engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(logs[place, token]) for place, token in enumerate(ids[1:])]
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "temperature": 0, "logprobs": 2}
+    for chunk in (1000, 4):
+        monkeypatch.setattr(server.engine.stack, "prefill_chunk", chunk)
+        for prompt in ("Some words", ids):
+            choice = server.client().completions.create(**options, prompt=prompt, echo=True).choices[0]
+            plain = server.client().completions.create(**options, prompt=prompt).choices[0]
+            found = choice.logprobs
+            assert choice.text == "Some words" + plain.text
+            assert "".join(found.tokens[: len(ids)]) == "Some words" and found.text_offset[1] == 1
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-6)
+            assert found.token_logprobs[len(ids) :] == pytest.approx(plain.logprobs.token_logprobs)
+            assert all(len(one) == 2 for one in found.top_logprobs[1:])
+    stream = server.client().completions.create(**options, prompt="Some words", echo=True, stream=True)
+    scored = [piece.choices[0].logprobs for piece in stream if piece.choices[0].logprobs]
+    told = [value for one in scored for value in one.token_logprobs]
+    assert told[1:] == pytest.approx(found.token_logprobs[1:])
 
 
 def test_guesses_are_counted_in_the_usage(server: Running) -> None:

@@ -166,8 +166,6 @@ class CompletionBody(Body):
             raise refused("chat_template_kwargs", "completions go through no chat template")
         if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
             raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
-        if self.echo and self.logprobs is not None:
-            raise refused("echo", "echo with logprobs is not supported: prompts are read without log-probabilities")
 
 
 class PlanBody(BaseModel):

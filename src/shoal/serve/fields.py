@@ -101,7 +101,7 @@ COMPLETION: dict[str, Field] = {
     "prompt": Honoured("text, token ids, or a list of either"),
     "max_tokens": Honoured("most generated tokens, default 16"),
     "logprobs": Honoured("0 to 20 alternatives for each token"),
-    "echo": Honoured("puts the prompt before the answer; not with `logprobs`"),
+    "echo": Honoured("puts the prompt before the answer; with `logprobs` it is read once more for its own"),
     "best_of": Honoured("so many are made, and the `n` likeliest by mean log-probability given; not in a stream"),
     "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }

@@ -14,16 +14,19 @@ from urllib.parse import quote
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from shoal.engine.request import prompt_ids
 from shoal.engine.scheduler import Scheduler
 from shoal.serve import fields, policy
 from shoal.serve.answer import Answer
 from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse
+from shoal.serve.echo import prompt_logprobs
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.metrics import Metrics, report
 from shoal.serve.middleware import note
 from shoal.serve.prompts import chat_ids, prompts_of
 from shoal.serve.settings import Settings
 from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
+from shoal.types import TokenLogprob
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
@@ -72,10 +75,24 @@ class RequestHandler:
         """`/v1/completions`."""
         body, ignored = parse(await request.body(), CompletionBody, fields.COMPLETION, self._settings.strict)
         prompts = prompts_of(body.prompt)
+        limit = body.max_tokens or _COMPLETION_TOKENS
+        self._check(body, len(prompts), limit)
         prefixes = [self._prefix(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
-        wire = CompletionWire(body.model, self._tokenizer, prefixes)
-        answer = await self._answer(request, body, prompts, body.max_tokens or _COMPLETION_TOKENS, wire)
+        scored = await asyncio.to_thread(self._scored, prompts, body) if body.echo and body.logprobs is not None else []
+        wire = CompletionWire(body.model, self._tokenizer, prefixes, scored)
+        answer = await self._answer(request, body, prompts, limit, wire)
         return self._telling(answer, ignored)
+
+    def _scored(self, prompts: Sequence[Any], body: CompletionBody) -> list[list[TokenLogprob]]:
+        """The log-probabilities of the prompt before each choice."""
+        stack, found = self._scheduler.engine.stack, list[list[TokenLogprob]]()
+        for prompt in prompts:
+            try:
+                ids = prompt_ids(prompt, self._tokenizer, stack.vocab_size, stack.max_positions)
+            except ValueError as error:
+                raise refused("prompt", str(error)) from None
+            found += [prompt_logprobs(self._scheduler.engine, ids, body.logprobs or 0)] * body.n
+        return found
 
     def _prefix(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
