@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
@@ -11,6 +13,13 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 
 ASK = [{"role": "user", "content": "What is the weather?"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "tells it", "parameters": {
+        "type": "object", "properties": {"day": {"enum": ["today", "soon"]}, "warm": {"type": "boolean"}},
+        "required": ["day", "warm"], "additionalProperties": False}},
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 _TOOLS = (
     "{% if tools %}{{ '<|system|>tools: ' }}{% for t in tools %}{{ t.function.name + ' ' }}{% endfor %}"

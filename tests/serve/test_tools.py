@@ -16,15 +16,8 @@ from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.bodies import TEMPLATE_OPTIONS
 from shoal.serve.errors import ApiError
 from shoal.serve.tools import CallReader, tools_of
-from tool_tokenizer import ASK, speaking
+from tool_tokenizer import ASK, NOW, WEATHER, speaking
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "weather", "description": "tells it", "parameters": {
-        "type": "object", "properties": {"day": {"enum": ["today", "soon"]}, "warm": {"type": "boolean"}},
-        "required": ["day", "warm"], "additionalProperties": False}},
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TAGGED, PLAIN = "tools <tool_call>", "tools"
 
 

@@ -23,6 +23,7 @@ from shoal.serve.handler import IGNORED, RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
 from shoal.serve.playground import Playground
+from shoal.serve.responses import ResponseBody
 from shoal.serve.settings import Settings
 from shoal.serve.words import DetokenizeBody, TokenizeBody, Words
 
@@ -75,6 +76,11 @@ def _add_generation(app: FastAPI, handler: RequestHandler) -> None:
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         return await handler.complete(request)
+
+    @app.post("/v1/responses", openapi_extra=_body(ResponseBody))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the newer form."""
+        return await handler.respond(request)
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
