@@ -32,7 +32,7 @@ from shoal.types import TokenLogprob
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
-_MOST_TOLD = 1000
+_MOST_TOLD, _MOST_NAMED = 1000, 64
 IGNORED = "x-shoal-ignored"
 """The header that names the fields of a request that had no effect."""
 _GONE = 499
@@ -88,7 +88,7 @@ class RequestHandler:
     def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The answer with the names of fields that had no effect in a header; each is logged once."""
         if ignored:
-            answer.headers[IGNORED] = quote(", ".join(ignored), safe=", ")
+            answer.headers[IGNORED] = quote(", ".join(name[:64] for name in ignored[:_MOST_NAMED]), safe=", ")
         for name in set(ignored) - self._told:
             if len(self._told) < _MOST_TOLD:
                 self._told.add(name)
