@@ -4,7 +4,7 @@
 
 The cost: one prompt is answered freely and under a JSON schema in turns, to so many tokens; the ratio is that of
 the medians of seconds per forward. Answers: five questions to each of ten schemas, greedy, to at most 200 tokens,
-judged by the `jsonschema_rs` package. The last line on stdout is the result as JSON.
+judged by the `jsonschema_rs` package. 0 leaves a part out. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def main(words: Sequence[str]) -> int:
     result = {
         **report.heading(env.collect(), ["python", "benchmarks/constraints.py", *words]), "kind": "constraints",
         "model": Path(engine.model_name).name, "idle": {"now": idle.watch(0.5)},
-        "compile": compiled(engine), "cost": cost(engine, args.rounds, args.new_tokens),
-        "answers": answers(engine, args.answers),
+        "compile": compiled(engine), "cost": cost(engine, args.rounds, args.new_tokens) if args.rounds else None,
+        "answers": answers(engine, args.answers) if args.answers else None,
     }  # fmt: skip
     report.publish(result, args.json)
     return 0

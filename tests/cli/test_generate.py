@@ -215,3 +215,24 @@ def test_a_reader_that_leaves(tiny_folder):
         err = process.stderr.read()
         process.wait(timeout=120)
     assert process.returncode == 141 and b"Traceback" not in err
+
+
+def test_an_answer_may_be_bound(capsys, tmp_path):
+    grammar, schema = tmp_path / "words.lark", tmp_path / "schema.json"
+    grammar.write_text('start: "yes" | "no"', encoding="utf-8")
+    schema.write_text('{"enum": [12, 34]}', encoding="utf-8")
+    for option, value, texts in (
+        ("--regex", "[ab]{2}c", {a + b + "c" for a in "ab" for b in "ab"}), ("--grammar", str(grammar), {"yes", "no"}),
+        ("--json-schema", str(schema), {"12", "34"}), ("--json-schema", '{"const": 5}', {"5"}),
+    ):
+        assert reported(capsys, QUESTION, "--model", SMALL, option, value)["text"] in texts
+
+
+def test_a_bound_that_cannot_be_read_is_named(capsys):
+    for words, said in (
+        (("--json-schema", "{"), "no JSON"), (("--json-schema", "missing.json"), "cannot read missing.json"),
+        (("--grammar", "missing.lark"), "cannot read missing.lark"), (("--regex", "("), "unclosed group"),
+        (("--regex", "a", "--grammar", "b"), "not allowed with"),
+    ):
+        assert main(["generate", QUESTION, "--model", SMALL, *words]) == 2
+        assert said in capsys.readouterr().err

@@ -12,31 +12,13 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from families import tiny
 from serving import MODEL, Running, serving, tiny_engine
-from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
 from shoal.serve.bodies import TEMPLATE_OPTIONS
 from shoal.serve.errors import ApiError
 from shoal.serve.tools import CallReader, tools_of
-from tool_tokenizer import tool_tokenizer
+from tool_tokenizer import ASK, NOW, WEATHER, speaking
 
-ASK = [{"role": "user", "content": "What is the weather?"}]
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "weather", "description": "tells it", "parameters": {
-        "type": "object", "properties": {"day": {"enum": ["today", "soon"]}, "warm": {"type": "boolean"}},
-        "required": ["day", "warm"], "additionalProperties": False}},
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TAGGED, PLAIN = "tools <tool_call>", "tools"
-
-
-def speaking(tagged: bool = True) -> Engine:
-    words = tool_tokenizer(tagged)
-    engine = engine_for(tiny("llama", layers=2), words, name=MODEL)
-    engine.eos_token_ids = frozenset({words.eos_token_id})
-    return engine
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tagged", "plain"])
@@ -75,6 +57,11 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (TAGGED, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
     (TAGGED, "<tool_call>{broken</tool_call> x", "<tool_call>{broken</tool_call> x", []),
     (TAGGED, f"<tool_call>{CALL}", f"<tool_call>{CALL}", []),
+    (TAGGED, f"```json\n{CALL}\n```", "", [SOON]),
+    (TAGGED, f" [{CALL}]", "", [SOON]),
+    (TAGGED, "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
+    (TAGGED, "```python", "```python", []),
+    (TAGGED, "[1] As", "[1] As", []),
     (PLAIN, CALL.replace("arguments", "parameters"), "", [SOON]),
     (PLAIN, f"{CALL}; {OTHER}", "", [SOON, NONE]),
     (PLAIN, f"{CALL}\n{OTHER}", "", [SOON, NONE]),

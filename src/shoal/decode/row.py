@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from shoal.decode import sampling
@@ -122,8 +123,8 @@ class Row:
         if self.allowed is None or self.recipe.keep is not None or self.record is not None:
             return []
         steps: list[Step] = []
-        while self.room and int((mask := self.allowed(self.tokens[self.prompt_length :])).count_nonzero()) == 1:
-            steps += self.emit([int(mask.nonzero())], 0, self._certain)
+        while self.room and np.count_nonzero(mask := self.allowed(self.tokens[self.prompt_length :]).numpy()) == 1:
+            steps += self.emit([int(mask.argmax())], 0, self._certain)
         self.forced = len(steps)
         return steps
 
@@ -151,6 +152,10 @@ class Row:
     def rule(self) -> Rule:
         """The recipe's acceptance rule, by default an exact match."""
         return self.recipe.rule or _MATCH
+
+    def allows(self, words: Sequence[int], token: int) -> bool:
+        """Whether the constraint, if there is one, lets a token follow the row's own and `words`."""
+        return self.allowed is None or bool(self.allowed([*self.tokens[self.prompt_length :], *words])[token])
 
     def scores(self, logits: Tensor, words: Sequence[int] = (), *, processed: bool = True) -> Tensor:
         """What `sampling.scores` makes of logits [V] after the row's tokens and `words`, with processors if wanted."""

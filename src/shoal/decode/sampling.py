@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from shoal.types import Sampling, TokenLogprob
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in transformers: `(input_ids [1, T], scores [1, V]) -> scores [1, V]`."""
 Allowed = Callable[[Sequence[int]], Tensor]
-"""Which tokens, bool [V], at least one of them, may follow those that a row has generated."""
+"""Which tokens, bool [V] on the CPU, at least one of them, may follow those that a row has generated."""
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -59,15 +60,13 @@ def _words(purpose: str) -> tuple[int, ...]:
     return (len(data), *(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)))
 
 
-def needs_history(
-    sampling: Sampling, processors: Sequence[LogitsProcessor] = (), allowed: Allowed | None = None
-) -> bool:
+def needs_history(sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> bool:
     """Whether the scores of a node depend on the tokens before it.
 
     If not, `biased` and `probs_of` treat the nodes [N, V] of a whole batch in one call.
     """
     penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
-    return penalised or len(processors) > 0 or allowed is not None
+    return penalised or len(processors) > 0
 
 
 def scores(
@@ -106,7 +105,12 @@ def scores(
 
 
 def _masked(result: Tensor, mask: Tensor) -> Tensor:
-    return result.where(mask.to(result.device), -torch.inf)
+    """In numpy on a CPU: torch divides so many elements among threads, which wait for each other beside other work."""
+    result = _upcast(result)
+    if result.device.type != "cpu":
+        return result.where(mask.to(result.device), -torch.inf)
+    values = result.detach().numpy()
+    return torch.from_numpy(np.where(mask.numpy(), values, values.dtype.type(-np.inf)))
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:

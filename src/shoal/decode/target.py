@@ -29,7 +29,7 @@ class RowTarget:
         self._scores: dict[int, Tensor] = {}
         self._probs: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
-        if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors, row.allowed):
+        if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
             self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
 
     def guessing(self) -> RowTarget:
@@ -47,7 +47,7 @@ class RowTarget:
 
     def choice(self, node: int) -> int:
         """The argmax, or the draw that the plain loop would make at this place."""
-        if self._greedy is not None:
+        if self._greedy is not None and self._row.allows(self._words(node), self._greedy[node]):
             return self._greedy[node]
         if self.greedy:
             return sampling.likeliest(self.scores(node))
@@ -60,9 +60,11 @@ class RowTarget:
     def scores(self, node: int) -> Tensor:
         """Scores [V] after bias, penalties, processors and mask, along the node's own path."""
         if node not in self._scores:
-            words = [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
-            self._scores[node] = self._row.scores(self._logits[node], words)
+            self._scores[node] = self._row.scores(self._logits[node], self._words(node))
         return self._scores[node]
+
+    def _words(self, node: int) -> list[int]:
+        return [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
     def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`."""

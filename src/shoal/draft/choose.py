@@ -85,7 +85,7 @@ def _alike(places: Sequence[Place]) -> list[list[int]]:
 def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
     """Scores [places, V] after bias, penalties and mask along each place's own path."""
     options = places[0].row.sampling
-    if not any(sampling.needs_history(options, (), place.row.allowed) for place in places):
+    if not sampling.needs_history(options) and all(place.row.allowed is None for place in places):
         return sampling.biased(logits, options)
     return torch.stack([_of_place(place, values) for place, values in zip(places, logits, strict=True)])
 

@@ -66,6 +66,7 @@ class Engine:
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
+        sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         self.changed: Source | None = None
         self.changes = ""
         self._told = partial(processors, told or {}, device=stack.device)
+        self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)

@@ -63,10 +63,12 @@ class Body(BaseModel):
         """Whether a stream ends with a chunk that says what it cost."""
         return self.stream_options.get("include_usage", False)
 
-    def options(self) -> dict[str, Any]:
-        """The engine's options, but for method, length and log-probabilities."""
+    def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """The engine's options, but for method, length and log-probabilities; `defaults` where a field is left out."""
+        given = self.model_fields_set
         return {
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) if name in given else defaults.get(name, getattr(self, name))
+               for name in _SAMPLING},
             "seed": self.seed,
             "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias),
@@ -79,6 +81,11 @@ class Body(BaseModel):
     def alternatives(self) -> int | None:
         """How many alternatives the log-probabilities name; None where none are wanted."""
         return None
+
+    @property
+    def answers(self) -> int:
+        """How many answers to each prompt are made; the `n` best of them are given."""
+        return self.n
 
     def check(self) -> None:
         """What no single field's range says; raises ApiError."""
@@ -140,6 +147,12 @@ class CompletionBody(Body):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=128)
+
+    @property
+    def answers(self) -> int:
+        """See `Body`."""
+        return self.best_of or self.n
 
     @property
     def alternatives(self) -> int | None:
@@ -151,8 +164,8 @@ class CompletionBody(Body):
         super().check()
         if self.chat_template_kwargs:
             raise refused("chat_template_kwargs", "completions go through no chat template")
-        if self.echo and self.logprobs is not None:
-            raise refused("echo", "echo with logprobs is not supported: prompts are read without log-probabilities")
+        if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
+            raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
 
 
 class PlanBody(BaseModel):
@@ -165,11 +178,12 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
-def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer]) -> Asked:
-    """A request for text from its bytes; ApiError 400 for anything that is not one."""
-    body = validated(check_names(read(raw), known), kind)
+def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer], strict: bool) -> tuple[Asked, list[str]]:
+    """A request for text from its bytes, and its fields that have no effect; ApiError 400 for anything that is none."""
+    kept, ignored = check_names(read(raw), known, strict)
+    body = validated(kept, kind)
     body.check()
-    return body
+    return body, ignored
 
 
 def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:

@@ -53,7 +53,9 @@ def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     if name is not None and not isinstance(name, str):
         raise refused(where, f"{where}.name must be a string")
     named = {} if name is None else {"name": name}
-    if role == "tool" and isinstance(message.get("tool_call_id"), str):
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise refused(where, f"{where}.tool_call_id must say which call this answers")
         named["tool_call_id"] = message["tool_call_id"]
     calls = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.get("tool_calls") or ())]
     if not calls:

@@ -1,12 +1,14 @@
 """Tools: what a request offers, how the answer is bound to call them, and how calls are read out of its text.
 
 Two notations are known, told apart by the chat template: `<tool_call>` around JSON (Hermes, Qwen), and JSON alone
-(Llama 3). Shoal calls no tool itself.
+(Llama 3). An answer that is JSON alone, fenced or not, is read as calls under both: small models forget the tags. Shoal
+calls no tool itself.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from shoal.engine.constraint import Constraint, Grammar
 from shoal.serve.errors import refused
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_JSON = re.compile(r"(```json\s*)?(\[\s*)?(\{|$)")
+"""How an answer begins that may be JSON alone."""
 _MODES = ("none", "auto", "required")
 
 
@@ -111,8 +115,19 @@ class CallReader:
     def read(self, piece: str, last: bool) -> dict[str, Any]:
         """The delta that a piece of text brings: `content`, `tool_calls`, or nothing. After `last` nothing is held."""
         self._text += piece
-        content, calls = self._tagged(last) if self.tools.tagged else self._plain(last)
+        head = self._text.lstrip()
+        if not self._begun and ("```json".startswith(head) or _JSON.match(head)):
+            if not last:
+                return {}
+            if calls := self._all(head.removeprefix("```json").rstrip().removesuffix("```").strip()):
+                return {"tool_calls": calls}
+        self._begun = True
+        content, calls = self._tagged(last) if self.tools.tagged else self._free()
         return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+
+    def _free(self) -> tuple[str, list[dict[str, Any]]]:
+        said, self._text = self._text, ""
+        return said, []
 
     def _tagged(self, last: bool) -> tuple[str, list[dict[str, Any]]]:
         content, calls = "", list[dict[str, Any]]()
@@ -139,14 +154,6 @@ class CallReader:
         said = self._space + text
         self._space = said[len(said.rstrip()) :]
         return said.rstrip()
-
-    def _plain(self, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        if not self._begun and not last and self._text.lstrip()[:1] in ("", "{", "["):
-            return "", []
-        said, self._text = self._text, ""
-        calls = [] if self._begun else self._all(said.strip())
-        self._begun = True
-        return ("", calls) if calls else (said, [])
 
     def _all(self, text: str) -> list[dict[str, Any]]:
         """Calls of a text that is nothing else: one object, several with semicolons between them, or a list."""

@@ -105,11 +105,15 @@ class CompletionWire:
         model: the served name.
         tokenizer: makes words of tokens.
         prefixes: what stands before each choice's text: the prompt, if it is to be echoed.
+        scored: the log-probabilities of that, for each choice; nothing where they are not wanted.
     """
 
-    def __init__(self, model: str, tokenizer: Any, prefixes: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, tokenizer: Any, prefixes: Sequence[str], scored: Sequence[Sequence[TokenLogprob]] = ()
+    ) -> None:
         self.head = _head("cmpl", "text_completion", model)
         self._tokenizer, self._prefixes = tokenizer, prefixes
+        self._scored = scored or [()] * len(prefixes)
         self._offsets = [0] * len(prefixes)
 
     def chunk_head(self) -> Json:
@@ -119,7 +123,7 @@ class CompletionWire:
     def opening(self, index: int) -> Json | None:
         """See `Wire`."""
         prefix = self._prefixes[index]
-        return _choice(index, "text", prefix, None, None) if prefix else None
+        return _choice(index, "text", prefix, self._logprobs(index, self._scored[index]), None) if prefix else None
 
     def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """See `Wire`."""
@@ -136,7 +140,7 @@ class CompletionWire:
                 index,
                 "text",
                 self._prefixes[index] + result.text,
-                self._logprobs(index, result.logprobs or ()),
+                self._logprobs(index, [*self._scored[index], *(result.logprobs or ())]),
                 result.finish_reason,
             )
             for index, result in enumerate(results)
@@ -147,16 +151,19 @@ class CompletionWire:
         if not entries:
             return None
         words = [_word(entry.token, self._tokenizer) for entry in entries]
+        known = [True] * len(entries)
+        known[0] = not (self._scored[index] and self._offsets[index] == 0)  # a prompt's first token follows nothing
         offsets = []
         for word in words:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(word)
         return {
             "tokens": words,
-            "token_logprobs": [finite_logprob(entry.logprob) for entry in entries],
+            "token_logprobs": [finite_logprob(entry.logprob) if told else None
+                               for entry, told in zip(entries, known, strict=True)],
             "top_logprobs": [
-                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top}
-                for entry in entries
+                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top} if told else None
+                for entry, told in zip(entries, known, strict=True)
             ],
             "text_offset": offsets,
         }
