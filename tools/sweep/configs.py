@@ -60,6 +60,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24},
     "dots3_note_text": {"per_layer_config": None},
     "gemma3n_text": {"num_kv_shared_layers": 1, "intermediate_size": 48, **_MIXED},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
     "gemma4": {"text_config": {"pad_token_id": 0}},
     "gemma4_unified": {"text_config": {"pad_token_id": 0}},
     "gemma4_text": {"per_layer_config": None},
