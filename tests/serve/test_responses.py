@@ -79,7 +79,7 @@ def test_events_build_what_a_whole_response_is(server: Running, more: dict[str, 
     given = {**OPTIONS, "max_output_tokens": 12 if not more else 300, **more}
     whole, kinds, text, numbers = server.client().responses.create(**given), list[str](), "", list[int]()
     final: Any = None
-    with server.client().responses.stream(**given) as stream:
+    with server.client() as client, client.responses.stream(**given) as stream:
         for event in stream:
             kinds.append(event.type)
             numbers.append(event.sequence_number)
@@ -134,7 +134,8 @@ def test_what_is_wrong_is_refused(server: Running, given: dict[str, Any], words:
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:
-    with serving(speaking(), timeout=0.3) as server:
+    with serving(speaking(), timeout=0.3) as server, server.client() as client:
         given = {**OPTIONS, "max_output_tokens": 480, "temperature": 1}
-        *_, last = server.client().responses.create(**given, stream=True, extra_body={"ignore_eos": True})
+        with client.responses.create(**given, stream=True, extra_body={"ignore_eos": True}) as stream:
+            *_, last = stream
         assert last.type == "error" and "longer than" in last.message and last.code == "timeout"

@@ -77,13 +77,13 @@ class RequestHandler:
             return Response(status_code=_GONE)
         return self._telling(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
 
-    async def _asked(self, body: ChatBody) -> _AskedTurn:
+    async def _asked(self, body: ChatBody) -> _Conversation:
         """What a chat comes to."""
         limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer, body.variables(tools))
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
-        return _AskedTurn(ids, limit, tools, bound)
+        return _Conversation(ids, limit, tools, bound)
 
     def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The answer with the names of fields that had no effect in a header; each is logged once."""
@@ -237,7 +237,7 @@ class RequestHandler:
 
 
 @dataclass(frozen=True)
-class _AskedTurn:
+class _Conversation:
     """A chat: the prompt, the limit of the answer, the tools it may call, and options that bind it to do so."""
 
     ids: list[int]
