@@ -31,6 +31,14 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}'
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 """White space between the parts of a JSON text, as llama.cpp has it: small models would go on with it for ever."""
 
+_WHOLE, _PLACES = 2**53 - 1, 9
+"""The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound:
+small models would write them for ever. llguidance lets no exponent through there either."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
+"""Where schemas lie within a schema: by name, in a list, or one alone."""
+
 
 @dataclass(frozen=True)
 class Constraint(ABC):
@@ -68,7 +76,7 @@ class JsonSchema(Constraint):
 
     def grammar(self) -> str:
         """See the base class."""
-        schema = json.loads(self.text)
+        schema = _ending(json.loads(self.text))
         if isinstance(schema, dict):
             schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
         return f"start: %json {json.dumps(schema)}"
@@ -124,6 +132,23 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(made, Mapping | bool):
         raise ValueError(f"the JSON schema is {reprlib.repr(schema)}; it must be an object, true or false")
     return text
+
+
+def _ending(schema: Any) -> Any:
+    """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none."""
+    if not isinstance(schema, dict) or schema.keys() & {"enum", "const"}:
+        return schema
+    made = {word: ({name: _ending(one) for name, one in inner.items()} if word in _NAMED and isinstance(inner, dict)
+                   else list(map(_ending, inner)) if word in _LISTED and isinstance(inner, list)
+                   else _ending(inner) if word in _INNER else inner) for word, inner in schema.items()}
+    kinds = made.get("type") if isinstance(made.get("type"), list) else [made.get("type")]
+    bounds = {word: made[word] for word in _BOUNDS if isinstance(made.get(word), int | float)}
+    if "number" in kinds and bounds and all(round(bound, _PLACES) == bound for bound in bounds.values()):
+        made.setdefault("multipleOf", 10.0**-_PLACES)
+    elif "integer" in kinds and "number" not in kinds and all(abs(bound) < _WHOLE for bound in bounds.values()):
+        made = {**({} if any("inimum" in word for word in bounds) else {"minimum": -_WHOLE}),
+                **({} if any("aximum" in word for word in bounds) else {"maximum": _WHOLE}), **made}
+    return made
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
