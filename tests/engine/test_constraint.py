@@ -117,6 +117,24 @@ def test_a_mask_depends_on_the_text_alone_in_whatever_order_it_is_asked() -> Non
         assert torch.equal(found(other), mask("byte_level", JsonSchema(PERSON))(other))
 
 
+@pytest.mark.parametrize("wanted", [JsonSchema(PERSON), one_of(["abc", "abcab"]), Regex("[a-c]{2,5}|ab é"),
+                                    JsonSchema(SCHEMAS["either"])], ids=["schema", "words", "pattern", "either"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K"])
+def test_the_quick_answers_are_those_of_the_whole_mask(name: str, wanted: Any) -> None:
+    dice, quick, texts = random.Random(5), mask(name, wanted), [list[int]()]
+    single = 0
+    for _ in range(60):
+        text = dice.choice(texts)
+        slow = mask(name, wanted)(text)
+        sole = quick.sole(text)
+        allowed = slow.nonzero().flatten().tolist()
+        assert sole is None or allowed == [sole]
+        single += sole is not None
+        assert [quick.lets(text, token) for token in range(len(slow))] == slow.tolist()
+        texts.append([*text, dice.choice(allowed)])
+    assert single or "Json" not in repr(wanted)
+
+
 BIG = 2**60
 NUMBERS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "integer"}, ["0", "-9007199254740991"], ["9007199254740992", "1" * 20]),

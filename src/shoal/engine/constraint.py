@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.decode.sampling import Allowed
 from shoal.errors import Unsupported, needs
 
 log = logging.getLogger(__name__)
@@ -138,10 +139,8 @@ def _ending(schema: Any) -> Any:
     """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none."""
     if not isinstance(schema, dict) or schema.keys() & {"enum", "const"}:
         return schema
-    made = {word: ({name: _ending(one) for name, one in inner.items()} if word in _NAMED and isinstance(inner, dict)
-                   else list(map(_ending, inner)) if word in _LISTED and isinstance(inner, list)
-                   else _ending(inner) if word in _INNER else inner) for word, inner in schema.items()}
-    kinds = made.get("type") if isinstance(made.get("type"), list) else [made.get("type")]
+    made = {word: _inside(word, inner) for word, inner in schema.items()}
+    kinds: Any = made.get("type") if isinstance(made.get("type"), list) else [made.get("type")]
     bounds = {word: made[word] for word in _BOUNDS if isinstance(made.get(word), int | float)}
     if "number" in kinds and bounds and all(round(bound, _PLACES) == bound for bound in bounds.values()):
         made.setdefault("multipleOf", 10.0**-_PLACES)
@@ -149,6 +148,14 @@ def _ending(schema: Any) -> Any:
         made = {**({} if any("inimum" in word for word in bounds) else {"minimum": -_WHOLE}),
                 **({} if any("aximum" in word for word in bounds) else {"maximum": _WHOLE}), **made}
     return made
+
+
+def _inside(word: str, inner: Any) -> Any:
+    if word in _NAMED and isinstance(inner, dict):
+        return {name: _ending(one) for name, one in inner.items()}
+    if word in _LISTED and isinstance(inner, list):
+        return [_ending(one) for one in inner]
+    return _ending(inner) if word in _INNER else inner
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
@@ -205,7 +212,7 @@ class Compiler:
         return matcher
 
 
-class Mask:
+class Mask(Allowed):
     """Which tokens may follow what one row has generated; asked about any text, it goes back as far as that differs.
 
     Args:
@@ -236,6 +243,18 @@ class Mask:
             if self._matcher.is_error() or ended:
                 raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
         return self._mask
+
+    def lets(self, tokens: Sequence[int], token: int) -> bool:
+        """See the base class. A mask takes a walk over all tokens, on memory gone cold beside a model: one does not."""
+        if token in self._eos or not self._move(tokens) or self._mask is not None:
+            return super().lets(tokens, token)
+        return bool(self._matcher.validate_tokens([token]))
+
+    def sole(self, tokens: Sequence[int]) -> int | None:
+        """See the base class. Where no byte is settled, and the text may not end, there are several."""
+        if self._move(tokens) and not self._matcher.is_stopped() and not self._matcher.compute_ff_bytes():
+            return None
+        return super().sole(tokens)
 
     def _move(self, tokens: Sequence[int]) -> bool:
         """Let the matcher stand behind `tokens`; False where a sequence has ended among them."""
