@@ -45,7 +45,8 @@ def test_the_peak_is_little_more_than_the_file(tmp_path: Path) -> None:
 def test_two_servers_of_one_model_have_its_weights_in_memory_once(tmp_path: Path) -> None:
     file = gguf_peak.write(tmp_path / "large.gguf", HIDDEN, FFN, LAYERS, VOCAB)
     environment = {**os.environ, "SHOAL_WEIGHTS": str(tmp_path / "woven")}
-    command = [sys.executable, "-m", "shoal", "serve", "--model", str(file), "--port", "0", "--served-model-name", "large"]
+    command = [sys.executable, "-m", "shoal", "serve", "--model", str(file), "--port", "0",
+               "--served-model-name", "large"]
     servers = list[subprocess.Popen[str]]()
     try:
         for _ in range(2):  # the second finds what the first one has kept

@@ -36,6 +36,7 @@ _WHOLE, _PLACES = 2**53 - 1, 9
 """The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound:
 small models would write them for ever. llguidance lets no exponent through there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
@@ -121,6 +122,23 @@ def constraint_of(value: Any) -> Constraint | None:
         return JsonSchema(value)
     raise ValueError(f"constraint is {reprlib.repr(value)}; it must be shoal.JsonSchema, shoal.Regex or shoal.Grammar, "
                      "a JSON schema as a mapping, or a pydantic model")
+
+
+def guided(field: str, value: Any) -> Constraint:
+    """The constraint of a request's `guided_json`, `guided_regex`, `guided_grammar` or `guided_choice`.
+
+    Raises:
+        ValueError: the value is none for that field.
+    """
+    if field == "guided_json":
+        return JsonSchema(value)
+    if field == "guided_choice":
+        if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
+            raise ValueError(f"{field} is {reprlib.repr(value)}; it must be a list of at least one text")
+        return Grammar("start: " + " | ".join(map(json.dumps, value)))
+    if not isinstance(value, str):
+        raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
+    return Regex(value) if field == "guided_regex" else Grammar(value)
 
 
 def _schema_text(schema: Any) -> str:
