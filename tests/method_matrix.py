@@ -17,11 +17,13 @@ from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
+from shoal.methods.medusa import Medusa
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
@@ -32,6 +34,7 @@ from shoal.methods.swift import Swift
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
+from trained_parts import part_for
 
 MATRIX: tuple[Method, ...] = (
     Full(),
@@ -76,6 +79,10 @@ MATRIX: tuple[Method, ...] = (
     Swift(ratio=0.2, trees=False, window=4, inner=D3(alpha=0.9, core=2)),
     DEL((4, 5), 4, head=0.0),
     DEL((2, 5), window=0, inner=D3(alpha=0.9, core=2)),
+    Eagle(part_for("eagle", "llama"), stop=0.0),
+    Eagle(part_for("eagle", "llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
+    Medusa(part_for("medusa", "llama")),
+    Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
+from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 
 @dataclass
@@ -29,6 +30,10 @@ class Watched(Drafter):
         """It is its own drafter."""
         self._drafter: Drafter = self.proposer.begin(stack, cache)
         return self
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """What the proposer wants to see."""
+        return self._drafter.watch(rows, chunks)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """What the proposer says."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.calibrate.layer_card import quick_card
     from shoal.decode.recipe import Recipe
     from shoal.depth.plan import DepthPlan
+    from shoal.engine.constraint import Grammar, JsonSchema, Regex
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from shoal.methods.del_ import DEL
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
+    from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
+    from shoal.methods.medusa import Medusa
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
@@ -55,16 +58,21 @@ __all__ = [
     "DraftAndVerify",
     "DraftModel",
     "DropLayers",
+    "Eagle",
     "EarlyExit",
     "Engine",
     "Full",
+    "Grammar",
     "Jacobi",
+    "JsonSchema",
     "KVInt8",
     "LayerSkip",
+    "Medusa",
     "Method",
     "ModelInfo",
     "PromptLookup",
     "Recipe",
+    "Regex",
     "Result",
     "Sampling",
     "ShortGPT",
@@ -94,17 +102,22 @@ _HOME = {
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "DropLayers": "shoal.model.transform",
+    "Eagle": "shoal.methods.eagle",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
+    "Grammar": "shoal.engine.constraint",
     "Jacobi": "shoal.methods.jacobi",
+    "JsonSchema": "shoal.engine.constraint",
     "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
+    "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",
     "Recipe": "shoal.decode.recipe",
+    "Regex": "shoal.engine.constraint",
     "Result": "shoal.types",
     "Sampling": "shoal.types",
     "ShortGPT": "shoal.methods.shortgpt",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
 from shoal.model.kv_layer import KVLayer
+from trained_parts import eagle, written
 
 VOCABULARY, HORIZON, ROWS, ROUNDS = 5, 4, 250, 4
 PROMPT = [1, 4, 2, 1]
@@ -36,6 +40,13 @@ def target() -> Engine:
 @functools.cache
 def draft() -> Any:
     return noisy(target().model, 0.15, seed=3)
+
+
+@functools.cache
+def layer() -> str:
+    """A random layer for the target, which guesses all of its tokens but one."""
+    folder = Path(tempfile.mkdtemp(prefix="shoal-law-"))
+    return written(eagle(target(), ids=(0, 1, 3, 4), noise=0.1), target(), folder)
 
 
 @functools.cache
@@ -78,6 +89,8 @@ EXACT = {
     "beam": RSD(draft(), beam=3, length=3),
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
     "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
+    "trained layer": Eagle(layer(), length=3, stop=0.0, rule="rejection"),
+    "trained layer, match": Eagle(layer(), length=3, stop=0.0),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
 }
 
@@ -125,6 +138,18 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     )
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
+
+
+def test_a_law_of_the_layer_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import shoal.draft.eagle as module
+
+    real = module.choose
+
+    def flattened(*args: Any) -> Any:
+        return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
+
+    monkeypatch.setattr(module, "choose", flattened)
+    assert chi_square(samples(EXACT["trained layer"])[0], probs()) < 1e-6
 
 
 def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

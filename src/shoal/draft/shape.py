@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 
@@ -83,3 +85,33 @@ class Branching:
     def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
         """All of them."""
         return [[(leaf.log + log, 0.0) for log in own] for leaf, own in zip(leaves, logs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest paths of each level are gone on with: the dynamic tree of EAGLE-2 (arXiv 2406.16858, section 4).
+
+    What stays depends on what was guessed, so it is no sample of the drafter's law.
+
+    Attributes:
+        length: levels.
+        paths: nodes of a level that stay, and most children of each.
+    """
+
+    length: int
+    paths: int
+
+    def __post_init__(self) -> None:
+        if min(self.length, self.paths) < 1:
+            raise ValueError(f"a tree of {self.length} levels and {self.paths} paths; both must be at least 1")
+
+    def width(self, level: int) -> int:
+        """As many children as there may be paths."""
+        return self.paths
+
+    def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
+        """The first children of each leaf, as long as they are among the likeliest of the level."""
+        found = [[leaf.log + log for log in own] for leaf, own in zip(leaves, logs, strict=True)]
+        ranked = sorted((log for own in found for log in own), reverse=True)
+        least = ranked[self.paths - 1] if len(ranked) > self.paths else -math.inf
+        return [[(log, log) for log in takewhile(lambda log: log >= least, own)] for own in found]

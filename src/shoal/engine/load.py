@@ -126,10 +126,12 @@ def engine_for(
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
     name = name or origin or type(model).__name__
-    return Engine(
+    made = Engine(
         stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
         told=told_by(generation),
     )
+    made.sampling = recommended(generation)
+    return made
 
 
 def open_beside(home: Engine, model: Any) -> Engine:
@@ -202,10 +204,12 @@ def _from_files(
     if stack is None:
         return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
     generation = files.generation_config()
-    return Engine(
+    made = Engine(
         stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words), card=card,
         open_model=open_beside, told=told_by(generation),
     )
+    made.sampling = recommended(generation)
+    return made
 
 
 def _from_model(
@@ -260,6 +264,13 @@ def _check_decoder(config: Any) -> None:
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
+
+
+def recommended(generation_config: Any) -> dict[str, float]:
+    """What a generation config says of sampling beyond transformers' own defaults."""
+    said = {} if generation_config is None else generation_config.to_diff_dict()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:

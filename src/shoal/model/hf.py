@@ -139,6 +139,12 @@ class HFStack:
         """See the protocol."""
         return self.parts.head(hidden)
 
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
+        """See the protocol."""
+        part = self.parts.head.cut(ids).chain[-1]
+        assert isinstance(part, nn.Linear)
+        return part.weight.detach()
+
     @torch.no_grad()
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """See the protocol."""

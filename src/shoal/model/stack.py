@@ -194,6 +194,14 @@ class Stack(Protocol):
         """Logits [N, V] of hidden states [N, D] as a hook is shown them, through the final norm and the head."""
         ...
 
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
+        """The rows [n, D] of the head's matrix for the tokens `ids`, as numbers that can be computed with; a copy.
+
+        Raises:
+            Unsupported: the head is no plain matrix.
+        """
+        ...
+
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; a copy of the rows.
 

@@ -98,7 +98,7 @@ class Gate:
 
     def _check(self, path: str, headers: Headers) -> None:
         keys = self._settings.api_keys
-        if keys and path.startswith(("/v1/", "/playground/")):
+        if keys and path.startswith(("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")):
             given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
             matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
             if not any(matches):

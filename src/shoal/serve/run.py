@@ -58,7 +58,9 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     """Serve until SIGINT or SIGTERM."""
     log_to_stderr()
     listener.listen(128)  # from now on nobody is turned away
-    print(f"serving {settings.model_name} at {url_of(*listener.getsockname()[:2])}", file=sys.stderr, flush=True)
+    url = url_of(*listener.getsockname()[:2])
+    page = f" (page: {url.removesuffix('v1')})" if settings.playground else ""
+    print(f"serving {settings.model_name} at {url}{page}", file=sys.stderr, flush=True)
     try:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:

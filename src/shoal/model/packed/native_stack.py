@@ -129,20 +129,25 @@ class NativeStack(PackedStack):
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
+            nodes = taps.transpose(0, 1)  # [tokens, layers + 1, D], so that all layers are filled up in one call
+            padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
             for layer in range(self.num_layers + 1):
-                states = taps[bisect_left(work.layers, layer)]
-                hook(layer, pad_sequence(list(states.split(sizes)), batch_first=True))
+                hook(layer, padded[:, :, bisect_left(work.layers, layer)])
         return logits
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""
         return self._through_head(hidden, _matrix(self.weights.head))
 
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
+        """See the protocol."""
+        return _matrix(self.weights.head).lookup(torch.tensor(ids))
+
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """See the protocol."""
         head = _matrix(self.weights.head)
         kind = head.kind if head.kind in native.OWN else "int8"  # finer than most of a file's, and as fine as any
-        part = native.pack(head.lookup(torch.tensor(ids)), kind)
+        part = native.pack(self.head_rows(ids), kind)
         return lambda hidden: self._through_head(hidden, part)
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:

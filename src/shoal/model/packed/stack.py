@@ -121,11 +121,15 @@ class PackedStack:
         return self._logits(hidden)
 
     @torch.no_grad()
-    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
         """See the protocol."""
         columns = torch.eye(self.shape.hidden, dtype=self.dtype, device=self.device).split(_PIECE)
         index = torch.tensor(ids, device=self.device)
-        part = Dense(torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous())
+        return torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous()
+
+    def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """See the protocol."""
+        part = Dense(self.head_rows(ids))
         return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
     def _logits(self, hidden: Tensor) -> Tensor:

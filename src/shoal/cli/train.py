@@ -1,0 +1,144 @@
+"""Train a small part beside a model, on the model's own answers: it guesses ahead, and the model confirms.
+
+The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
+point, the same command goes on where it was. Nothing of the model itself is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli import common
+from shoal.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.train.corpus import Corpus, CorpusWish
+    from shoal.train.part import PartModule
+
+EXAMPLES = """examples:
+  shoal train eagle --model M.gguf --out part
+  shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
+  shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
+"""
+KINDS = ("eagle", "medusa")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the options."""
+    parser.add_argument("part", choices=KINDS, help="eagle: a layer that goes on from the model's last states; medusa: "
+                        "a head for each of the next places")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
+                        "run goes on from")
+    data = parser.add_argument_group("answers")
+    data.add_argument("--answers", metavar="DIR", type=Path, help="where they are kept; DIR/answers of --out if none")
+    data.add_argument("--prompts", metavar="FILE,...", help="a prompt per line, or JSONL with 'prompt'")
+    data.add_argument("--data", metavar="DIR", type=Path, help="folder with self_instruct/, mbpp/ and gsm8k/")
+    data.add_argument("--each", metavar="N", type=int, default=700, help="most prompts of a kind from --data")
+    data.add_argument("--questions", metavar="N", type=int, help="questions that the model asks itself, where its chat "
+                      "template lets it; by default 2000 without --prompts and --data, and none with them")
+    data.add_argument("--tokens", metavar="N", type=int, default=500_000, help="tokens of answers, about")
+    data.add_argument("--max-new-tokens", metavar="N", type=int, default=192, help="the longest answer")
+    data.add_argument("--temperature", metavar="T", type=float, default=0.0, help="of the answers; 0: the likeliest")
+    data.add_argument("--gigabytes", metavar="G", type=float, default=10.0, help="most room for states")
+    how = parser.add_argument_group("training")
+    how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
+    how.add_argument("--batch", metavar="N", type=int, default=2048, help="tokens of a step")
+    how.add_argument("--rate", metavar="R", type=float, default=1e-3, help="highest learning rate")
+    how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
+    how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
+    how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
+    what = parser.add_argument_group("part")
+    what.add_argument("--vocabulary", metavar="N", type=int, default=8192, help="tokens that are guessed: those that "
+                      "the answers use most")
+    what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
+                      "medusa: heads, 4 if none")
+    what.add_argument("--weights", choices=("int8", "bfloat16", "float32"), default="int8", help="how it is stored")
+    common.add_model(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, train, write the part; end with one JSON line."""
+    import torch
+
+    from shoal.train import corpus, export
+    from shoal.train.loop import Trainer, Training
+
+    began = time.monotonic()
+    wish = _wish(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    engine = common.load_engine(args)
+
+    def late() -> bool:
+        return args.minutes is not None and time.monotonic() - began > 60 * args.minutes
+
+    place = args.answers or args.out / "answers"
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    args.out.mkdir(parents=True, exist_ok=True)
+    module = _module(args, engine, answers)
+    how = Training(args.epochs, args.batch, args.rate, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
+    trainer = Trainer(module, answers, how, args.out, _tell)
+    if trainer.run.step:
+        _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
+    found = trainer.train(late)
+    if not found.accepted:
+        found.accepted.append(trainer.validate())
+    card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
+                         **module.facts(trainer.held_out()), command=" ".join(args.words))
+    if not args.json:
+        more = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
+        print(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
+              f"answers that it was not trained on{more}")
+        print(f"Use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
+    else:
+        common.print_json(card)
+    return 0
+
+
+def _wish(args: argparse.Namespace) -> CorpusWish:
+    from shoal.train.corpus import CorpusWish
+
+    for name in ("each", "tokens", "max_new_tokens", "epochs", "batch", "vocabulary", "depths"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes)
+
+
+def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
+    """Token ids of what is asked, shuffled; without what the test sets in --data hold."""
+    import random
+
+    from shoal.train import prompts
+
+    texts = [text for name in (args.prompts or "").split(",") if name for text in prompts.from_file(Path(name))]
+    if args.data is not None:
+        texts += prompts.from_data(args.data, args.each, args.seed)
+    count = args.questions if args.questions is not None else 0 if texts else 2000
+    if count:
+        _tell(f"letting the model ask {count} questions")
+        texts += prompts.own_questions(engine, count, args.seed)
+    texts = list(prompts.without(texts, set() if args.data is None else prompts.tests(args.data)))
+    random.Random(args.seed).shuffle(texts)
+    _tell(f"{len(texts)} prompts")
+    return prompts.encoded(texts, engine.tokenizer)
+
+
+def _module(args: argparse.Namespace, engine: Engine, answers: Corpus) -> PartModule:
+    """The part with its first weights."""
+    from shoal.train.eagle import EagleModule
+    from shoal.train.medusa import MedusaModule
+    from shoal.train.part import Base
+
+    kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
+    ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
+    return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,285 @@
+"""EAGLE: one trained layer continues the target's last hidden states and guesses from them (arXiv 2401.15077).
+
+At token t the layer reads the state behind t, which the target computed, and the embedding of token t + 1; its output
+stands in for the state behind t + 1, so it can go on by itself. Its logits are over some tokens only, by the rows that
+the target's own head has for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from shoal.decode import sampling
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
+from shoal.draft.choose import Guesses, Place, choose
+from shoal.draft.growth import Growth, grow
+from shoal.draft.layer_head import PLAN, LayerHead, LayerShape
+from shoal.draft.matrix import packed
+from shoal.draft.part_file import TrainedPart, guessed_tokens
+from shoal.draft.shape import Leaf, TreeShape
+from shoal.draft.taps import Taps
+from shoal.model.kv import KVCache
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+
+FUSE = "fuse.weight"
+NORMS = ("state_norm.weight", "embedding_norm.weight")
+"""Tensors of a part beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's columns first;
+[D] each."""
+
+
+class EagleHead:
+    """The trained layer beside its target.
+
+    Args:
+        target: the model.
+        part: a part of kind `eagle`.
+
+    Attributes:
+        layer: what runs it.
+        ids, names: the tokens that are guessed, int64 [n] and as a list.
+
+    Raises:
+        ValueError: the part's tensors do not fit together.
+        Unsupported: they do not fit the model.
+    """
+
+    def __init__(self, target: Stack, part: TrainedPart) -> None:
+        shape, self.names = layer_shape(part), guessed_tokens(part, target)
+        self._target, self._eps = target, shape.eps
+        self.ids = torch.tensor(self.names, device=target.device)
+        tensors = {name: part.take(name, *size) for name, size in shape.sizes().items()}
+        self.layer = LayerHead(target, shape, tensors, target.head_rows(self.names))
+        factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
+        self._fuse = packed(target, part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors)
+        self.hidden, self.vocabulary = shape.hidden, target.vocab_size
+
+    def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
+        """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
+        ids = torch.tensor(tokens, device=self.ids.device)
+        embedded = self._target.embed(ids, torch.zeros_like(ids))
+        pair = [rms_norm(one.to(self.layer.dtype), (self.hidden,), eps=self._eps) for one in (states, embedded)]
+        return self._fuse(torch.cat(pair, -1)).to(self.layer.dtype)
+
+
+def layer_shape(part: TrainedPart) -> LayerShape:
+    """The layer's sizes by a part's card; ValueError where it does not say them."""
+    return LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))
+
+
+@dataclass(eq=False)
+class EagleProposer:
+    """The part `proposer`: trees of guesses from a trained layer.
+
+    Attributes:
+        part: of kind `eagle`.
+        shape: how trees grow.
+        stop: likelihood of a path below which it is not gone on with.
+        nodes: guesses that are verified, the likeliest ones; None for all.
+    """
+
+    part: TrainedPart
+    shape: TreeShape
+    stop: float = 0.0
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._head: tuple[Stack, EagleHead] | None = None
+
+    def begin(self, stack: Stack, cache: KVCache) -> EagleDrafter:
+        """A drafter; all of one model share the head."""
+        if self._head is None or self._head[0] is not stack:
+            self._head = stack, EagleHead(stack, self.part)
+        return EagleDrafter(self, self._head[1], stack, cache)
+
+
+class _Branching(Growth):
+    """A row's tree under way.
+
+    Attributes:
+        row, slot: whose it is, and where in the head's cache.
+        levels: most levels; `level`: those it has.
+        leaves: nodes of the last one from which more may grow.
+        states: per node that was fed, what stands in for the state behind it [D].
+        logs: per node the log-likelihood of the path to it.
+    """
+
+    def __init__(self, row: Row, slot: int, levels: int) -> None:
+        super().__init__(row.tokens[-1])
+        self.row, self.slot, self.levels = row, slot, levels
+        self.level, self.leaves = 0, [Leaf(0)]
+        self.states: list[Tensor] = []
+        self.logs = [0.0]
+
+    def likeliest(self, most: int | None) -> TokenTree:
+        """The tree of the root and the `most` likeliest guesses: with a guess comes all that leads to it."""
+        if most is None or len(self.tokens) <= most + 1:
+            return self.tree()
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self.logs[node], node))
+        small = Growth(self.tokens[0])
+        place = {0: 0}
+        for node in sorted(order[: most + 1])[1:]:
+            place[node] = small.add(self.tokens[node], place[self.parents[node]], self.draft_probs[node])
+        return small.tree()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another level is wanted, and there is something to go on from."""
+        return self.level < self.levels and bool(self.leaves)
+
+
+class EagleDrafter(Drafter):
+    """See the module. The head's cache holds the pairs of states and tokens that the target has confirmed.
+
+    Args:
+        proposer: how to draft.
+        head: the trained layer.
+        stack, cache: the target's.
+    """
+
+    def __init__(self, proposer: EagleProposer, head: EagleHead, stack: Stack, cache: KVCache) -> None:
+        self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
+        self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
+        self._taps = Taps(stack, cache)
+        self._cache = head.layer.cache()
+        self._rows: list[Row] = []
+        self._origins: dict[int, int] = {}
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
+        """See `Worker.watch`."""
+        return self._taps.watch(rows, chunks)
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per row; its root alone where nothing is known of the state before it."""
+        self._seat(rows)
+        allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
+        grown = [_Branching(row, slot, allowed.get(id(row), 0)) for slot, row in enumerate(self._rows)]
+        try:
+            busy = self._read([one for one in grown if one.levels])
+            grow(busy, self._after, self._extend)
+        finally:
+            for slot in range(len(self._rows)):
+                self._cache.rollback(slot)
+        trees = {id(one.row): one.likeliest(self._nodes) for one in grown}
+        return [trees[id(row)] for row in rows]
+
+    def _seat(self, rows: Sequence[Row]) -> None:
+        """Let rows go that have ended, and take in new ones; those that sit out a turn keep their places."""
+        stay = [slot for slot, row in enumerate(self._rows) if row.finish_reason is None]
+        if len(stay) < len(self._rows):
+            self._rows = [self._rows[former] for former in self._cache.select(stay)]
+        known = {id(row) for row in self._rows}
+        new = [row for row in rows if id(row) not in known]
+        if new:
+            self._cache.extend(len(new))
+            self._rows += new
+        self._origins = {id(row): self._origins.get(id(row), 0) for row in self._rows}
+
+    def _read(self, grown: Sequence[_Branching]) -> list[_Branching]:
+        """Feed what the target has confirmed since; the rows whose last state is known, with what follows it."""
+        waiting = {}
+        for one in grown:
+            found = self._taps.take(one.row)
+            if found is None or found[0] + len(found[1]) != len(one.row.tokens) - 1:
+                continue
+            if self._origins[id(one.row)] + self._cache.positions[one.slot] != found[0]:
+                self._cache.truncate(one.slot, 0)
+                self._origins[id(one.row)] = found[0]
+            waiting[one.slot] = one, found[1]
+        self._first: dict[int, Tensor] = {}
+        busy = [one for one, _ in waiting.values()]
+        while waiting:
+            waiting = self._read_some(waiting)
+        return busy
+
+    def _read_some(self, waiting: dict[int, tuple[_Branching, Tensor]]) -> dict[int, tuple[_Branching, Tensor]]:
+        """One forward over the first pairs of each row; what is left."""
+        left, chunks, vectors, room = {}, [], [], self._head.layer.most
+        for place, (slot, (one, states)) in enumerate(waiting.items()):
+            count = min(len(states), max(1, room // (len(waiting) - place)), room)
+            if not count:
+                left[slot] = one, states
+                continue
+            room -= count
+            first = self._origins[id(one.row)] + self._cache.positions[slot] + 1
+            vectors.append(self._head.fused(states[:count], one.row.tokens[first : first + count]))
+            chunks.append(SequenceChunk(slot, range(count), [0] * count, PLAN))
+            if count < len(states):
+                left[slot] = one, states[count:]
+        logits, outputs = self._head.layer.run(chunks, self._cache, torch.cat(vectors))
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0).tolist()
+        for chunk, end, values in zip(chunks, ends, logits, strict=True):
+            self._cache.commit(chunk.row, range(len(chunk.tokens)))
+            one = waiting[chunk.row][0]
+            one.row.ledger.draft_forwards += 1
+            if chunk.row not in left:
+                one.states, self._first[chunk.row] = [outputs[end - 1]], values
+        return left
+
+    def _after(self, grown: list[_Branching]) -> Tensor:
+        """Logits [leaves of all, n] after the last level."""
+        if not grown[0].level:
+            return torch.stack([self._first[one.slot] for one in grown])
+        chunks, states, tokens, picked, base = [], [], [], [], 0
+        for one in grown:
+            chunk = self._feed(one)
+            chunks.append(chunk)
+            nodes = range(len(one.states), len(one.states) + len(chunk.tokens))
+            states += [one.states[one.parents[node]] for node in nodes]
+            tokens += [one.tokens[node] for node in nodes]
+            picked += [base + leaf.node - nodes.start for leaf in one.leaves]
+            base += len(nodes)
+            one.row.ledger.draft_forwards += 1
+        logits, outputs = self._head.layer.run(chunks, self._cache, self._head.fused(torch.stack(states), tokens))
+        first = 0
+        for one, chunk in zip(grown, chunks, strict=True):
+            one.states += outputs[first : first + len(chunk.tokens)].unbind()
+            first += len(chunk.tokens)
+        return logits if len(picked) == len(logits) else logits[picked]
+
+    def _feed(self, one: _Branching) -> SequenceChunk:
+        """The level's nodes; they and those before them are a forest below the committed pairs."""
+        first = len(one.states)
+        count = len(one.tokens) - first
+        parents = [parent - 1 for parent in one.parents[1:]]
+        depths = [len(words) - 1 for words in one.words[1:]]
+        return SequenceChunk(one.slot, range(count), [0] * count, PLAN, parents, depths, wanted=count, fed=first - 1)
+
+    def _extend(self, grown: list[_Branching], logits: Tensor) -> None:
+        """Draw the children of every leaf."""
+        places = [Place(one.row, one.words[leaf.node], at) for one in grown for at, leaf in enumerate(one.leaves)]
+        guesses = iter(self._chosen(places, logits, self._shape.width(grown[0].level)))
+        for one in grown:
+            self._settle(one, [next(guesses) for _ in one.leaves])
+
+    def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
+        """Guesses by the rows' own options; among the head's tokens alone where nothing depends on the others."""
+        if all(_plainly_greedy(place.row) for place in places):
+            found, ids = choose(places, logits, count), self._head.names
+            return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]
+        whole = logits.new_full((len(logits), self._head.vocabulary), -torch.inf)
+        return choose(places, whole.index_copy_(1, self._head.ids, logits), count)
+
+    def _settle(self, one: _Branching, guesses: Sequence[Guesses]) -> None:
+        """Add the children that the shape keeps; those likely enough are the next leaves."""
+        kept = self._shape.keep(one.leaves, [guess.logs for guess in guesses], lambda leaf, rank: None)
+        leaves = []
+        for leaf, guess, children in zip(one.leaves, guesses, kept, strict=True):
+            for token, (log, value) in zip(guess.tokens, children, strict=False):
+                leaves.append(Leaf(one.add(token, leaf.node, guess.probs), log, value))
+                one.logs.append(log)
+        one.leaves, one.level = [leaf for leaf in leaves if leaf.log >= self._least], one.level + 1
+
+
+def _plainly_greedy(row: Row) -> bool:
+    options = row.sampling
+    return options.greedy and row.allowed is None and not options.logit_bias and not sampling.needs_history(options)
+

@@ -1,0 +1,174 @@
+"""One decoder layer with its own head, fed with vectors in place of tokens: the packed executor runs it.
+
+On the native kernels the vectors are laid where the kernels look embeddings up, so that a forward stays one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from shoal.depth.plan import DepthPlan
+from shoal.model.kv import KVCache
+from shoal.model.packed.build import build
+from shoal.model.packed.native_stack import LIMIT, NativeStack
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import SequenceChunk, Stack, Start
+
+PLAN = DepthPlan.full(1)
+"""Every chunk of a `LayerHead` runs its one layer."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a Llama layer.
+
+    Attributes:
+        hidden, ffn, heads, head_dim: sizes; there are as many key heads as query heads.
+        theta: base of the rotary frequencies.
+        eps: of the norms.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    head_dim: int
+    theta: float = 10000.0
+    eps: float = 1e-5
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The layer's tensors, by the names that they have in a Llama checkpoint, and the norm behind it."""
+        wide = self.heads * self.head_dim
+        matrices = {f"self_attn.{name}_proj": (wide, self.hidden) for name in "qkv"}
+        matrices |= {"self_attn.o_proj": (self.hidden, wide), "mlp.down_proj": (self.hidden, self.ffn)}
+        matrices |= {f"mlp.{name}_proj": (self.ffn, self.hidden) for name in ("gate", "up")}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        found: dict[str, tuple[int, ...]] = {f"layers.0.{name}.weight": size for name, size in matrices.items()}
+        return found | {f"layers.0.{name}.weight": (self.hidden,) for name in norms} | {"norm.weight": (self.hidden,)}
+
+    def config(self, vocabulary: int) -> Any:
+        """The config of a Llama model of this one layer."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden, intermediate_size=self.ffn, num_hidden_layers=1, vocab_size=vocabulary,
+            num_attention_heads=self.heads, num_key_value_heads=self.heads, head_dim=self.head_dim,
+            rms_norm_eps=self.eps, rope_parameters={"rope_type": "default", "rope_theta": self.theta},
+            max_position_embeddings=1 << 20, tie_word_embeddings=True,
+        )
+
+
+class LayerHead:
+    """See the module.
+
+    Args:
+        target: the model beside which it runs; on its device, in its dtype where the packed block has that, in 8 bits
+            where the target's matrices are multiplied in 8 bits, and on the native kernels if the target is.
+        shape: of the layer.
+        tensors: those that `LayerShape.sizes` names.
+        rows: [n, D], the head's matrix.
+
+    Attributes:
+        most: vectors that a forward may take.
+        dtype: of the vectors.
+    """
+
+    def __init__(self, target: Stack, shape: LayerShape, tensors: Mapping[str, Tensor], rows: Tensor) -> None:
+        self.dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+        kernels = isinstance(target, NativeStack)
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"model.embed_tokens.weight": rows}
+        self._stack: PackedStack = build(
+            shape.config(len(rows)), _Named(named), self.dtype, target.device,
+            "int8" if target.activation_dtype == torch.int8 else None, kernels=kernels,
+        )
+        if isinstance(self._stack, NativeStack):
+            self._stack = _FedStack.of(self._stack)
+        self.most = min(LIMIT, len(rows))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one token reads."""
+        return self._stack.weights.nbytes
+
+    def cache(self) -> KVCache:
+        """An empty cache for it."""
+        return KVCache(self._stack.windows, 0)
+
+    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed vectors.
+
+        Args:
+            chunks: of the plan `PLAN`, ascending rows, `most` nodes in all; of their tokens only the number counts.
+            cache: of `cache`; the nodes stay there as scratch.
+            vectors: [nodes of all chunks, D], in `dtype`.
+
+        Returns:
+            Logits [sum of wanted, n], and what the head's matrix reads at every node [nodes, D].
+        """
+        sizes = [len(chunk.tokens) for chunk in chunks]
+        seen: list[Tensor] = []
+
+        def hook(layer: int, hidden: Tensor) -> None:
+            if layer == 1:
+                seen.extend(own[:size] for own, size in zip(hidden, sizes, strict=True))
+
+        if isinstance(self._stack, _FedStack):
+            logits = self._stack.fed(chunks, cache, vectors, hook)
+        else:
+            start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
+            logits = self._stack.forward([_numbered(chunk, 0) for chunk in chunks], cache, hook, start=start)
+        return logits, self._stack.normed(seen[0] if len(seen) == 1 else torch.cat(seen))
+
+
+class _FedStack(NativeStack):
+    """A native stack whose table of embeddings is a place to lay vectors in."""
+
+    @classmethod
+    def of(cls, stack: NativeStack) -> _FedStack:
+        """The same weights."""
+        return cls(stack.shape, stack.weights, stack.rotary, stack.dtype, stack.device)
+
+    @cached_property
+    def _embedding(self) -> Tensor:
+        return torch.zeros(self.shape.vocab, self.shape.hidden, dtype=self.dtype)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The vectors by their places, for what the kernels leave to torch."""
+        return self._embedding[ids].to(self.weights.final_norm.dtype)
+
+    def fed(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor, hook: Any) -> Tensor:
+        """Run vectors [nodes, D]; see `LayerHead.run`."""
+        self._embedding[: len(vectors)] = vectors
+        first, numbered = 0, []
+        for chunk in chunks:
+            numbered.append(_numbered(chunk, first))
+            first += len(chunk.tokens)
+        return self.forward(numbered, cache, hook)
+
+
+def _numbered(chunk: SequenceChunk, first: int) -> SequenceChunk:
+    return replace(chunk, tokens=range(first, first + len(chunk.tokens)))
+
+
+class _Named:
+    """Tensors by name, as a source of weights."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        """See `shoal.model.packed.source.Source`."""
+        return sorted(self._tensors)
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]

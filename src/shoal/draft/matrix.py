@@ -1,0 +1,33 @@
+"""Matrices of trained parts, multiplied as the target multiplies its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shoal.model.packed import native
+from shoal.model.packed.native_stack import NativeStack
+from shoal.model.stack import Stack
+
+Product = Callable[[Tensor], Tensor]
+
+
+def packed(target: Stack, weight: Tensor) -> Product:
+    """The product x @ weight.T of float [n, columns] with a matrix [rows, columns], packed once.
+
+    On the native kernels in 8 bits where the target multiplies in 8 bits, and in float32 out; else in the target's
+    dtype.
+    """
+    if isinstance(target, NativeStack):
+        kind: native.Kind = "int8" if target.activation_dtype == torch.int8 else _FLOATS[target.dtype]
+        held = native.pack(weight.float().contiguous(), kind)
+        return lambda x: torch.cat([native.matmul(part, held) for part in x.float().split(native.MAX_NODES)])
+    dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+    plain = weight.to(target.device, dtype)
+    return lambda x: linear(x.to(dtype), plain)
+
+
+_FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}

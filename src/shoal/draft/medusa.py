@@ -1,0 +1,168 @@
+"""Medusa: heads on the target's last hidden state, each guessing one place further ahead (arXiv 2401.10774).
+
+Head j reads the state behind the token before the root and guesses the token j + 1 after the root; all run at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from shoal.decode.row import Row
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
+from shoal.draft.matrix import packed
+from shoal.draft.part_file import TrainedPart, guessed_tokens
+from shoal.draft.taps import Taps
+from shoal.model.kv import KVCache
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+
+WEIGHT, BIAS = "heads.{}.weight", "heads.bias"
+"""Tensors of a part beside its list of tokens: [D, D] per head; [heads, D]."""
+
+
+@dataclass(frozen=True)
+class RankTree:
+    """Which ranks of which heads' guesses are verified.
+
+    Attributes:
+        parents: of each node, the root (node 0, parent -1) included, in breadth-first order.
+        ranks: of each node among the guesses of its depth's head; the root's counts for nothing.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def chain(cls, length: int) -> RankTree:
+        """Every head's best guess."""
+        return cls(tuple(range(-1, length)), (0,) * (length + 1))
+
+    @classmethod
+    def likeliest(cls, shares: Sequence[Sequence[float]], nodes: int) -> RankTree:
+        """The `nodes` paths that are likeliest to be right, if heads are right independently of each other.
+
+        Args:
+            shares: per head and rank, how often that guess was right.
+            nodes: guesses of the tree.
+        """
+        waiting: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
+        paths: list[tuple[int, ...]] = []
+        while waiting and len(paths) < nodes:
+            value, path = heapq.heappop(waiting)
+            paths.append(path)
+            if path[-1] + 1 < len(shares[len(path) - 1]):
+                beside = shares[len(path) - 1][path[-1] + 1] / max(shares[len(path) - 1][path[-1]], 1e-9)
+                heapq.heappush(waiting, (value * beside, (*path[:-1], path[-1] + 1)))
+            if len(path) < len(shares):
+                heapq.heappush(waiting, (value * shares[len(path)][0], (*path, 0)))
+        places = {path: place for place, path in enumerate([(), *sorted(paths, key=lambda path: (len(path), path))])}
+        return cls(tuple(places[path[:-1]] if path else -1 for path in places),
+                   tuple(path[-1] if path else 0 for path in places))
+
+    def filled(self, root: int, table: Sequence[Sequence[int]], depth: int) -> TokenTree:
+        """The tree of a row: `table[j]` are head j's guesses, best first; nodes beyond `depth` are left out."""
+        tokens, kept, depths = [root], {0: 0}, [0]
+        parents = [-1]
+        for node in range(1, len(self.parents)):
+            above = kept.get(self.parents[node])
+            if above is not None and depths[above] < depth:
+                kept[node] = len(tokens)
+                depths.append(depths[above] + 1)
+                parents.append(above)
+                tokens.append(table[depths[-1] - 1][self.ranks[node]])
+        return TokenTree(tuple(tokens), tuple(parents))
+
+
+class MedusaHeads:
+    """The trained heads beside their target.
+
+    Args:
+        target: the model.
+        part: a part of kind `medusa`.
+
+    Raises:
+        ValueError: the part's tensors do not fit together.
+        Unsupported: they do not fit the model.
+    """
+
+    def __init__(self, target: Stack, part: TrainedPart) -> None:
+        self.names = guessed_tokens(part, target)
+        self.count, hidden = part.size("heads"), part.size("hidden")
+        weight = torch.cat([part.take(WEIGHT.format(head), hidden, hidden) for head in range(self.count)])
+        self._weight = packed(target, weight)
+        self._bias = part.take(BIAS, self.count, hidden).to(target.device)
+        self._rows = packed(target, target.head_rows(self.names))
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Logits [rows, heads, n] from states [rows, D] as the head's matrix reads them."""
+        moved = self._weight(states).float().view(len(states), self.count, -1) + self._bias
+        logits = self._rows((states.float()[:, None] + silu(moved)).flatten(0, 1))
+        return logits.view(len(states), self.count, -1)
+
+
+@dataclass(eq=False)
+class MedusaProposer:
+    """The part `proposer`: the heads' guesses in a fixed form.
+
+    Attributes:
+        part: of kind `medusa`.
+        tree: which of the guesses.
+    """
+
+    part: TrainedPart
+    tree: RankTree
+
+    def __post_init__(self) -> None:
+        self._heads: tuple[Stack, MedusaHeads] | None = None
+
+    def begin(self, stack: Stack, cache: KVCache) -> MedusaDrafter:
+        """A drafter; all of one model share the heads."""
+        if self._heads is None or self._heads[0] is not stack:
+            self._heads = stack, MedusaHeads(stack, self.part)
+        return MedusaDrafter(self.tree, self._heads[1], stack, cache)
+
+
+class MedusaDrafter(Drafter):
+    """See the module. Sampled rows get the same guesses as greedy ones.
+
+    Args:
+        tree: which guesses.
+        heads: the trained heads.
+        stack, cache: the target's.
+    """
+
+    def __init__(self, tree: RankTree, heads: MedusaHeads, stack: Stack, cache: KVCache) -> None:
+        self._tree, self._heads = tree, heads
+        self._taps = Taps(stack, cache)
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
+        """See `Worker.watch`."""
+        return self._taps.watch(rows, chunks)
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per row; its root alone where the state before it is not known."""
+        known: dict[int, Tensor] = {}
+        for place, row in enumerate(rows):
+            found = self._taps.take(row)
+            if found is not None and limits[place] and found[0] + len(found[1]) == len(row.tokens) - 1:
+                known[place] = found[1][-1]
+        tables: dict[int, list[list[int]]] = {}
+        if known:
+            logits = self._heads(torch.stack(list(known.values())))
+            best = logits.topk(min(max(self._tree.ranks) + 1, logits.shape[-1])).indices.tolist()
+            names = self._heads.names
+            tables = {place: [[names[i] for i in own] for own in heads]
+                      for place, heads in zip(known, best, strict=True)}
+        for place in known:
+            rows[place].ledger.draft_forwards += 1
+        return [
+            self._tree.filled(row.tokens[-1], tables.get(place, ()), limit if place in tables else 0)
+            for place, (row, limit) in enumerate(zip(rows, limits, strict=True))
+        ]

@@ -1,0 +1,140 @@
+"""A trained part on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
+
+The card says of which kind the part is, what model and vocabulary it was trained for, its shape, and how well it
+guessed. Whoever knows that it serves other weights of the same model may add their fingerprints. Matrices may be 8-bit,
+with a scale for each row beside them. Knows no kind of part; imports no torch at first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.model.stack import Stack
+    from shoal.types import ModelInfo
+
+CARD, TENSORS = "part.json", "part.safetensors"
+FORMAT = 1
+SCALE = ".scale"
+"""What follows a matrix's name in that of its rows' scales."""
+TOKENS = "tokens"
+"""The tensor, int32 [n], that lists the tokens a part guesses."""
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A part as it was read.
+
+    Attributes:
+        name: its folder, for messages.
+        shape: the card's `shape`: the numbers that say how the tensors fit together.
+        tensors: by name, as the file holds them.
+        card: all that the card says.
+    """
+
+    name: str
+    shape: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+    card: Mapping[str, Any]
+
+    def size(self, name: str) -> int:
+        """A number of the card's shape.
+
+        Raises:
+            ValueError: it is not there, or is none.
+        """
+        found = self.shape.get(name)
+        if not isinstance(found, int) or found < 1:
+            raise ValueError(f"the card of the trained part {self.name!r} says that {name} is {found!r}; train the "
+                             "part anew")
+        return found
+
+    def take(self, name: str, *size: int) -> Tensor:
+        """A tensor of that size in float32; 8-bit rows times their scales. Whole numbers stay what they are.
+
+        Raises:
+            ValueError: there is none, or of another size.
+        """
+        held = self.tensors.get(name)
+        if held is None or held.shape != size:
+            found = "is not there" if held is None else f"is {list(held.shape)}"
+            raise ValueError(f"the tensor {name!r} of the trained part {self.name!r} {found}; its card asks for "
+                             f"{list(size)}. Train the part anew")
+        scale = self.tensors.get(name + SCALE)
+        if scale is not None:
+            return held.float() * scale.float()[:, None]
+        return held.float() if held.is_floating_point() else held
+
+
+def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
+    """The part of a folder, found to be of that kind and for this model.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it is of another kind.
+        Unsupported: it was trained for another model or vocabulary.
+    """
+    assert info.tensors is not None
+    card = _card(Path(folder) / CARD)
+    if card["part"] != kind:
+        raise ValueError(f"the trained part {folder!r} is of kind {card['part']!r}; {kind} needs one of kind {kind!r}")
+    remedy = f"Train one for this model: shoal train {kind} --model MODEL --out DIR"
+    if info.fingerprint is not None and info.fingerprint() not in card["fingerprints"]:
+        known = " or ".join(card["fingerprints"])
+        why = f"it was trained for a model with the fingerprint {known}; this one's is {info.fingerprint()}"
+        raise Unsupported(f"the trained part {folder!r}", why, remedy)
+    if info.tokenizer is not None and card["vocabulary"] not in (None, _vocabulary(info)):
+        raise Unsupported(f"the trained part {folder!r}", "its model's tokenizer had another vocabulary", remedy)
+    return TrainedPart(folder, card["shape"], info.tensors(str(Path(folder) / TENSORS)), card)
+
+
+def _card(path: Path) -> Mapping[str, Any]:
+    try:
+        card = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the card of a trained part cannot be read from {str(path)!r}: {error}; name the folder that "
+                         "`shoal train` wrote") from None
+    needed = {"format", "part", "fingerprints", "vocabulary", "shape"}
+    if not isinstance(card, dict) or not needed <= set(card) or card["format"] != FORMAT:
+        raise ValueError(f"{str(path)!r} is no card of a trained part in format {FORMAT}; train the part anew")
+    return card
+
+
+def _vocabulary(info: ModelInfo) -> str:
+    """Worked out once for a model."""
+    if "vocabulary" not in info.memory:
+        info.memory["vocabulary"] = vocabulary(info.tokenizer)
+    return str(info.memory["vocabulary"])
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """A hash of which token has which id."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
+
+
+def guessed_tokens(part: TrainedPart, target: Stack) -> list[int]:
+    """The ids of the tokens that a part guesses.
+
+    Raises:
+        ValueError: the part has no such list.
+        Unsupported: the model has no such tokens, or its states are of another size.
+    """
+    words = part.tensors.get(TOKENS)
+    if words is None or words.dim() != 1 or not len(words):
+        raise ValueError(f"the trained part {part.name!r} has no list of {TOKENS!r}; train the part anew")
+    hidden, found = part.size("hidden"), target.head_rows([0]).shape[1]
+    if hidden != found or not 0 <= int(words.min()) <= int(words.max()) < target.vocab_size:
+        why = (f"it is for states of {hidden} numbers and tokens up to {int(words.max())}; the model has {found} and "
+               f"{target.vocab_size - 1}")
+        raise Unsupported(f"the trained part {part.name!r}", why, "Train one for this model with shoal train")
+    names: list[int] = words.tolist()
+    return names

@@ -1,0 +1,104 @@
+"""The target's last hidden states at tokens that stay: what trained heads read.
+
+States are those of forwards that ran while the row was in this worker's hands. A prompt that begins with what another
+row has stored is not run again up to there, so nothing is known of its first positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.model.kv import KVCache
+    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+
+
+@dataclass(slots=True)
+class _Tap:
+    """What is known of a row.
+
+    Attributes:
+        row: the row; kept, so that no other one gets its id.
+        first: position of the first of `states`.
+        states: pieces [n, D], one after the other.
+        last: the forward whose outcome was not known when it was looked at: position of its node 0, chunk and states.
+    """
+
+    row: Row
+    first: int = 0
+    states: list[Tensor] | None = None
+    last: tuple[int, SequenceChunk, Tensor] | None = None
+
+
+class Taps:
+    """Collects, for every row, what the head's matrix reads at its committed tokens.
+
+    Args:
+        stack: the target.
+        cache: its cache.
+    """
+
+    def __init__(self, stack: Stack, cache: KVCache) -> None:
+        self._stack, self._cache = stack, cache
+        self._taps: dict[int, _Tap] = {}
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
+        """See `Worker.watch`."""
+        self._taps = {key: tap for key, tap in self._taps.items() if tap.row.finish_reason is None}
+        fed = [(self._settled(row), self._cache.positions[row.slot], chunk)
+               for row, chunk in zip(rows, chunks, strict=True)]
+
+        def hook(layer: int, hidden: Tensor) -> None:
+            if layer == self._stack.num_layers:
+                for (tap, base, chunk), states in zip(fed, hidden, strict=True):
+                    tap.last = base, chunk, states
+
+        return hook
+
+    def take(self, row: Row) -> tuple[int, Tensor] | None:
+        """States [n, D] of a row's committed tokens that were not taken before, and the position of the first.
+
+        None where there are none.
+        """
+        tap = self._settled(row)
+        if not tap.states:
+            return None
+        found = tap.first, tap.states[0] if len(tap.states) == 1 else torch.cat(tap.states)
+        tap.states = None
+        return found
+
+    def _settled(self, row: Row) -> _Tap:
+        """The row's tap, with what its last forward left at tokens that stayed."""
+        tap = self._taps.get(id(row))
+        if tap is None or tap.row is not row:
+            tap = self._taps[id(row)] = _Tap(row)
+        if tap.last is not None:
+            base, chunk, states = tap.last
+            tap.last = None
+            path = list(_path(chunk, row.tokens[base:-1]))
+            kept = self._stack.normed(states[: len(path)] if path == list(range(len(path))) else states[path])
+            if not tap.states or tap.first + sum(map(len, tap.states)) != base:
+                tap.first, tap.states = base, []
+            tap.states.append(kept)
+        return tap
+
+
+def _path(chunk: SequenceChunk, tokens: Sequence[int]) -> Iterator[int]:
+    """The nodes of a chunk that carry these tokens, one below the other."""
+    node = -1
+    for token in tokens:
+        if chunk.parents is None:
+            below = [node + 1] if node + 1 < len(chunk.tokens) else []
+        else:
+            below = [child for child, parent in enumerate(chunk.parents) if parent == node]
+        found = next((child for child in below if chunk.tokens[child] == token), None)
+        if found is None:
+            return
+        yield found
+        node = found

@@ -1,0 +1,60 @@
+"""Medusa: trained heads guess several places ahead from one hidden state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.methods._trained import TrainedMethod
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.draft.medusa import MedusaProposer
+    from shoal.draft.part_file import TrainedPart
+
+_MOST = 60
+
+
+@dataclass(frozen=True)
+class Medusa(TrainedMethod):
+    """Trained heads on the model's last hidden state guess the next places, all at once; the model confirms.
+
+    The part is trained once, by `shoal train medusa`, on the model's own answers. Guesses do not see each other, so
+    they are worse than those of `eagle` and cost less.
+
+    Attributes:
+        length: most places to guess ahead; None for as many as there are heads.
+        nodes: instead of each head's best guess, so many guesses in a tree: those that were right most often when the
+            part was validated.
+    """
+
+    name: ClassVar[str] = "medusa"
+    paper: ClassVar[str] = "arXiv 2401.10774"
+
+    length: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"length is {self.length}; it must be at least 1 token, or None for all heads")
+        if self.nodes is not None and not 1 <= self.nodes <= _MOST:
+            raise ValueError(f"nodes is {self.nodes}; it must be 1 to {_MOST} guesses, or None for a chain")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The heads' guesses, confirmed by the target."""
+        return self.verified(self.guessing(info, self._proposer), info)
+
+    def _proposer(self, part: TrainedPart) -> MedusaProposer:
+        from shoal.draft.medusa import MedusaProposer, RankTree
+
+        length = min(part.size("heads"), self.length or part.size("heads"))
+        if self.nodes is None:
+            return MedusaProposer(part, RankTree.chain(length))
+        shares = part.card.get("ranks")
+        if not shares:
+            raise ValueError(f"the card of the trained part {part.name!r} does not say how often guesses of each rank "
+                             "were right; leave nodes out, or train the part anew")
+        return MedusaProposer(part, RankTree.likeliest(shares[:length], self.nodes))
+

@@ -1,0 +1,248 @@
+"""A model's answers with the hidden states behind them, in a folder, so that training needs no forward of the model.
+
+The folder holds `corpus.json`, what it was made of, `prompts.json`, and shards of a fixed number of answers each:
+`states-00000.safetensors` and so on. A shard is there whole or not at all; a folder that lacks some is gone on with.
+A state is what the LM head's matrix reads: the last layer's output after the final norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.engine.engine import Engine
+from shoal.model.kv import KVCache
+from shoal.model.stack import SequenceChunk, Stack
+from shoal.train import files
+from shoal.train.answers import answered
+
+SHARD = 64
+"""Answers of a shard."""
+_VALIDATION = 16
+"""One answer in so many is never trained on."""
+_LONGEST = 384
+"""Tokens of a prompt beyond which it is left out."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CorpusWish:
+    """What a corpus is to be; two that differ in any of it are different corpora.
+
+    Attributes:
+        tokens: answer tokens after which no further shard is begun.
+        max_new_tokens: the longest answer.
+        temperature: of the answers; 0 takes the likeliest tokens.
+        seed: of draws.
+        gigabytes: no further shard is begun beyond that.
+    """
+
+    tokens: int = 500_000
+    max_new_tokens: int = 192
+    temperature: float = 0.0
+    seed: int = 0
+    gigabytes: float = 10.0
+
+
+@dataclass(frozen=True)
+class AnsweredText:
+    """A prompt and what the model said, with the states behind both.
+
+    Attributes:
+        tokens: int64 [n]; the first `prompt` of them are the prompt.
+        states: [n, D] in bfloat16; `states[t]` is what token t + 1 was predicted from.
+        prompt: how many tokens the prompt has.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    prompt: int
+
+
+class Corpus:
+    """The shards of a folder.
+
+    Args:
+        folder: where they are.
+
+    Attributes:
+        facts: what `corpus.json` says.
+
+    Raises:
+        ValueError: there are none, or the folder cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.facts: dict[str, Any] = files.read_json(folder / "corpus.json")
+        self.shards = _shards(folder)
+        if not self.shards:
+            raise ValueError(f"{folder} holds no answers yet; make some first")
+
+    def answers(self, shard: int, *, validation: bool) -> list[AnsweredText]:
+        """The answers of one shard that are trained on, or those that are not."""
+        held = _read(self.shards[shard])
+        lengths, prompts = held["lengths"].tolist(), held["prompts"].tolist()
+        pairs = zip(held["tokens"].long().split(lengths), held["states"].split(lengths), prompts, strict=True)
+        whole = [AnsweredText(*one) for one in pairs]
+        return [one for place, one in enumerate(whole) if (place % _VALIDATION == 0) == validation]
+
+    def validation(self, most: int = 128) -> list[AnsweredText]:
+        """Answers that are not trained on, spread over the shards."""
+        per = max(1, most // len(self.shards))
+        return [one for shard in range(len(self.shards)) for one in self.answers(shard, validation=True)[:per]]
+
+    def frequent(self, count: int) -> list[int]:
+        """The tokens that answers use most, by id, ascending; what no training answer holds is not among them."""
+        counts: Tensor | None = None
+        for shard in range(len(self.shards)):
+            said = torch.cat([one.tokens[one.prompt :] for one in self.answers(shard, validation=False)])
+            found = torch.bincount(said, minlength=self.facts["vocab_size"])
+            counts = found if counts is None else counts + found
+        assert counts is not None
+        order = counts.argsort(descending=True, stable=True)[:count]
+        return sorted(order[counts[order] > 0].tolist())
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens, by which a card says what was trained on."""
+        digest = hashlib.sha256()
+        for path in self.shards:
+            held = _read(path)
+            for name in ("lengths", "tokens"):
+                digest.update(str(held[name].tolist()).encode())
+        return digest.hexdigest()[:16]
+
+
+def make(
+    folder: Path, engine: Engine, prompts: Callable[[], Sequence[Sequence[int]]], wish: CorpusWish,
+    tell: Tell = lambda words: None, until: Callable[[], bool] = lambda: False,
+) -> Corpus:
+    """Make a corpus, or what is missing of it.
+
+    Args:
+        folder: where; made if need be.
+        engine: the model that answers.
+        prompts: gives their token ids; called where none were written down yet.
+        wish: what it is to be.
+        tell: is told of progress.
+        until: whether to leave off; asked before each shard.
+
+    Raises:
+        ValueError: the folder holds another corpus.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.stack.vocab_size, **_told(wish)}
+    _claim(folder / "corpus.json", facts)
+    asked = _asked(folder / "prompts.json", prompts)
+    made = sum(_size(path) for path in _shards(folder))
+    for number in range(len(_shards(folder)), -(-len(asked) // SHARD)):
+        room = wish.gigabytes * 1e9 - sum(path.stat().st_size for path in _shards(folder))
+        if made >= wish.tokens or room <= 0 or until():
+            break
+        path = folder / f"states-{number:05d}.safetensors"
+        made += _make_shard(path, engine, asked[number * SHARD : (number + 1) * SHARD], wish, number)
+        tell(f"{made} of {wish.tokens} tokens answered, {number + 1} shards")
+    return Corpus(folder)
+
+
+def _told(wish: CorpusWish) -> dict[str, Any]:
+    """What of a wish makes it another corpus: not how much of it there is."""
+    return {"max_new_tokens": wish.max_new_tokens, "temperature": wish.temperature, "seed": wish.seed}
+
+
+def _claim(path: Path, facts: Mapping[str, Any]) -> None:
+    if not path.exists():
+        files.write_json(path, facts)
+        return
+    found = files.read_json(path)
+    for name in facts:
+        if found.get(name) != facts[name]:
+            raise ValueError(f"{path.parent} holds answers of another kind: {name} was {found.get(name)!r} and now is "
+                             f"{facts[name]!r}. Give another folder, or remove this one to start anew")
+
+
+def _asked(path: Path, prompts: Callable[[], Sequence[Sequence[int]]]) -> list[list[int]]:
+    if not path.exists():
+        files.write_json(path, [list(one) for one in prompts() if len(one) <= _LONGEST])
+    found: list[list[int]] = files.read_json(path)
+    if not found:
+        raise ValueError("there is no prompt to answer; give --prompts or --data, or more --questions")
+    return found
+
+
+def _make_shard(
+    path: Path, engine: Engine, asked: Sequence[Sequence[int]], wish: CorpusWish, number: int
+) -> int:
+    """AnsweredText, read again, write; the number of answer tokens."""
+    said = list(answered(engine, asked, seed=wish.seed + number * SHARD, max_new_tokens=wish.max_new_tokens,
+                         temperature=wish.temperature))
+    texts = [(list(prompt), [*prompt, *answer.tokens]) for prompt, answer in zip(asked, said, strict=True)]
+    texts = [(prompt, text) for prompt, text in texts if len(text) > len(prompt) + 1]
+    tensors = {
+        "tokens": torch.tensor([token for _, text in texts for token in text], dtype=torch.int32),
+        "lengths": torch.tensor([len(text) for _, text in texts], dtype=torch.int32),
+        "prompts": torch.tensor([len(prompt) for prompt, _ in texts], dtype=torch.int32),
+        "states": torch.cat([states(engine.stack, text) for _, text in texts]),
+    }
+    files.write(path, lambda part: save_file(tensors, part))
+    return _spoken(tensors)
+
+
+@torch.no_grad()
+def states(stack: Stack, tokens: Sequence[int]) -> Tensor:
+    """What the head's matrix reads at every token of a text, [n, D] in bfloat16."""
+    cache, plan, found = KVCache(stack.windows, 1), DepthPlan.full(stack.num_layers), []
+
+    def hook(layer: int, hidden: Tensor) -> None:
+        if layer == stack.num_layers:
+            found.append(stack.normed(hidden[0]).to("cpu", torch.bfloat16))
+
+    for first in range(0, len(tokens), stack.prefill_chunk):
+        piece = tokens[first : first + stack.prefill_chunk]
+        stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan, wanted=0)], cache, hook)
+        cache.commit(0, range(len(piece)))
+    return torch.cat(found)
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Those that are there without a gap."""
+    found: list[Path] = []
+    while (path := folder / f"states-{len(found):05d}.safetensors").is_file():
+        found.append(path)
+    return found
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        held: dict[str, Tensor] = load_file(path)
+        return held
+    except Exception as error:  # safetensors says it in a type of its own, whatever is wrong
+        raise ValueError(f"{path} cannot be read ({error}); remove it and those after it, to make them anew") from None
+
+
+def _size(path: Path) -> int:
+    return _spoken(_read(path))
+
+
+def _spoken(held: Mapping[str, Tensor]) -> int:
+    return int(held["lengths"].sum() - held["prompts"].sum())
+
+
+def batches(answers: Sequence[AnsweredText], tokens: int) -> Iterator[list[AnsweredText]]:
+    """Answers of like lengths together, of at most so many tokens with what fills up."""
+    batch: list[AnsweredText] = []
+    for one in sorted(answers, key=lambda one: len(one.tokens)):
+        if batch and (len(batch) + 1) * len(one.tokens) > tokens:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch

@@ -1,0 +1,162 @@
+"""The layer of `shoal.draft.eagle` under training.
+
+It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
+arXiv 2503.01840). At every depth its distribution is pulled towards the model's own; its outputs may be what they like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, rms_norm, silu
+
+from shoal.draft.eagle import FUSE, NORMS
+from shoal.draft.layer_head import LayerShape
+from shoal.draft.part_file import TOKENS
+from shoal.train.corpus import Corpus
+from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
+
+_SPREAD = 0.02
+_SURE = 0.5
+"""Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
+_FADE = 0.8
+"""Weight of a depth's loss relative to that of the depth before."""
+
+
+def default_shape(hidden: int) -> LayerShape:
+    """A layer for a model with states of that many numbers, shaped as small Llamas are."""
+    head_dim, even = math.gcd(hidden, 64), min(hidden, 64)
+    return LayerShape(hidden, hidden * 8 // 3 // even * even, hidden // head_dim, head_dim)
+
+
+class EagleModule(PartModule):
+    """See the module.
+
+    Args:
+        base: the model.
+        shape: of the layer.
+        ids: the tokens that are guessed.
+        rollout: depths to train.
+        scale: root of the mean square of the states' numbers, with which the outputs begin.
+        seed: of the first weights.
+    """
+
+    kind: ClassVar[str] = "eagle"
+
+    def __init__(
+        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, scale: float = 1.0, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self._base, self._shape, self._rollout = base, shape, rollout
+        self.head = CutHead(base, ids)
+        hidden = shape.hidden
+        sizes = shape.sizes() | {FUSE: (hidden, 2 * hidden)} | dict.fromkeys(NORMS, (hidden,))
+        self._names = {name: place for place, name in enumerate(sizes)}
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
+        with torch.no_grad():
+            self[FUSE][:, :hidden].add_(torch.eye(hidden))
+            self["norm.weight"].mul_(scale * _SURE)
+        self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+
+    @classmethod
+    def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
+        """See `PartModule`."""
+        states = corpus.answers(0, validation=False)[0].states.float()
+        scale = states.square().mean().sqrt().item()
+        return cls(base, default_shape(states.shape[1]), ids, depths or 3, scale, seed)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor by the name under which it ships."""
+        found: Tensor = self.weights[self._names[name]]
+        return found
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """See `PartModule`; the output at place t guesses token t + 2."""
+        total, found = torch.zeros(()), []
+        first = batch.guessed_from(0, 2)[:, :-1]
+        wanted = self.head.wanted(batch.states[:, 1:][first])
+        for depth, outputs in enumerate(self.outputs(batch)):
+            asked = batch.guessed_from(depth, 2)[:, :-1]
+            loss, guesses = self.head.distilled(outputs[asked], wanted[asked[first]])
+            total = total + _FADE**depth * loss
+            right = torch.zeros_like(asked)
+            right[asked] = guesses == batch.tokens[:, 1:].roll(-1, 1)[asked]
+            found.append(Guessed(_earlier(right, depth), _earlier(asked, depth)))
+        return total, found
+
+    def outputs(self, batch: TextBatch) -> list[Tensor]:
+        """What stands in for the state behind token t + 1, [B, T - 1, D], at each depth."""
+        embedded = self._normed(self._base.embed(batch.tokens[:, 1:]), NORMS[1])
+        states, found = batch.states[:, :-1], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for _ in range(self._rollout):
+            x = linear(torch.cat([self._normed(states, NORMS[0]), embedded], -1), self[FUSE])
+            x = x + self._attention(self._normed(x, "layers.0.input_layernorm.weight"), keys, values)
+            x = x + self._mlp(self._normed(x, "layers.0.post_attention_layernorm.weight"))
+            found.append(self._normed(x, "norm.weight"))
+            states = pad(found[-1], (0, 0, 1, 0))[:, :-1]
+        return found
+
+    def exported(self) -> dict[str, Tensor]:
+        """See `PartModule`."""
+        return {name: self[name].detach() for name in self._names} | {TOKENS: self.head.ids.int()}
+
+    def shape(self) -> dict[str, int]:
+        """See `PartModule`."""
+        return {name: getattr(self._shape, name) for name in ("hidden", "ffn", "heads", "head_dim")}
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x.float(), (self._shape.hidden,), self[name], self._shape.eps)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up, down = (self[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+    def _attention(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Over the states that the model has confirmed, and the layer's own outputs after those.
+
+        At depth j, place t sees places up to t - j as depth 0 had them, and t - j + i as depth i had it.
+        """
+        q, k, v = (linear(x, self[f"layers.0.self_attn.{name}_proj.weight"]).float().unflatten(-1, (-1,
+                   self._shape.head_dim)).transpose(1, 2) for name in "qkv")
+        q, k = self._turned(q), self._turned(k)
+        keys.append(k)
+        values.append(v)
+        depth, length = len(keys) - 1, q.shape[2]
+        far = torch.ones(length, length, dtype=torch.bool).triu(1 - depth)
+        scores = [(q @ keys[0].transpose(2, 3)).masked_fill(far, -torch.inf)]
+        own = [(_later(keys[i], depth - i), _later(values[i], depth - i)) for i in range(1, depth + 1)]
+        scores += [(q * key).sum(-1, keepdim=True) for key, _ in own]
+        shares = (torch.cat(scores, -1) * self._shape.head_dim**-0.5).softmax(-1)
+        out = shares[..., :length] @ values[0]
+        for place, (_, value) in enumerate(own, start=length):
+            out = out + shares[..., place : place + 1] * value
+        return linear(out.transpose(1, 2).flatten(2), self["layers.0.self_attn.o_proj.weight"])
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, heads, T, head_dim] with their places turned in."""
+        angles = torch.arange(x.shape[2])[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def _first(size: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
+    """Ones for the factors of a norm, small random numbers for a matrix."""
+    return nn.Parameter(torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _SPREAD)
+
+
+def _later(x: Tensor, by: int) -> Tensor:
+    """[B, heads, T, d] moved `by` places on."""
+    return x if not by else pad(x, (0, 0, by, 0))[:, :, :-by]
+
+
+def _earlier(x: Tensor, by: int) -> Tensor:
+    """Bool [B, T] moved `by` places back, so that a chain's guesses stand at the place of its root."""
+    return x if not by else pad(x[:, by:], (0, by))

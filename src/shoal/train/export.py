@@ -1,0 +1,68 @@
+"""A trained part as the folder that methods read: its tensors, small, and a card that says what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal import __version__
+from shoal.draft.part_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
+from shoal.engine.engine import Engine
+from shoal.train import files
+from shoal.train.corpus import Corpus
+from shoal.train.loop import TrainingRun
+from shoal.train.part import PartModule
+
+Weights = Literal["int8", "bfloat16", "float32"]
+WEIGHTS = ("int8", "bfloat16", "float32")
+
+
+def export(
+    folder: Path, engine: Engine, module: PartModule, weights: Weights = "int8", **facts: Any
+) -> dict[str, Any]:
+    """Write the tensors, then the card; returns the card.
+
+    Args:
+        folder: where.
+        engine: the model that the part is for.
+        module: the part.
+        weights: how matrices are stored.
+        **facts: what else the card is to say: see `trained`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in module.exported().items():
+        tensors |= _stored(name, tensor, weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(folder / TENSORS, lambda part: save_file(tensors, part))
+    card = {
+        "format": FORMAT, "part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
+        "vocabulary": None if engine.tokenizer is None else vocabulary(engine.tokenizer),
+        "model": Path(engine.model_name).name, "weights": weights, "bytes": (folder / TENSORS).stat().st_size,
+        "shoal": __version__, **facts,
+    }
+    files.write_json(folder / CARD, card)
+    return card
+
+
+def trained(corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
+    """What a card says of the training."""
+    accepted = run.accepted[-1] if run.accepted else []
+    return {
+        "answers": {**corpus.facts, "digest": corpus.digest}, "acceptance": [round(share, 4) for share in accepted],
+        "tokens_per_forward": round(1 + sum(accepted), 4), "steps": [run.step, run.steps],
+        "training_tokens": run.tokens, "minutes": round(run.seconds / 60, 1),
+    }
+
+
+def _stored(name: str, tensor: Tensor, weights: Weights) -> dict[str, Tensor]:
+    """A tensor as it is stored: matrices in 8 bits with a scale per row, or in the type that was asked for."""
+    if not tensor.is_floating_point() or tensor.dim() == 1 or weights == "float32":
+        return {name: tensor.contiguous()}
+    if weights == "bfloat16" or tensor.dim() != 2:
+        return {name: tensor.bfloat16().contiguous()}
+    scale = tensor.abs().amax(1).clamp(min=1e-12) / 127
+    return {name: (tensor / scale[:, None]).round().to(torch.int8), name + SCALE: scale}

@@ -1,0 +1,227 @@
+"""The loop that trains a part on a corpus: optimiser, schedule, checkpoints, time.
+
+A checkpoint holds all that the rest of a run depends on, and batches follow from the seed and the number of the step:
+a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.train import files
+from shoal.train.corpus import Corpus, Tell, batches
+from shoal.train.part import Guessed, PartModule, TextBatch, acceptance
+
+CHECKPOINT = "checkpoint.pt"
+_WARM = 0.04
+"""Share of the steps in which the rate rises."""
+_LEAST_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train; a checkpoint belongs to one of these.
+
+    Attributes:
+        epochs: times that every answer is seen.
+        batch: tokens of a step, with what fills up.
+        rate: highest learning rate; it rises over the first steps and falls by a cosine.
+        decay: weight decay of AdamW.
+        clip: largest norm of a step's gradient.
+        seed: of the order of the answers.
+        half: whether products are computed in bfloat16, which some processors do several times as fast.
+    """
+
+    epochs: int = 4
+    batch: int = 2048
+    rate: float = 1e-3
+    decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    half: bool = False
+
+
+@dataclass
+class TrainingRun:
+    """How far a run has come.
+
+    Attributes:
+        step: steps taken, of `steps`.
+        tokens: answer tokens trained on, each as often as it was.
+        seconds: time spent.
+        losses: mean loss between one validation and the next.
+        accepted: per validation, the share of chains that were right up to each depth.
+    """
+
+    steps: int
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    accepted: list[list[float]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.steps
+
+
+class Trainer:
+    """Trains one part; made again after a kill, it goes on.
+
+    Args:
+        module: the part, with its first weights.
+        corpus: what to train on.
+        how: the settings.
+        folder: where the checkpoint lies.
+        tell: is told of progress.
+
+    Attributes:
+        run: how far it has come.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, or is of another run.
+    """
+
+    def __init__(
+        self, module: PartModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda words: None
+    ) -> None:
+        self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
+        self._path = folder / CHECKPOINT
+        self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
+                       for shard in range(len(corpus.shards))]
+        self._optimiser = torch.optim.AdamW(module.parameters(), lr=how.rate, weight_decay=how.decay, betas=(0.9, 0.95))
+        self._key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
+                     **{f"shape.{name}": value for name, value in module.shape().items()}}
+        self.run = TrainingRun(how.epochs * sum(self._sizes))
+        if self._path.exists():
+            self._resume()
+
+    def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> TrainingRun:
+        """Take steps until there is none left.
+
+        Args:
+            until: whether to leave off; asked before each step.
+            every: steps between one validation and the next.
+            keep: seconds between one checkpoint and the next.
+
+        Raises:
+            ValueError: the loss is no number any more; the last checkpoint is as it was.
+        """
+        run, losses, began, kept = self.run, [], time.monotonic() - self.run.seconds, time.monotonic()
+        for batch in self._ahead():
+            if until():
+                break
+            losses.append(self._step(batch))
+            run.seconds = time.monotonic() - began
+            if run.step % every == 0 or run.done:
+                run.losses.append(sum(losses) / len(losses))
+                run.accepted.append(self.validate())
+                losses = []
+                self._tell(_line(run))
+            if time.monotonic() - kept > keep:
+                self.save()
+                kept = time.monotonic()
+        self.save()
+        return run
+
+    def _step(self, batch: TextBatch) -> float:
+        run = self.run
+        rate = self._how.rate * _rate(run.step, run.steps)
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        loss, depths = self._judged(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._how.clip)
+        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            remedy = "start anew with a lower --rate" if not self._path.exists() else (
+                f"{self._path} holds what was there before; start anew with a lower --rate")
+            raise ValueError(f"the loss is {loss.item()} and its gradient's norm {norm.item()} at step {run.step}: "
+                             f"training has diverged; {remedy}")
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        run.step += 1
+        run.tokens += int(depths[0].asked.sum())
+        return loss.item()
+
+    def _judged(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._how.half):
+            return self._module.loss(batch)
+
+    @torch.no_grad()
+    def validate(self) -> list[float]:
+        """The share of chains of guesses that are right up to each depth, on answers that are not trained on."""
+        right, asked = torch.zeros(()), torch.zeros(())
+        for batch in self.held_out():
+            more, of = acceptance(self._judged(batch)[1])
+            right, asked = right + more, asked + of
+        found: list[float] = (right / asked.clamp(min=1)).tolist()
+        return found
+
+    def held_out(self) -> list[TextBatch]:
+        """Answers that are not trained on."""
+        return [TextBatch.of(some) for some in batches(self._corpus.validation(), self._how.batch)]
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        held = {"key": self._key, "run": asdict(self.run), "weights": self._module.state_dict(),
+                "optimiser": self._optimiser.state_dict()}
+        files.write(self._path, lambda part: torch.save(held, part))
+
+    def _resume(self) -> None:
+        try:
+            held: dict[str, Any] = torch.load(self._path, weights_only=True)
+        except Exception as error:  # a damaged file fails in many ways
+            raise ValueError(f"{self._path} cannot be read ({error}); remove it to start anew") from None
+        for name, value in self._key.items():
+            if held["key"].get(name) != value:
+                raise ValueError(f"{self._path} is of another run: {name} was {held['key'].get(name)!r} and now is "
+                                 f"{value!r}. Give another folder, or remove it to start anew")
+        self._module.load_state_dict(held["weights"])
+        self._optimiser.load_state_dict(held["optimiser"])
+        self.run = TrainingRun(**held["run"])
+
+    def _ahead(self) -> Iterator[TextBatch]:
+        """The batches of the steps that are left."""
+        skip = self.run.step
+        for epoch in range(self._how.epochs):
+            for shard in _order(len(self._sizes), self._how.seed, epoch):
+                size = self._sizes[shard]
+                if skip >= size:
+                    skip -= size
+                    continue
+                made = list(batches(self._corpus.answers(shard, validation=False), self._how.batch))
+                for place in _order(size, self._how.seed, epoch, shard + 1)[skip:]:
+                    yield TextBatch.of(made[place])
+                skip = 0
+
+
+def _order(count: int, *seeds: int) -> list[int]:
+    """A permutation of so many numbers."""
+    mixed = 0
+    for seed in seeds:
+        mixed = (mixed * 1_000_003 + seed + 1) % (1 << 31)
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(mixed)).tolist()
+    return order
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate of a step, as a share of the highest."""
+    warm = max(1, round(_WARM * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
+
+
+def _line(run: TrainingRun) -> str:
+    shares = " ".join(f"{share:.3f}" for share in run.accepted[-1])
+    return (f"step {run.step} of {run.steps}, {run.seconds / 60:.1f} minutes, loss {run.losses[-1]:.3f}, right up to "
+            f"each depth: {shares}, tokens per forward {1 + sum(run.accepted[-1]):.2f}")

@@ -1,0 +1,179 @@
+"""What a part is to the loop that trains it: parameters, a loss with what it guessed right, and tensors to ship."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
+
+from shoal.model.stack import Stack
+from shoal.train.corpus import AnsweredText, Corpus
+
+
+class Base:
+    """What training needs of the frozen model, on the CPU, where parts are trained.
+
+    Args:
+        stack: the model.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D], float32, of int64 ids [...]."""
+        flat = ids.flatten().to(self._stack.device)
+        return self._stack.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """The head's matrix for some tokens, float32 [n, D]."""
+        return self._stack.head_rows(list(ids)).float().cpu()
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Answers side by side, short ones filled up with zeros at their ends.
+
+    Attributes:
+        tokens: int64 [B, T].
+        states: float32 [B, T, D]; `states[:, t]` is what token t + 1 was predicted from.
+        prompts, lengths: int64 [B], tokens of the prompts and of the whole texts.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    prompts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, answers: Sequence[AnsweredText]) -> TextBatch:
+        """Those answers."""
+        return cls(
+            pad_sequence([one.tokens for one in answers], batch_first=True),
+            pad_sequence([one.states.float() for one in answers], batch_first=True),
+            torch.tensor([one.prompt for one in answers]), torch.tensor([len(one.tokens) for one in answers]),
+        )
+
+    def guessed_from(self, depth: int, ahead: int) -> Tensor:
+        """Bool [B, T]: places t from which a token of the answer, `ahead` further on, is guessed at that depth.
+
+        The root, `ahead` - `depth` - 1 after t, is the answer's as well.
+        """
+        place = torch.arange(self.tokens.shape[1])
+        first = self.prompts[:, None] + depth + 1 - ahead
+        return (place >= first) & (place + ahead < self.lengths[:, None])
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """What a part guessed at one depth.
+
+    Attributes:
+        right: bool [B, T], by the place of the root: whether the guess at this depth was the token that came.
+        asked: bool [B, T], where there was such a token.
+    """
+
+    right: Tensor
+    asked: Tensor
+
+
+class PartModule(nn.Module, ABC):
+    """A part under training.
+
+    Attributes:
+        kind: the name of the method that uses it.
+    """
+
+    kind: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> PartModule:
+        """The part before training.
+
+        Args:
+            base: the model.
+            corpus: what it will be trained on.
+            ids: the tokens that it is to guess.
+            depths: guesses in a row; None for what suits it.
+            seed: of the first weights.
+        """
+
+    @abstractmethod
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """The loss, a scalar, and what was guessed at depth 0, 1, ..."""
+
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """What the part's card is to say of answers that it was not trained on, beside its acceptance."""
+        return {}
+
+    @abstractmethod
+    def exported(self) -> dict[str, Tensor]:
+        """What ships, by name."""
+
+    @abstractmethod
+    def shape(self) -> dict[str, int]:
+        """The numbers that say how the tensors fit together."""
+
+
+class CutHead(nn.Module):
+    """The head's rows for some tokens: frozen, and judged by what the model's own states say of the same tokens.
+
+    Args:
+        base: the model.
+        ids: which tokens.
+
+    Attributes:
+        ids: int64 [n].
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def __init__(self, base: Base, ids: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.tensor(ids), persistent=False)
+        self.register_buffer("rows", base.rows(ids), persistent=False)
+
+    @torch.no_grad()
+    def wanted(self, states: Tensor) -> Tensor:
+        """The model's distribution over these tokens [n, tokens] behind its own states [n, D]."""
+        return linear(states, self.rows).float().softmax(-1)
+
+    def distilled(self, guesses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy against distributions over these tokens, and the likeliest tokens guessed.
+
+        Args:
+            guesses: [n, D], what the part puts in the place of states.
+            wanted: [n, tokens].
+
+        Returns:
+            A scalar, and int64 [n].
+        """
+        logits = linear(guesses, self.rows).float()
+        return -(wanted * logits.log_softmax(-1)).sum(-1).mean(), self.ids[logits.detach().argmax(-1)]
+
+    @torch.no_grad()
+    def best(self, guesses: Tensor, count: int) -> Tensor:
+        """The likeliest tokens [n, count] by what the part puts in the place of states [n, D]."""
+        logits = linear(guesses, self.rows)
+        return self.ids[logits.topk(min(count, logits.shape[-1])).indices]
+
+
+def acceptance(depths: Sequence[Guessed]) -> tuple[Tensor, Tensor]:
+    """How many chains were right up to each depth, and how many there were: int64 [depths] both.
+
+    A chain counts at a depth if there was a token to guess at that depth.
+    """
+    kept, right, asked = None, [], []
+    for depth in depths:
+        kept = depth.right if kept is None else kept & depth.right
+        right.append((kept & depth.asked).sum())
+        asked.append(depth.asked.sum())
+    return torch.stack(right), torch.stack(asked)

@@ -1,0 +1,91 @@
+"""`shoal train`: a part in one command, gone on with, used, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.train import corpus
+
+WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",
+         "wolf", "snow", "sand", "bell", "door", "lamp")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(corpus, "SHARD", 18)
+    path = tmp_path / "asked.txt"
+    path.write_text("".join(f"the {word} and the {other}\n" for word in WORDS[:6] for other in WORDS[6:10]))
+    return path
+
+
+def train(capsys: Any, kind: str, model: str, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
+    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--vocabulary", 50]
+    assert main(["train", kind, *map(str, [*options, "--model", model, "--out", out, *words]), "--json"]) == 0
+    told, err = capsys.readouterr()
+    assert told.count("\n") == 1
+    return json.loads(told), err
+
+
+def refusal(capsys: Any, *words: Any) -> str:
+    assert main(["train", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return str(err)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    card, err = train(capsys, kind, tiny_folder, tmp_path / "part", "--prompts", prompts)
+    assert "24 prompts" in err and "2 shards" in err and "tokens per forward" in err
+    assert card["part"] == kind and card["steps"][0] == card["steps"][1] > 0
+    assert len(card["acceptance"]) == (3 if kind == "eagle" else 4) and card["training_tokens"] > 100
+    assert card["command"].startswith(f"shoal train {kind}") and len(card["fingerprints"]) == 1
+    again, err = train(capsys, kind, tiny_folder, tmp_path / "part", "--prompts", prompts)
+    assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
+    said = []
+    for words in (["--method", kind, "--part", str(tmp_path / "part")], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *words]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"]
+
+
+def test_two_parts_share_answers_and_time_ends_a_run(
+    capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    shared = ["--answers", tmp_path / "shared", "--prompts", prompts]
+    train(capsys, "medusa", tiny_folder, tmp_path / "heads", *shared)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").iterdir()}
+    card, _ = train(capsys, "eagle", tiny_folder, tmp_path / "layer", *shared, "--minutes", 0)
+    assert card["steps"][0] == 0 < card["steps"][1]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").iterdir()} == made
+
+
+def test_prompts_of_test_sets_are_left_out(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name, row in {
+        "self_instruct/user_oriented_instructions": {"instruction": "Name a bird.", "instances": [{"input": ""}],
+                                                     "motivation_app": "x"},
+        "self_instruct/seed_tasks": {"instruction": "Count", "instances": [{"input": "to three"}]},
+        "mbpp/mbpp": {"text": "Write a sum.", "task_id": 601},
+        "gsm8k/train": {"question": "What is  2 + 3?", "answer": "5"},
+        "vicuna/vicuna_bench": {"turns": ["what is 2 + 3?"]},
+    }.items():
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    _, err = train(capsys, "medusa", tiny_folder, tmp_path / "part", "--prompts", prompts, "--data", data)
+    assert f"{24 + 3} prompts" in err
+
+
+def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    base = ["eagle", "--model", tiny_folder, "--out", tmp_path / "part"]
+    assert "no chat template" in refusal(capsys, *base)
+    assert "--epochs is 0" in refusal(capsys, *base, "--epochs", 0)
+    assert "prompts cannot be read from" in refusal(capsys, *base, "--prompts", tmp_path / "absent.txt")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    assert "has no text under 'prompt'" in refusal(capsys, *base, "--prompts", tmp_path / "bad.jsonl")
+    assert "invalid choice" in refusal(capsys, "tree", *base[1:])

@@ -1,0 +1,87 @@
+"""States of tokens that stayed, in their order, whatever was fed around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.decode.stop import StopRules, StopState
+from shoal.depth.plan import DepthPlan
+from shoal.draft.taps import Taps
+from shoal.model.stack import SequenceChunk
+
+PLAN = DepthPlan.full(2)
+
+
+class Plain:
+    num_layers = 2
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Places:
+    def __init__(self) -> None:
+        self.positions = [0, 0]
+
+
+def row_of(tokens: list[int], prompt: int, slot: int = 0) -> Row:
+    stop = StopState(StopRules(max_new_tokens=99), None, tokens)
+    return Row(0, slot, tokens, prompt, Recipe(PLAN), stop)
+
+
+def feed(taps: Taps, cache: Any, rows: list[Row], chunks: list[SequenceChunk], base: int) -> None:
+    """The state of node n of row r is base + 10 r + n."""
+    hook = taps.watch(rows, chunks)
+    wide = max(len(chunk.tokens) for chunk in chunks)
+    states = torch.tensor([[[float(base + 10 * row.slot + node)] for node in range(wide)] for row in rows])
+    for layer in range(3):
+        hook(layer, states if layer == 2 else states - 1000)
+
+
+def test_pieces_of_a_prompt_and_accepted_guesses_make_one_text() -> None:
+    cache: Any = Places()
+    taps, row = Taps(Plain(), cache), row_of([1, 2, 3, 4, 5], 5)  # type: ignore[arg-type]
+    feed(taps, cache, [row], [SequenceChunk(0, [1, 2, 3], [0] * 3, PLAN)], 0)
+    cache.positions[0] = 3
+    feed(taps, cache, [row], [SequenceChunk(0, [4, 5], [0] * 2, PLAN)], 100)
+    row.tokens.append(6)
+    cache.positions[0] = 5
+    found = taps.take(row)
+    assert found is not None and found[0] == 0 and found[1].flatten().tolist() == [0, 1, 2, 100, 101]
+    assert taps.take(row) is None
+    tree = SequenceChunk(0, [6, 7, 8, 9, 7], [1, 2, 2, 3, 3], PLAN, [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2])
+    feed(taps, cache, [row], [tree], 200)
+    row.tokens += [8, 7, 3]
+    found = taps.take(row)
+    assert found is not None and found[0] == 5 and found[1].flatten().tolist() == [200, 202, 204]
+
+
+def test_a_token_that_was_emitted_anew_is_no_accepted_guess() -> None:
+    """A lossy rule may refuse a guess and then emit the same token, whose KV was not kept."""
+    cache: Any = Places()
+    taps, row = Taps(Plain(), cache), row_of([1, 2], 1)  # type: ignore[arg-type]
+    feed(taps, cache, [row], [SequenceChunk(0, [2, 7, 8], [1, 2, 3], PLAN)], 0)
+    row.tokens[:] = [2]  # the prompt is the root alone
+    row.tokens += [7]
+    found = taps.take(row)
+    assert found is not None and found[1].flatten().tolist() == [0]
+
+
+def test_what_is_missing_in_between_starts_anew() -> None:
+    cache: Any = Places()
+    taps = Taps(Plain(), cache)  # type: ignore[arg-type]
+    rows = [row_of([1, 2, 3], 2, 0), row_of([4, 5, 6, 7], 3, 1)]
+    chunks = [SequenceChunk(0, [1, 2], [0, 0], PLAN), SequenceChunk(1, [4, 5, 6], [0] * 3, PLAN)]
+    feed(taps, cache, rows, chunks, 0)
+    cache.positions[:] = [2, 3]
+    rows[1].tokens += [8, 9]
+    cache.positions[1] = 5
+    feed(taps, cache, [rows[1]], [SequenceChunk(1, [9], [2], PLAN)], 50)
+    rows[1].tokens.append(3)
+    first, second = taps.take(rows[0]), taps.take(rows[1])
+    assert first is not None and first[0] == 0 and first[1].flatten().tolist() == [0, 1]
+    assert second is not None and second[0] == 5 and second[1].flatten().tolist() == [60]

@@ -1,0 +1,40 @@
+"""What the layer of `eagle` says after a text, by the module that is trained: the slow twin of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.decode.tree import TokenTree
+from shoal.train.eagle import EagleModule
+from shoal.train.part import TextBatch
+from trained_parts import states_of, target
+
+
+@torch.no_grad()
+def likeliest(
+    module: EagleModule, family: str, tokens: list[int], words: Sequence[int], bias: Mapping[int, float], count: int
+) -> list[int]:
+    """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
+    states, depth = states_of(target(family), tokens[:-1]), len(words)
+    whole = torch.cat([states, torch.zeros(depth + 1, states.shape[1])]).float()
+    batch = TextBatch(torch.tensor([[*tokens, *words]]), whole[None], torch.tensor([1]), torch.tensor([len(whole)]))
+    logits: Tensor = module.outputs(batch)[depth][0, -1] @ module.head.rows.T
+    for token, value in bias.items():
+        logits[module.head.ids == token] += value
+    best: list[int] = module.head.ids[logits.topk(count).indices].tolist()
+    return best
+
+
+def agrees(
+    module: EagleModule, family: str, tokens: list[int], tree: TokenTree, bias: Mapping[int, float], width: int
+) -> bool:
+    """Whether the children of every node are the first of the `width` likeliest tokens there."""
+    for node in range(len(tree)):
+        children = [tree.tokens[child] for child in tree.children(node)]
+        words = [tree.tokens[place] for place in tree.path(node)[1:]]
+        if children and children != likeliest(module, family, tokens, words, bias, width)[: len(children)]:
+            return False
+    return True

@@ -1,0 +1,91 @@
+"""Trained parts with random weights, beside the tiny models: any part must leave the output as it is."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backends import reference
+from families import tiny
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.train.eagle import EagleModule, default_shape
+from shoal.train.export import export
+from shoal.train.medusa import MedusaModule
+from shoal.train.part import Base, PartModule
+
+IDS = tuple(range(3, 90))
+ECHOED = (5, 8, 11)
+"""Heads do not know of a request's bias, so they are given the tokens that it leaves."""
+OTHERS = (("llama", torch.float64), ("hybrid", torch.float64), ("hybrid", torch.float32), ("qwen3", torch.float64))
+"""Models that the parts are declared for as well: what the matrix of all methods runs on."""
+RANKS = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
+
+
+@functools.cache
+def target(family: str) -> Engine:
+    return engine_for(reference(family))
+
+
+def eagle(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> EagleModule:
+    """A layer that is far from what it began with."""
+    module = EagleModule(Base(engine.stack), default_shape(hidden_of(engine)), ids, rollout=3)
+    _shake(module, noise)
+    return module
+
+
+def medusa(engine: Engine, ids: tuple[int, ...] = ECHOED, noise: float = 0.3) -> MedusaModule:
+    module = MedusaModule(Base(engine.stack), hidden_of(engine), ids, heads=3)
+    _shake(module, noise)
+    return module
+
+
+MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa}
+
+
+def hidden_of(engine: Engine) -> int:
+    return engine.stack.head_rows([0]).shape[1]
+
+
+def written(module: PartModule, engine: Engine, folder: Path, **facts: Any) -> str:
+    export(folder, engine, module, "float32", ranks=RANKS, **facts)
+    return str(folder)
+
+
+@functools.cache
+def part_for(kind: str, family: str) -> str:
+    """The folder of a random part for the tiny model of a family; what is there is taken where it is the same."""
+    engine = target(family)
+    fresh = Path(tempfile.mkdtemp(prefix="shoal-part-"))
+    prints = sorted({engine.fingerprint, *(_print(other, dtype) for other, dtype in OTHERS)})
+    written(MAKERS[kind](engine), engine, fresh, fingerprints=prints)
+    kept = Path(tempfile.gettempdir()) / f"shoal-tests-{kind}-{family}"  # the same in every process: tests show it
+    kept.mkdir(exist_ok=True)
+    for file in fresh.iterdir():
+        if not (kept / file.name).is_file() or (kept / file.name).read_bytes() != file.read_bytes():
+            file.replace(kept / file.name)
+    shutil.rmtree(fresh)
+    return str(kept)
+
+
+def _print(family: str, dtype: torch.dtype) -> str:
+    return engine_for(tiny(family, dtype=dtype)).fingerprint
+
+
+@torch.no_grad()
+def _shake(module: nn.Module, noise: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        parameter += noise * torch.randn(parameter.shape, generator=generator)
+
+
+def states_of(engine: Engine, tokens: list[int]) -> Tensor:
+    """What the head's matrix reads at every token, from transformers' own forward."""
+    with torch.no_grad():
+        return engine.model.model(torch.tensor([tokens])).last_hidden_state[0]
