@@ -1,6 +1,6 @@
 """Every field that OpenAI's client can send: what the server makes of it. One that is not here counts as ignored.
 
-`python -m shoal.serve.fields` prints the table of docs/serving.md.
+`python -m shoal.serve.fields` prints the tables of docs/serving.md.
 """
 
 from __future__ import annotations
@@ -168,5 +168,13 @@ def _json(value: Any) -> str:
     return json.dumps(value)
 
 
+def responses_table() -> str:
+    """The fields of `/v1/responses` as Markdown."""
+    from shoal.serve.responses import RESPONSES
+
+    rows = [f"| `{name}` | {_answer(RESPONSES[name])} | {RESPONSES[name].note} |" for name in sorted(RESPONSES)]
+    return "\n".join(["| field | answer | why |", "|---|---|---|", *rows])
+
+
 if __name__ == "__main__":
-    print(table())
+    print(f"{table()}\n\n{responses_table()}")
