@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
 from shoal.cli.parser import Parser
@@ -80,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    if not answers.whole:  # a run begins when its answers are there, and keeps to them
+        _tell("time is up before all answers are there; the same command goes on")
+        return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
     how = Training(args.epochs, args.batch, args.rate, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
@@ -91,13 +94,16 @@ def run(args: argparse.Namespace) -> int:
         found.accepted.append(trainer.validate())
     card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
                          **module.facts(trainer.held_out()), command=" ".join(args.words))
-    if not args.json:
-        more = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-        print(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
-              f"answers that it was not trained on{more}")
-        print(f"Use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
-    else:
-        common.print_json(card)
+    left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on answers "
+          f"that it was not trained on{left}")
+    _tell(f"use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
+    return _report(args, card)
+
+
+def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    if args.json:
+        common.print_json(found)
     return 0
 
 
