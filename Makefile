@@ -11,6 +11,7 @@ OLDEST_BIN := $(OLDEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 ALL_STAMP := $(VENV)/.installed-all
+DOCS_STAMP := $(VENV)/.installed-docs
 MODEL_STAMP := $(VENV)/.installed-model
 PYTEST_ARGS := -q -n $(WORKERS)
 QUICK := not slow and not network and not browser and not cross and not ray
@@ -18,7 +19,7 @@ QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-oldest browser cross clean
+.PHONY: help setup demo lint test test-all test-oldest docs browser cross clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,7 +37,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,eval,plot,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[completion,dev,docs,eval,plot,ray]'
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
@@ -56,6 +57,13 @@ test-all: lint test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, al
 
 test-oldest: $(OLDEST_STAMP)
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
+
+docs: $(DOCS_STAMP) ## Build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 browser: ## Install the browser that tests drive, where it is missing, on Debian and as root; elsewhere those tests fail
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \

@@ -3,9 +3,9 @@
     python benchmarks/evidence.py            writes them
     python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
 
-benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, and
-benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as `<!-- distance:begin -->` and
-`<!-- distance:end -->`; `shoal recommend` reads the cards.
+benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, MODEL-SUITE.json
+what it writes of checked answers, and benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such
+as `<!-- distance:begin -->` and `<!-- distance:end -->`; `shoal recommend` reads the cards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import checked
 from pages import markdown
 from quality_tables import between
 
@@ -37,7 +38,7 @@ Row = Mapping[str, Any]
 def main(words: Sequence[str]) -> int:
     """Write the page's tables and the cards, or compare them; pictures are written only."""
     reports = load()
-    new = {PAGE: between(PAGE.read_text("utf-8"), tables(reports)), **cards()}
+    new = {PAGE: between(PAGE.read_text("utf-8"), tables(reports, answered())), **cards()}
     stale = [path for path, text in new.items() if path.read_text("utf-8") != text]
     for path in stale:
         print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
@@ -51,11 +52,12 @@ def main(words: Sequence[str]) -> int:
 
 def cards() -> dict[Path, str]:
     """The cards of the models that were measured, with what is known of methods on them."""
-    found = {}
+    found, answers = {}, answered()
     for name, card in CARDS.items():
         path = ROOT / "src" / "shoal" / "cards" / f"{card}.json"
-        drafts = json.loads((ROOT / "benchmarks" / "auto" / f"{name}.json").read_text("utf-8"))
-        known = {"lossless": [lossless(kind, row) for kind, row in drafts["kinds"].items()], "lossy": [],
+        drafts = auto(name)
+        known = {"lossless": [lossless(kind, row) for kind, row in drafts["kinds"].items()],
+                 "lossy": [row for (model, _), one in answers.items() if model == name for row in checked.lossy(one)],
                  "machine": f"{drafts['machine']['cpu']} with {drafts['machine']['cpu_capability']}"}
         found[path] = json.dumps({**json.loads(path.read_text("utf-8")), "evidence": known}) + "\n"
     return found
@@ -73,13 +75,28 @@ def load(folder: Path = REPORTS) -> dict[str, Report]:
             for path in sorted(folder.glob("*-distance.json"))}
 
 
-def tables(reports: Mapping[str, Report]) -> dict[str, str]:
+def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
+    """Reports of checked answers by model and suite."""
+    found = {path: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {(path.stem.removesuffix(f"-{one['suites'][0]['suite']}"), one["suites"][0]["suite"]): one
+            for path, one in found.items() if "suites" in one}
+
+
+def auto(name: str) -> Report:
+    """What drafts brought on a model."""
+    return json.loads((ROOT / "benchmarks" / "auto" / f"{name}.json").read_text("utf-8"))  # type: ignore[no-any-return]
+
+
+def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report]) -> dict[str, str]:
     """Markdown by the name of its mark."""
+    every = {**reports, **{f"{model}, {suite}": report for (model, suite), report in answers.items()}}
     return {
+        "answers": "\n\n".join(checked.table(model, report) for (model, _), report in answers.items()),
+        "bearable": checked.bearable(answers, {name: auto(name) for name in CARDS}),
         "distance": "\n\n".join(distance(name, report) for name, report in reports.items()),
         "orders": orders(reports),
         "positions": "\n\n".join(positions(name, report) for name, report in reports.items()),
-        "commands": "\n\n".join(command(name, report) for name, report in reports.items()),
+        "commands": "\n\n".join(command(name, report) for name, report in every.items()),
     }
 
 

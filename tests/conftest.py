@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["SHOAL_CONFIG"] = ""  # no settings of the user
 os.environ["SHOAL_WEIGHTS"] = ""  # no weights of tests in the user's cache
 
 import pytest

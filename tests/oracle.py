@@ -23,9 +23,10 @@ _MLP = ("mlp", "fc2")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The outermost ModuleList with one entry per decoder layer."""
-    wanted = model.config.num_hidden_layers
-    for module in model.modules():
+    """The decoder's outermost ModuleList with one entry per layer."""
+    config = model.config.get_text_config()
+    wanted = getattr(config, "decoder_layers", config.num_hidden_layers)
+    for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise ValueError(f"{type(model).__name__} has no ModuleList of length {wanted}")
@@ -68,11 +69,11 @@ def prefix_oracle(model: PreTrainedModel, ids: Tensor, attention_counts: Sequenc
 
 @contextmanager
 def _limited(layer: nn.Module, attention_count: int, mlp_count: int) -> Iterator[None]:
-    attention, mlp = sublayers(layer)
     longest = max(attention_count, mlp_count)
     handles = [layer.register_forward_hook(lambda _, args, kwargs, output: _pass(args, kwargs, output, longest),
                                            with_kwargs=True)]
     if attention_count != mlp_count:
+        attention, mlp = sublayers(layer)
         handles.append(attention.register_forward_hook(lambda _m, _a, output: _silence(output, attention_count)))
         handles.append(mlp.register_forward_hook(lambda _m, _a, output: _silence(output, mlp_count)))
     try:

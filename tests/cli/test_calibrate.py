@@ -136,7 +136,7 @@ def test_time_only_cuts_short(capsys, words):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--max-drop", "1.5"], "max_drop is 1.5; it must be in [0, 1)"),
+        (["--max-drop", "1.5"], "--max-drop is 1.5; it must be in [0, 1)"),
         (["--trials", "3", "--no-timing"], "trials is 3; a model of 6 layers needs at least 12"),
         (["--out", "no/such/folder/card.json"], "there is no folder"),
         (["--minutes", "-1"], "minutes is -1"),

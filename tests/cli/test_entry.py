@@ -18,6 +18,24 @@ def test_unknown_command(capsys):
     assert "Did you mean 'generate'?" in fails(capsys, "genrate")
 
 
+def test_unknown_command_with_more_words(capsys):
+    assert "unknown command 'generat'. Did you mean 'generate'?" in fails(capsys, "generat", "hi", "--model", "m")
+
+
+@pytest.mark.parametrize("option", [["--top-p", "3"], ["--top-p=3"]])
+def test_an_error_names_the_option_as_it_was_typed(capsys, tiny_folder, option):
+    err = fails(capsys, "generate", "hi", "--model", tiny_folder, *option)
+    assert err == "shoal generate: error: --top-p is 3.0; it must be in (0, 1]\n"
+
+
+def test_an_error_of_something_else_stays_as_it_is(capsys, tiny_folder, monkeypatch):
+    def refuse(args):
+        raise ValueError("layers is 9; it must be even")
+
+    monkeypatch.setattr(plan_command, "run", refuse)
+    assert fails(capsys, "plan", "--alpha", "0.9") == "shoal plan: error: layers is 9; it must be even\n"
+
+
 def test_unknown_top_option(capsys):
     assert "no option --versoin. Did you mean --version?" in fails(capsys, "--versoin")
 

@@ -22,7 +22,7 @@ def test_json_names_what_is_installed(capsys):
 def test_text_has_a_line_per_fact(capsys):
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(env.collect()) and all(len(line.split()) >= 2 for line in lines)
+    assert len(lines) == len(env.collect()) + 1 and all(len(line.split()) >= 2 for line in lines)
 
 
 def test_one_processor_is_a_number():
@@ -33,3 +33,10 @@ def test_cpu_name(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 9000 @ 1 Hz\n")
     assert env.cpu_name(tmp_path / "cpuinfo") == "Abacus 9000 @ 1 Hz"
     assert env.cpu_name(tmp_path / "none")
+
+
+def test_it_lists_the_settings_files(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mine.toml").write_text("")
+    monkeypatch.setenv("SHOAL_CONFIG", str(tmp_path / "mine.toml"))
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config_files"] == [str(tmp_path / "mine.toml")]

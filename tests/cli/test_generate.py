@@ -13,8 +13,7 @@ import pytest
 
 import shoal
 from shared_models import FIXTURES, REFERENCE
-from shoal.cli import generate as command
-from shoal.cli import main
+from shoal.cli import main, printers
 
 QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
 
@@ -89,7 +88,7 @@ def test_every_sampling_option_arrives(monkeypatch):
     assert seen.pop("method") == shoal.Full()
     assert seen == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
                     "presence_penalty": -1.0, "frequency_penalty": 0.25, "seed": 4, "stop": ["x", "yz"], "logprobs": 2,
-                    "max_new_tokens": 7}
+                    "max_new_tokens": 7, "constraint": None}
 
 
 def test_logprobs(capsys, tiny_folder):
@@ -136,8 +135,8 @@ class Terminal(io.StringIO):
         (["a", "--model", "/no/such/model"], None, "cannot load /no/such/model"),
         (["a", "--device", "abacus", "--model", SMALL], None, "abacus"),
         (["a", "--logprobs", "1"], None, "add --json"),
-        (["a", "--top-p", "3", "--model", SMALL], None, "top_p is 3.0; it must be in (0, 1]"),
-        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "max_new_tokens is 0"),
+        (["a", "--top-p", "3", "--model", SMALL], None, "--top-p is 3.0; it must be in (0, 1]"),
+        (["a", "--max-new-tokens", "0", "--model", SMALL], None, "--max-new-tokens is 0"),
     ],
 )
 def test_refusals(capsys, monkeypatch, words, stdin, message):
@@ -180,7 +179,7 @@ def interrupt_at(monkeypatch, method, number):
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
     words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32"]
-    interrupt_at(monkeypatch, command.Plain, 4)
+    interrupt_at(monkeypatch, printers.Plain, 4)
     assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()
     assert "interrupted" in err and "[4 tokens" in err
@@ -189,7 +188,7 @@ def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
 
 
 def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folder):
-    interrupt_at(monkeypatch, command.Silent, 3)
+    interrupt_at(monkeypatch, printers.Silent, 3)
     assert main(["generate", "abc", "--model", tiny_folder, "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3
@@ -216,3 +215,24 @@ def test_a_reader_that_leaves(tiny_folder):
         err = process.stderr.read()
         process.wait(timeout=120)
     assert process.returncode == 141 and b"Traceback" not in err
+
+
+def test_an_answer_may_be_bound(capsys, tmp_path):
+    grammar, schema = tmp_path / "words.lark", tmp_path / "schema.json"
+    grammar.write_text('start: "yes" | "no"', encoding="utf-8")
+    schema.write_text('{"enum": [12, 34]}', encoding="utf-8")
+    for option, value, texts in (
+        ("--regex", "[ab]{2}c", {a + b + "c" for a in "ab" for b in "ab"}), ("--grammar", str(grammar), {"yes", "no"}),
+        ("--json-schema", str(schema), {"12", "34"}), ("--json-schema", '{"const": 5}', {"5"}),
+    ):
+        assert reported(capsys, QUESTION, "--model", SMALL, option, value)["text"] in texts
+
+
+def test_a_bound_that_cannot_be_read_is_named(capsys):
+    for words, said in (
+        (("--json-schema", "{"), "no JSON"), (("--json-schema", "missing.json"), "cannot read missing.json"),
+        (("--grammar", "missing.lark"), "cannot read missing.lark"), (("--regex", "("), "unclosed group"),
+        (("--regex", "a", "--grammar", "b"), "not allowed with"),
+    ):
+        assert main(["generate", QUESTION, "--model", SMALL, *words]) == 2
+        assert said in capsys.readouterr().err

@@ -20,7 +20,9 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import ModelInfo
 
-WITHOUT_A_METHOD = {"methods", "bench-drafts", "calibrate", "recommend", "env", "prune", "train"}
+WITHOUT_A_METHOD = {
+    "methods", "bench-drafts", "calibrate", "completion", "recommend", "env", "models", "prune", "train",
+}
 NEEDED = {"batch": ["in.jsonl", "out.jsonl"]}
 
 

@@ -88,3 +88,10 @@ def test_the_text_says_it_in_words(capsys):
     assert main(["methods"]) == 0
     d3 = capsys.readouterr().out.split("\nd3 ")[1].split("\n\n")[0]
     assert "Family: depth. Fills plan (which layers run). Combines with: " in d3 and "drafting" in d3
+
+
+def test_a_method_without_defaults_asks_for_a_card(tiny_folder, capsys):
+    assert main(["methods", "--model", tiny_folder, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["methods"]}
+    assert "no default for order and steps; give a card" in rows["schedule"]["why_not"]
+    assert not any("__init__" in str(row["why_not"]) for row in rows.values())

@@ -90,7 +90,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "id above": ([5, 97], r"token id 97; the model's ids are 0..96"),
     "id below": ([[5], [-1]], r"token id -1; the model's ids are 0..96"),
     "too long": ([1] * 512, r"the prompt has 512 tokens and the model's context 512.*shorten the prompt"),
-    "fractions": ([1.0, 2.0], "it must be text, whole token ids, or a list of either"),
+    "fractions": ([1.0, 2.0], "it must be text, whole token ids, chat messages, or a list of such"),
     "fractions in a tensor": (torch.tensor([1.5, 2.0]), "it must be text, whole token ids"),
     "a number": (5, "the prompt is 5; it must be text"),
     "nothing": (None, "the prompt is None; it must be text"),

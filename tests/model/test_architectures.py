@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import shoal
 from backends import Backend, on_backends
 from drive import prompt, stack_of
 from families import fingerprint, tiny
@@ -16,8 +20,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
+from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
-from shoal.model.parity import check_parity
+from shoal.model.parity import check_parity, settle_layout
 from shoal.model.stack import SequenceChunk, Stack
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -37,6 +42,8 @@ _LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+_DECODER = {"d_model": 16, "decoder_layers": 4, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
+            "encoder_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
 RUN: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention, values narrower than keys": ("deepseek_v3", _LATENT),
     "attention sinks, eager, experts that return two values": (
@@ -51,6 +58,7 @@ RUN: dict[str, tuple[str, dict[str, Any]]] = {
                                                           "num_heads": 2, "max_position_embeddings": 64}),
     "one KV head in an old cache layout": ("gpt_bigcode", _OLD),
     "attention that returns three values": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+    "more layers than its encoder": ("marian", {**_DECODER, "encoder_layers": 6, "forced_eos_token_id": None}),
     "scaled embeddings and learned positions in a module": ("biogpt", {"max_position_embeddings": 64}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -150,7 +158,7 @@ class _Off:
         return logits
 
 
-@pytest.mark.parametrize(("call", "row"), [(0, 4), (1, 0), (2, 2), (3, 0), (3, 5), (4, 1), (5, 0), (5, 3), (5, 5)])
+@pytest.mark.parametrize(("call", "row"), [(0, 4), (1, 0), (2, 2), (3, 0), (3, 5), (4, 2), (5, 0), (5, 3), (5, 4)])
 def test_the_check_at_load_sees_every_logit(call: int, row: int) -> None:
     """In chunks, in a ragged batch, in a tree; the tree's wrong guess alone is free."""
     model = tiny("llama")
@@ -158,3 +166,84 @@ def test_the_check_at_load_sees_every_logit(call: int, row: int) -> None:
     with pytest.raises(Unsupported, match="differ from the model's own by .*e-0. of the largest logit"):
         check_parity(_Off(stack_of(model), call, row), model)
     check_parity(_Off(stack_of(model), 5, 1), model)
+
+
+GLOBAL = RUN["global attention that masks by itself"]
+
+
+def test_attention_that_tells_positions_by_columns_has_each_row_alone() -> None:
+    """Beside a longer row with fewer new tokens, padding would hide a row's own tokens from it."""
+    model = build(*GLOBAL)
+    stack = HFStack(model)
+    stack.prepacks = False
+    with pytest.raises(Unsupported, match="differ from the model's own"):
+        check_parity(stack, model)
+    assert settle_layout(stack, model) < 1e-5
+    assert stack.alone and not stack.prepacks
+
+
+def test_what_a_model_rounds_itself_it_may_differ_by() -> None:
+    """Its weights are float64, its attention computes in float32: so it does with a cache and without."""
+    model = build(*GLOBAL).double()
+    stack = HFStack(model)
+    assert 1e-9 < settle_layout(stack, model) < 1e-6
+    engine = engine_for(model)
+    ids = [prompt(11, 1, 50), prompt(3, 2, 50)]
+    results = engine.generate(ids, method="prompt_lookup", max_new_tokens=12, ignore_eos=True)
+    assert [list(result.tokens) for result in results] == hf_greedy(model, ids, 12)
+
+
+class _Forgetful:
+    """A model that computes something else once it has a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.config = model, model.config
+
+    def __call__(self, past_key_values: Any = None, **options: Any) -> Any:
+        out = self._model(past_key_values=past_key_values, **options)
+        out.logits = out.logits if past_key_values is None else out.logits * 1.01
+        return out
+
+
+def test_a_model_that_generates_something_else_than_its_forward_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(Unsupported, match="with its cache transformers computes other logits than without, by .*e-0"):
+        check_parity(stack_of(model), _Forgetful(model))
+
+
+class _Scaled(LlamaForCausalLM):
+    """Divides what its head reads, as MiniCPM3 does."""
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        out = self.model(input_ids, **options)
+        hidden = out.last_hidden_state / self.config.divisor + self.config.shift
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_a_factor_before_the_head(shift: float) -> None:
+    torch.manual_seed(1)
+    config = LlamaConfig(vocab_size=50, **_SIZES, **_NO_SPECIAL, divisor=2.5, shift=shift)
+    model = _Scaled(config).double().eval()
+    if shift:
+        with pytest.raises(Unsupported, match="changes its hidden states before the LM head"):
+            HFStack(model)
+    else:
+        assert check_parity(HFStack(model), model) < 1e-12
+
+
+def test_what_transformers_cannot_run_is_named() -> None:
+    model = build("llama", {})
+    model.config.model_type = "llama"
+    model.model.layers[1].self_attn.o_proj = torch.nn.Linear(5, 16)
+    said = "model type 'llama': transformers itself cannot run it as configured, and says RuntimeError: mat1 and mat2"
+    with pytest.raises(Unsupported, match=said):
+        engine_for(model)
+
+
+def test_what_transformers_cannot_build_is_named(tmp_path: Path) -> None:
+    build("llama", {}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "no_such_act"}))
+    with pytest.raises(Unsupported, match="model type 'llama': transformers itself cannot .* KeyError.*no_such_act"):
+        shoal.load(str(tmp_path))

@@ -13,7 +13,7 @@ from families import FAMILIES, _build, tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.hf import HFStack
 from shoal.model.kv import KVCache
-from shoal.model.parity import settle_prepacking
+from shoal.model.parity import settle_layout
 from shoal.model.stack import SequenceChunk
 
 SIZES = (5, 1, 12)
@@ -119,5 +119,5 @@ def test_a_model_that_does_not_hand_its_mask_on_is_padded(monkeypatch: pytest.Mo
         monkeypatch.setattr(layer.self_attn, "forward", forward)
     stack = HFStack(model)
     assert stack.prepacks
-    assert settle_prepacking(stack, model) < 1e-10
+    assert settle_layout(stack, model) < 1e-10
     assert not stack.prepacks

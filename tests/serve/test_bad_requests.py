@@ -21,7 +21,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_to
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(tiny_engine(), max_body=20_000, max_tokens=500, max_n=4) as running:
+    with serving(tiny_engine(), max_body=20_000, max_tokens=500, max_n=4, strict=True) as running:
         yield running
 
 
@@ -72,7 +72,10 @@ def test_bodies_that_are_none(server: Running, content: bytes, said: str) -> Non
         {"logprobs": 21}, {"logprobs": True},
         {"seed": 0.5}, {"seed": 2**64}, {"stream": "yes"}, {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"other": True}}, {"stream": True, "metrics": True}, {"suffix": "x"},
-        {"best_of": 2}, {"echo": True, "logprobs": 1}, {"unheard_of": None}, {"top_k": -1}, {"min_p": 2},
+        {"best_of": 5}, {"best_of": 2, "stream": True},
+        {"n": 3, "best_of": 2}, {"guided_regex": "(a"},
+        {"guided_json": 3}, {"guided_choice": []}, {"guided_regex": "a", "guided_grammar": "b"},
+        {"echo": True, "logprobs": 1, "prompt": ""}, {"unheard_of": None}, {"top_k": -1}, {"min_p": 2},
         {"repetition_penalty": 0}, {"stop_token_ids": ["a"]}, {"method": 3}, {"method": "d3", "method_args": [1]},
         {"user": 5}, {"ignore_eos": 1},
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,161 @@ def _speaker_of_markup() -> Any:
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     return engine_for(tiny("llama", layers=4), tokenizer, name=MODEL)
+
+
+def test_a_number_that_is_none_is_not_sent(page: Page) -> None:
+    for field, text in (("tokens", "abc"), ("tokens", "0"), ("temperature", "-1"), ("seed", "1.5")):
+        before = page.by(field).get_attribute("value")
+        page.type(field, text)
+        page.by("run").click()
+        page.wait_for(f"return document.getElementById('error').textContent.includes('“{text}”')")
+        assert page.ask("return document.activeElement.id") == field and not page.panes() and not page.busy
+        page.type(field, before or " ")
+    page.type("tokens", "5")
+    page.run()
+    assert page.by("error").text == "" and page.panes()[0]["numbers"][2] == "5"
+
+
+def test_a_conversation_goes_on_from_an_answer(page: Page) -> None:
+    page.choose("method", "full")
+    page.type("tokens", "12")
+    page.type("prompt", "one")
+    page.run()
+    talk = page.server.engine.session(max_new_tokens=12)
+    assert page.panes()[0]["text"] == talk.send("one").text
+    page.driver.find_element("xpath", "//button[text()='Go on from this answer']").click()
+    assert page.by("prompt").get_attribute("value") == "" and page.ask("return document.activeElement.id") == "prompt"
+    assert [one.text.split()[0] for one in page.by("turns").find_elements("tag name", "li")] == ["You", "Answer"]
+    page.by("prompt").send_keys("two")
+    page.run()
+    assert page.panes()[0]["text"] == talk.send("two").text
+    page.by("anew").click()
+    assert not page.by("talk").is_displayed()
+    page.type("prompt", "one")
+    page.run()
+    assert page.panes()[0]["text"] == talk.messages[1]["content"]
+
+
+def test_where_answers_part_and_meet_again_is_marked(page: Page) -> None:
+    page.choose("kind", "plain")
+    page.type("prompt", "Some words")
+    page.type("tokens", "120")
+    page.choose("method", "early_exit")
+    page.driver.find_element("css selector", "[data-knob=exit_layer]").send_keys("3")
+    page.run()
+    spec = {"method": "early_exit", "method_args": {"exit_layer": 3}}
+    ours, full = (page.server.engine.generate("Some words", max_new_tokens=120, method=method).tokens
+                  for method in (spec, "full"))
+    first = next(place for place, pair in enumerate(zip(ours, full, strict=True)) if pair[0] != pair[1])
+    assert f"The first different token is number {first + 1}" in page.by("verdict").text
+    marks = page.ask("""return [...document.querySelectorAll('.text .parts')].map(
+        (one) => one.steps.map((step) => step.index))""")
+    assert [first in found for found in marks] == [True, True]
+    apart = page.ask("return document.querySelectorAll('.text .apart').length")
+    assert apart > 0
+
+
+def test_the_meeting_is_the_nearest(page: Page) -> None:
+    found = page.driver.execute_async_script("""const done = arguments[0];
+        import(new URL('page/compare.js', location)).then(({ parting, meeting }) => done([
+            parting([1, 2, 3], [1, 2, 3]), parting([1, 2], [1, 2, 3]), parting([1, 9], [1, 2]),
+            meeting([1, 8, 9, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], 1),
+            meeting([1, 2, 3, 4, 5, 6, 7], [1, 8, 2, 3, 4, 5, 6, 7], 1),
+            meeting([1, 2, 3], [1, 4, 5], 1)]))""")
+    assert found == [None, 2, 1, [3, 1], [1, 2], None]
+
+
+def test_what_is_asked_for_survives_a_reload_and_goes_by_link(page: Page) -> None:
+    page.type("prompt", 'Words & <b>more</b> "words"')
+    page.choose("method", "d3_spec")
+    page.ask("document.getElementById('more').open = true")
+    page.driver.find_element("css selector", "[data-knob=length]").send_keys("3")
+    page.type("tokens", "17")
+    page.by("compare").click()
+    wait(lambda: "compare=0" in page.driver.current_url)
+    address = page.driver.current_url
+    for go in (page.driver.refresh, lambda: (page.driver.get("about:blank"), page.driver.get(address))):
+        go()
+        page.wait_for("return document.getElementById('model').textContent.includes('layers')")
+        assert page.by("prompt").get_attribute("value") == 'Words & <b>more</b> "words"'
+        assert page.by("method").get_attribute("value") == "d3_spec"
+        assert page.driver.find_element("css selector", "[data-knob=length]").get_attribute("value") == "3"
+        assert page.by("tokens").get_attribute("value") == "17" and not page.by("compare").is_selected()
+    page.by("link").click()
+    page.wait_for("return document.getElementById('link').textContent === 'Copied'")
+    page.run()
+    assert len(page.panes()) == 1 and page.ask(MADE) == 0
+
+
+def test_an_address_that_was_tampered_with_does_no_harm(driver: Any, server: Running) -> None:
+    driver.get("about:blank")
+    driver.get(f"{server.url}/#method=nothing&tokens=x&talk=%7B%22a%22&knob.alpha=%3Cimg%3E&kind=no")
+    page = Page.__new__(Page)
+    page.driver, page.server = driver, server
+    page.wait_for("return document.getElementById('model').textContent.includes('layers')")
+    assert page.by("method").get_attribute("value") == "d3" and page.by("kind").get_attribute("value") == "chat"
+    assert page.ask(MADE) == 0 and not page.by("talk").is_displayed()
+    driver.get_log("browser")
+
+
+def test_methods_that_cannot_run_say_why(page: Page) -> None:
+    page.by("refused").click()
+    assert "shortgpt: " in page.by("reasons").text
+    option = page.driver.find_element("css selector", "option[value=shortgpt]")
+    assert not option.is_enabled() and option.text == "shortgpt (not on this model)"
+
+
+def test_what_people_turn_first_stands_first(page: Page) -> None:
+    names = page.ask("return [...document.querySelectorAll('[data-knob]')].map((one) => one.dataset.knob)")
+    assert names[:2] == ["mean", "alpha"]
+
+
+def test_guesses_that_were_kept_stand_out_as_runs(page: Page) -> None:
+    page.choose("method", "d3_spec")
+    page.ask("document.getElementById('more').open = true")
+    page.driver.find_element("css selector", "[data-knob=length]").send_keys("3")
+    page.type("tokens", "60")
+    page.run()
+    runs = page.ask("""return [...document.querySelector('.text').children].map((one) =>
+        [one.classList.contains('guess'), one.classList.contains('begins')])""")
+    before = False
+    for guess, begins in runs:
+        assert begins == (guess and not before)
+        before = guess
+    assert any(begins for _, begins in runs)
+
+
+def test_a_server_that_died_is_explained_and_asked_again(driver: Any) -> None:
+    with serving(tiny_engine()) as server:
+        page = Page(driver, server)
+        resize(driver, 1280, 900)
+        page.type("tokens", "5")
+    page.by("run").click()
+    page.wait_for("return !document.getElementById('retry').hidden")
+    assert "does not answer; it may have been stopped" in page.by("error").text
+    page.wait_for("return !document.getElementById('run').disabled")
+    page.by("retry").click()
+    page.wait_for("return !document.getElementById('retry').hidden")
+    driver.get_log("browser")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nobody_is_kept_out(page: Page, scheme: str, width: int) -> None:
+    """axe-core, the field's checker of accessibility, has no complaint, before an answer and after."""
+    import axe_core_python
+
+    source = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text("utf-8")
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [
+        {"name": "prefers-color-scheme", "value": scheme}]})
+    resize(page.driver, width, 800)
+    for run in (False, True):
+        if run:
+            page.type("tokens", "40")
+            page.run()
+            page.driver.find_element("xpath", "//button[text()='Go on from this answer']").click()
+        page.ask(source)
+        found = page.driver.execute_async_script("axe.run().then(arguments[0])")
+        assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
+        assert page.ask("return document.documentElement.scrollWidth") <= width
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

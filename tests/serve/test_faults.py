@@ -148,3 +148,26 @@ def test_clients_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
             calm(server)
         assert ask(server, max_tokens=5).status_code == 200
         calm(server)
+
+
+def test_a_shutdown_that_cannot_wait_says_so_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A line for each request and no traceback; clients are told, in place of an answer or at the end of a stream."""
+    caplog.set_level("INFO")
+    answers: dict[bool, httpx.Response] = {}
+
+    def asked(running: Running, stream: bool) -> None:
+        answers[stream] = ask(running, stream=stream, max_tokens=400)
+
+    with serving(tiny_engine(), scheduling={"max_rows": 3}, grace=0.0) as running:
+        clients = [threading.Thread(target=asked, args=(running, stream)) for stream in (False, True)]
+        for client in clients:
+            client.start()
+        wait(lambda: running.scheduler.running == 2)
+    for client in clients:
+        client.join(60)
+    assert answers[False].status_code == 503 and answers[False].json()["error"]["code"] == "shutting_down"
+    *_, last = answers[True].text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "shoal.serve"]
+    assert [line["status"] for line in lines] == ["cut off by the shutdown"] * 2
+    assert not [record for record in caplog.records if record.exc_info]

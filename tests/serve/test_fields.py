@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from openai.types.chat import completion_create_params as chat
 
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.bodies import ChatBody, CompletionBody
-from shoal.serve.fields import CHAT, COMPLETION, Field, Honoured, Refused, extras, table
+from shoal.serve.fields import CHAT, COMPLETION, Field, Honoured, Ignored, Refused, extras, table
+from shoal.serve.handler import IGNORED
 
 ROUTES: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
     "chat/completions": (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
@@ -27,9 +29,21 @@ REFUSED = [
 ]  # fmt: skip
 
 
+WITHOUT_EFFECT = [
+    (route, name, field) for route, (known, _) in ROUTES.items() for name, field in known.items()
+    if isinstance(field, Ignored)
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving(tiny_engine()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    with serving(tiny_engine(), strict=True) as running:
         yield running
 
 
@@ -59,6 +73,34 @@ def test_a_refused_field_is_400_unless_it_asks_for_nothing(
         assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (name, "unsupported_parameter")
     for value in (*field.neutral, None):
         assert post(server, route, **{name: value}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "field"),
+    [*WITHOUT_EFFECT, *[("completions", name, Ignored("")) for name in ("unheard_of", "ä\n")]],
+    ids=[f"{route}.{name}" for route, name, _ in WITHOUT_EFFECT] + ["unknown", "no header"],
+)
+def test_a_field_without_effect_is_named_in_a_header_or_refused(
+    server: Running, strict: Running, route: str, name: str, field: Ignored, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = post(server, route, temperature=0)
+    assert IGNORED not in plain.headers
+    for value in ("something", {"a": "b"}):
+        answer = post(server, route, temperature=0, **{name: value})
+        assert (answer.status_code, answer.json()["choices"]) == (200, plain.json()["choices"])
+        assert urllib.parse.unquote(answer.headers[IGNORED]) == name
+        refused = post(strict, route, **{name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    for value in field.neutral:
+        answer = post(strict, route, **{name: value})
+        assert answer.status_code == 200 and IGNORED not in answer.headers
+
+
+def test_a_field_without_effect_is_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="shoal.serve"):
+        for _ in range(3):
+            post(server, "completions", nobody_knows=1)
+    assert sum('"event": "ignored", "field": "nobody_knows"' in line for line in caplog.messages) == 1
 
 
 def test_the_document_holds_the_table() -> None:

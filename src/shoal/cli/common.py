@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.parser import Parser, parse
@@ -14,6 +15,7 @@ from shoal.errors import Unsupported
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shoal.engine.constraint import Constraint
     from shoal.engine.engine import Engine
     from shoal.engine.scheduler import Scheduler
     from shoal.methods.base import Method
@@ -81,6 +83,37 @@ def add_sampling(parser: Parser) -> argparse._ArgumentGroup:
     group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     return group
+
+
+def add_constraint(group: argparse._ArgumentGroup) -> None:
+    """What the answer must look like: one of three options."""
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", metavar="FILE|JSON", help="answer with JSON that is valid under this schema")
+    one.add_argument("--regex", metavar="RE", help="answer with text that this matches as a whole; [0-9], since \\d is "
+                     "any script's digit")
+    one.add_argument("--grammar", metavar="FILE", help="answer with text of this grammar, in Lark's notation or GBNF")
+
+
+def constraint(args: argparse.Namespace) -> Constraint | None:
+    """That option as `Engine.generate` takes it; ValueError for what cannot be read."""
+    from shoal.engine.constraint import Grammar, JsonSchema, Regex
+
+    if args.regex is not None:
+        return Regex(args.regex)
+    if args.grammar is not None:
+        return Grammar(read_text(Path(args.grammar)))
+    if args.json_schema is None:
+        return None
+    given = args.json_schema.strip()
+    return JsonSchema(given if given[:1] in "{tf" and not Path(given).is_file() else read_text(Path(given)))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; ValueError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from shoal.cli import config
 from shoal.cli.parser import Parser, parse
 from shoal.errors import unknown
 
 COMMANDS = {
     "generate": "continue a prompt, streaming the text",
+    "chat": "talk with a model in the terminal",
     "methods": "list the methods, what they need and what they promise",
     "plan": "draw which layers every token runs",
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
@@ -30,6 +32,8 @@ COMMANDS = {
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "train": "train a small part that guesses ahead, on the model's own answers",
     "prune": "write a smaller checkpoint of a model, with fewer layers",
+    "models": "list the models on this machine, and what is known of them",
+    "completion": "print a script that completes commands and options in a shell",
     "env": "print versions and hardware for a bug report",
 }
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -51,8 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if "--debug" in words:
             raise
-        print(f"{_program(name)}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_program(name)}: error: {_as_typed(' '.join(str(error).split()), words)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _as_typed(message: str, words: Sequence[str]) -> str:
+    """A message that begins with what the library calls a value, with the option that it was given by."""
+    name, is_, rest = message.partition(" is ")
+    option = f"--{name.replace('_', '-')}"
+    given = is_ and any(word == option or word.startswith(f"{option}=") for word in words)
+    return f"{option} is {rest}" if given else message
 
 
 def _call(name: str, words: list[str]) -> int:
@@ -60,6 +72,7 @@ def _call(name: str, words: list[str]) -> int:
     parser = Parser(prog=_program(name), description=command.__doc__, epilog=command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    words = [*config.words(name, COMMANDS, parser.options, words), *words]
     try:
         args = parse(parser, words)
     except SystemExit as leave:  # argparse ends the process after --help
@@ -69,6 +82,8 @@ def _call(name: str, words: list[str]) -> int:
 
 
 def _top(words: list[str]) -> int:
+    if words and not words[0].startswith("-"):
+        raise unknown("command", words[0], COMMANDS)
     parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
@@ -81,10 +96,8 @@ def _top(words: list[str]) -> int:
 
         print(f"shoal {__version__}")
         return 0
-    if args.command is None:
-        parser.print_help()
-        return BAD_INPUT
-    raise unknown("command", args.command, COMMANDS)
+    parser.print_help()
+    return BAD_INPUT
 
 
 def _overview() -> str:

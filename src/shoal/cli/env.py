@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__, compat
-from shoal.cli import common
+from shoal.cli import common, config
 from shoal.cli.parser import Parser
 
 EXAMPLES = """examples:
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
-    facts = collect()
+    facts = {**collect(), "config_files": [str(path) for path in config.files()]}
     if args.json:
         common.print_json(facts)
     else:

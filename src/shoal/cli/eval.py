@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +95,13 @@ def run(args: argparse.Namespace) -> int:
         from shoal.cli.eval_distance import measure
 
         return measure(args, engine, _study(args, engine), list(zip(chosen, items, strict=True)))
+    from shoal.bench.report import heading
+    from shoal.cli import env
     from shoal.eval import study
     from shoal.eval.evaluate import Evaluator
     from shoal.eval.outcomes import Outcomes
 
+    begun = time.monotonic()
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
     plan, warnings = _study(args, engine), list[str]()
     parts = []
@@ -105,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
         longest = args.max_new_tokens or suite.max_new_tokens
         evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe)
         parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
-    report = {"command": args.words, **study.engine_facts(engine), "seed": args.seed, "suites": parts,
-              "warnings": warnings}
+    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed, "suites": parts,
+              "minutes": round((time.monotonic() - begun) / 60, 1), "warnings": warnings}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:

@@ -12,18 +12,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, notes, tint
+from shoal.cli import common, notes
 from shoal.cli.parser import Parser
+from shoal.cli.printers import Silent, add_color, printer_of, summary
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.types import Result, Stats, Step, TokenLogprob
+    from shoal.types import Result, TokenLogprob
 
 EXAMPLES = """examples:
   shoal generate "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
   shoal generate --method d3 --alpha 0.99 --model path/to/model "Once upon a time"
   shoal generate --method d3 --with prompt_lookup:length=6 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
+  shoal generate --json-schema '{"type": "object", "required": ["name"]}' "A person as JSON"
   cat question.txt | shoal generate --json | tail -n 1
   torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"
 """
@@ -37,10 +39,11 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser)
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
+    common.add_constraint(sampling)
     common.add_model(parser)
     parser.add_argument("--tensor-parallel", action="store_true", help="share the model between the processes that "
                         "torchrun has started; the first one prints")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="tint tokens by depth")
+    add_color(parser)
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
     common.add_json(parser)
 
@@ -67,7 +70,7 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     interrupted = False
     with notes.held_back():
         stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
-        printer = Silent() if args.json or silent else _printer(args, engine)
+        printer = Silent() if args.json or silent else printer_of(args, engine, args.method)
         try:
             for step in stream:
                 printer.show(step)
@@ -89,7 +92,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.file is not None:
         if args.prompt is not None:
             raise ValueError("there are two prompts: give the text or --file, not both")
-        text = _read(args.file)
+        text = common.read_text(args.file)
     elif args.prompt in (None, "-"):
         if args.prompt is None and sys.stdin.isatty():
             raise ValueError("there is no prompt; give a text, --file F, or pipe one in")
@@ -101,76 +104,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     return str(text)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
 def _request(args: argparse.Namespace) -> dict[str, Any]:
-    return {**common.sampling(args), "logprobs": args.logprobs}
-
-
-class Silent:
-    """Shows nothing: the report says it all."""
-
-    def show(self, step: Step) -> None:
-        """Ignore a step."""
-
-    def close(self) -> None:
-        """Nothing to finish."""
-
-
-class Plain(Silent):
-    """Writes each piece of text as soon as it is certain."""
-
-    def show(self, step: Step) -> None:
-        """Write the step's text."""
-        sys.stdout.write(self.text(step))
-        sys.stdout.flush()
-
-    def close(self) -> None:
-        """End the line."""
-        print(flush=True)
-
-    def text(self, step: Step) -> str:
-        """What is written for a step."""
-        return step.text
-
-
-@dataclasses.dataclass
-class Tinted(Plain):
-    """Writes each piece in the colour of its depth."""
-
-    tint: tint.Tint
-
-    def text(self, step: Step) -> str:
-        """The step's text between colour codes."""
-        return self.tint.paint(step.text, step.depth, step.from_draft)
-
-
-def _printer(args: argparse.Namespace, engine: Engine) -> Silent:
-    if args.color == "never" or (args.color == "auto" and not tint.wanted(sys.stdout)):
-        return Plain()
-    depths = [len(layers) for layers in engine.plan(args.method, max_new_tokens=args.max_new_tokens)]
-    return Tinted(tint.Tint(min(depths), max(depths), tint.has_truecolor()))
-
-
-def summary(result: Result) -> str:
-    """The line of figures under a text."""
-    stats = result.stats
-    ended = "interrupted" if result.finish_reason == "cancelled" else f"ended by {result.finish_reason}"
-    return (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-            f"{stats.mean_layers:.2f} of {stats.num_layers} layers on average, "
-            f"ideal speed-up {stats.ideal_speedup:.2f}x, {_guesses(stats)}{ended}]")
-
-
-def _guesses(stats: Stats) -> str:
-    if not stats.drafted:
-        return ""
-    kept = f"{stats.accepted} of {stats.drafted} guesses kept"
-    return f"{stats.tokens_per_forward:.2f} tokens per forward, {kept}, "
+    return {**common.sampling(args), "logprobs": args.logprobs, "constraint": common.constraint(args)}
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:

@@ -150,6 +150,10 @@ def _plain(value: Any) -> Any:
 def _refusal(cls: type[Method], info: ModelInfo | None) -> str | None:
     if info is None:
         return None
+    absent = [field.name for field in dataclasses.fields(cls)
+              if field.init and field.default is field.default_factory is dataclasses.MISSING]
+    if absent:
+        return f"there is no default for {' and '.join(absent)}; give a card that has them: --method CARD.json"
     try:
         cls().recipe(info)
     except (ValueError, TypeError) as error:

@@ -34,6 +34,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
 
+    @property
+    def options(self) -> list[str]:
+        """Every option, as it is typed."""
+        return list(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
         """Refuse a command line."""
         raise ValueError(message)

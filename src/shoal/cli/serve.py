@@ -49,6 +49,9 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--served-model-name", metavar="N", help="what clients call the model; by default its folder")
     group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
                        "load nothing")
+    group.add_argument("--strict", action="store_true", help="answer fields of a request that have no effect 400")
+    group.add_argument("--cors-origin", metavar="O", action="append", default=[], help="origin whose pages may ask, * "
+                       "for all; repeatable. Pages of this machine always may")
     group.add_argument("--no-playground", action="store_true", help="have no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
 
@@ -123,4 +126,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         grace=args.grace,
         log_prompts=args.log_prompts,
         playground=not args.no_playground,
+        strict=args.strict,
+        cors_origins=tuple(args.cors_origin),
     )

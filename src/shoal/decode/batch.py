@@ -116,8 +116,8 @@ class Batch:
         return len(row.tokens) - (row.room == 0) - self.cache.positions[row.slot]
 
     def _reads(self, row: Row) -> bool:
-        """Whether more is to be fed than the last token that the row has emitted."""
-        return self.due(row) > (row.emitted > 0 and row.room > 0)
+        """Whether more is to be fed than the last token that the row has emitted, and what it was bound to say."""
+        return self.due(row) > (1 + row.forced if row.emitted > 0 and row.room > 0 else 0)
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Let rows go before their end: they count as cancelled, and what they stored is free."""
@@ -154,8 +154,8 @@ class Batch:
             return steps
         trees = self.propose(decoding)
         drafted = time.perf_counter()
-        shares = [_guesses(row, tree) for row, tree in zip(decoding, trees, strict=True)]
-        left = budget - sum(map(len, trees))
+        shares = [_guesses(row, tree, self.due(row) - 1) for row, tree in zip(decoding, trees, strict=True)]
+        left = budget - sum(len(share.chunk.tokens) for share in shares)
         shared = left * _LEAST_SHARE >= budget
         if shared and reading:
             shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.row.slot)
@@ -214,6 +214,7 @@ class Batch:
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
+            share.row.forced = 0
             if share.forced:
                 score_forced(share.row, self.cache.positions[share.row.slot], values)
             if share.tree is None:
@@ -253,6 +254,7 @@ class Batch:
             emitted = _emit(share.row, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
             self._commit(share.row, [*range(first), *(first + node for node in kept)])
+            emitted += share.row.force()
             steps.extend(emitted if share.row.root is None else ())
         self.retire()
         return steps
@@ -274,7 +276,8 @@ class Batch:
         """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
         for row in self.rows:
             ended = row.leaves and not (row.root is not None and row.finish_reason == "cancelled")
-            if ended or row.emitted == 1:  # beyond its prompt a plan may give layers up
+            at_prompt = row.emitted > 0 and self.cache.positions[row.slot] == row.prompt_length
+            if ended or at_prompt:  # beyond its prompt a plan may give layers up
                 self._prefixes.keep(self.cache, row.slot, row.tokens)
         for row in self.rows:
             if row.leaves:
@@ -306,7 +309,7 @@ class _Share:
         row: the row.
         chunk: its tokens.
         tree: what is judged of them; None for a piece of a prompt that ends later.
-        before: tokens of the prompt ahead of the tree's root.
+        before: tokens of the prompt, or those that were forced upon the row, ahead of the tree's root.
     """
 
     row: Row
@@ -321,8 +324,8 @@ class _Share:
 
     @property
     def forced(self) -> bool:
-        """Whether there are tokens among them that were forced upon the row."""
-        return self.guesses and (self.tree is None or self.before > 0)
+        """Whether there are tokens among them that a search has forced upon the row."""
+        return self.guesses and (self.tree is None or self.chunk.wanted > len(self.tree))
 
     def count(self) -> None:
         """Note the work in the row's ledger."""
@@ -340,13 +343,13 @@ class _Share:
         ledger.read(plan.depth(min(self.chunk.steps)))
 
 
-def _guesses(row: Row, tree: TokenTree) -> _Share:
-    """A row's root with what is guessed after it."""
-    steps = [row.emitted + depth for depth in tree.depths]
+def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
+    """A row's root with what is guessed after it: a chain where tokens before it came without a forward."""
+    tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
+    steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    return _Share(
-        row, SequenceChunk(row.slot, tree.tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree)), tree
-    )
+    chunk = SequenceChunk(row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree))
+    return _Share(row, chunk, tree, before)
 
 
 def _piece(row: Row, first: int, size: int) -> _Share:

@@ -110,7 +110,7 @@ class PartsAtWork:
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
-        limits = {row.slot: 0 if row.recipe.proposer is None else self.most(row) for row in rows}
+        limits = {row.slot: 0 if row.recipe.proposer is None or row.forced else self.most(row) for row in rows}
         for policy, group in self._at_work(rows, _controller):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)

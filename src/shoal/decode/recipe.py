@@ -6,6 +6,7 @@ Knows no model and imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -13,23 +14,28 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
     from shoal.decode.accept import Outcome, Target
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
+    from shoal.decode.sampling import Allowed
     from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
 Exactness = Literal["full", "plan", "none"]
-PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop")
+PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop", "constraint")
 """The parts of a recipe that methods fill: each answers one question."""
-_UNSCORED = ("keep", "store", "select", "search")
+_UNSCORED = ("keep", "store", "select", "search", "constraint")
 """Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
 _GUESSES = 64
 """Most nodes of a forward beside the root that a proposer may come up with."""
+
+
+Constraint = Callable[[], "Allowed"]
+"""Says which words may come. Called once for every row, whose tokens are then asked about in any order."""
 
 
 class Rule(Protocol):
@@ -111,6 +117,7 @@ class Recipe:
         select: which of it a query reads (None: all that the model's own attention does).
         search: who chooses among several continuations (None: there is one).
         loop: what a step does (None: guesses are verified, or one token is decoded).
+        constraint: which words may come (None: all). Exact then means exact to the model whose law is masked.
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
         self_metered: whether the proposer sees to it itself that guessing brings something.
@@ -128,6 +135,7 @@ class Recipe:
     select: Select | None = None
     search: Search | None = None
     loop: Loop | None = None
+    constraint: Constraint | None = None
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.accept import Match, purpose_of_draft
 from shoal.decode.ledger import RowLedger
 from shoal.decode.recipe import Recipe, Rule
-from shoal.decode.sampling import LogitsProcessor
+from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.stop import StopState
 from shoal.model.kv import KVBytes
 from shoal.types import FinishReason, Sampling, Step, TokenLogprob
@@ -30,6 +31,8 @@ class Row:
         root: the row of which this one is a branch, in a search; else None.
         until: how many tokens a branch may have emitted before it rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
+        allowed: the mask of the recipe's constraint at this row's tokens, if there is one; see `new_mask`.
+        forced: how many of the last tokens came without a forward, since nothing else was allowed.
         recipe: the parts from which it decodes.
         stop: where the row ends and what its text is.
         steps: what was emitted.
@@ -57,6 +60,16 @@ class Row:
     root: Row | None = None
     until: int | None = None
     held: bool = False
+    allowed: Allowed | None = None
+    forced: int = 0
+
+    def __post_init__(self) -> None:
+        if self.allowed is None:
+            self.allowed = self.new_mask()
+
+    def new_mask(self) -> Allowed | None:
+        """A mask by the recipe's constraint for a row of other tokens than this one's."""
+        return None if self.recipe.constraint is None else self.recipe.constraint()
 
     @property
     def emitted(self) -> int:
@@ -102,6 +115,23 @@ class Row:
         self.steps += steps
         return steps
 
+    def force(self) -> list[Step]:
+        """Emit tokens as long as the constraint allows one alone: the law gives it all there is, without a forward.
+
+        Not where a forward may not hold several tokens of the text, or somebody is to see the logits of each.
+        """
+        if self.allowed is None or self.recipe.keep is not None or self.record is not None:
+            return []
+        steps: list[Step] = []
+        while self.room and np.count_nonzero(mask := self.allowed(self.tokens[self.prompt_length :]).numpy()) == 1:
+            steps += self.emit([int(mask.argmax())], 0, self._certain)
+        self.forced = len(steps)
+        return steps
+
+    def _certain(self, place: int, token: int) -> TokenLogprob | None:
+        wanted = self.sampling.logprobs
+        return None if wanted is None else TokenLogprob(token, 0.0, ((token, 0.0),)[:wanted])
+
     def note_bytes(self, stored: KVBytes) -> None:
         """Note what the row has stored; a row that is searched has stored what all its branches have."""
         self.bytes = stored
@@ -122,6 +152,16 @@ class Row:
     def rule(self) -> Rule:
         """The recipe's acceptance rule, by default an exact match."""
         return self.recipe.rule or _MATCH
+
+    def allows(self, words: Sequence[int], token: int) -> bool:
+        """Whether the constraint, if there is one, lets a token follow the row's own and `words`."""
+        return self.allowed is None or bool(self.allowed([*self.tokens[self.prompt_length :], *words])[token])
+
+    def scores(self, logits: Tensor, words: Sequence[int] = (), *, processed: bool = True) -> Tensor:
+        """What `sampling.scores` makes of logits [V] after the row's tokens and `words`, with processors if wanted."""
+        processors = self.processors if processed else ()
+        history = [*self.tokens, *words]
+        return sampling.scores(logits, history, self.prompt_length, self.sampling, processors, self.allowed)
 
     def uniform(self, ahead: int, purpose: str) -> float:
         """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the root's own successor."""

@@ -1,9 +1,9 @@
 """From one node's logits to one token: scores, probabilities, draw.
 
-Everything here is a pure function. *Scores* are logits after bias, penalties and logits processors: greedy decoding
-and log-probabilities read them. The *probs* are what temperature and truncation make of the scores: probabilities [V]
-that sampling and the acceptance rules read. Uniform numbers are keyed by what they are for, so neither batch-mates
-nor block splits change a sample. Knows nothing about rows, trees or stopping.
+Everything here is a pure function. *Scores* are logits after bias, penalties, logits processors and the mask of a
+constraint: greedy decoding and log-probabilities read them. The *probs* are what temperature and truncation make of
+the scores: probabilities [V] that sampling and the acceptance rules read. Uniform numbers are keyed by what they are
+for, so neither batch-mates nor block splits change a sample. Knows nothing about rows, trees or stopping.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +19,12 @@ from shoal.types import Sampling, TokenLogprob
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in transformers: `(input_ids [1, T], scores [1, V]) -> scores [1, V]`."""
+Allowed = Callable[[Sequence[int]], Tensor]
+"""Which tokens, bool [V] on the CPU, at least one of them, may follow those that a row has generated."""
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
@@ -71,11 +75,12 @@ def scores(
     prompt_len: int,
     sampling: Sampling,
     processors: Sequence[LogitsProcessor] = (),
+    allowed: Allowed | None = None,
 ) -> Tensor:
-    """Raw logits after bias, penalties and logits processors: what greedy decoding and log-probabilities use.
+    """Raw logits after bias, penalties, processors and mask: what greedy decoding and log-probabilities use.
 
     The order is logit bias, repetition penalty (over prompt and generated tokens, as in transformers), presence and
-    frequency penalty (over generated tokens only, as in vLLM and the OpenAI interface), `processors`.
+    frequency penalty (over generated tokens only, as in vLLM and the OpenAI interface), `processors`, `allowed`.
 
     Args:
         logits: [V] of one node; half types are computed in float32. Returned as they are if nothing applies.
@@ -83,6 +88,7 @@ def scores(
         prompt_len: number of leading ids in `history` that belong to the prompt.
         sampling: what to apply.
         processors: further transforms, called in turn with ids [1, T] and scores [1, V].
+        allowed: leaves every other token no chance.
 
     Returns:
         Scores [V]; `logits` is never written to.
@@ -91,11 +97,20 @@ def scores(
         ValueError: if a `logit_bias` names a token outside the vocabulary.
     """
     result = biased(logits, sampling)
-    if not needs_history(sampling, processors):
-        return result
-    ids = torch.as_tensor(history, dtype=torch.long, device=logits.device)
-    result = _penalised(_upcast(result), ids, prompt_len, sampling)
-    return _processed(result, ids, processors) if processors else result
+    if needs_history(sampling, processors):
+        ids = torch.as_tensor(history, dtype=torch.long, device=logits.device)
+        result = _penalised(_upcast(result), ids, prompt_len, sampling)
+        result = _processed(result, ids, processors) if processors else result
+    return result if allowed is None else _masked(result, allowed(list(history[prompt_len:])))
+
+
+def _masked(result: Tensor, mask: Tensor) -> Tensor:
+    """In numpy on a CPU: torch divides so many elements among threads, which wait for each other beside other work."""
+    result = _upcast(result)
+    if result.device.type != "cpu":
+        return result.where(mask.to(result.device), -torch.inf)
+    values = result.detach().numpy()
+    return torch.from_numpy(np.where(mask.numpy(), values, values.dtype.type(-np.inf)))
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -202,6 +217,18 @@ def greedy(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
+def likeliest(scores: Tensor) -> int:
+    """The token that `greedy` takes of scores [V].
+
+    Raises:
+        ValueError: if no token is possible.
+    """
+    token = int(greedy(scores))
+    if not scores[token] > -torch.inf:
+        raise ValueError(_IMPOSSIBLE)
+    return token
+
+
 def draw(probs: Tensor, u: float) -> int:
     """The token at `u` in [0, 1) of the cumulated `probs` [V] (inverse CDF in float64): never one of probability 0.
 
@@ -224,13 +251,14 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
     tokens = rank.argmax(-1, keepdim=True)
     result: list[list[int]] = torch.cat([tokens, rank.gather(-1, tokens)], -1).tolist()
     if any(possible == 0 for _, possible in result):
-        raise ValueError("no token has a positive probability: the scores hold NaN, or every token was banned")
+        raise ValueError(_IMPOSSIBLE)
     return [token for token, _ in result]
 
 
 def logprob(scores: Tensor, token: int, top: int) -> TokenLogprob:
-    """Log-probability (nats) of `token` and of the `top` best tokens under scores [V] (`top` 0: none)."""
+    """Log-probability (nats) of `token` and of the `top` best possible tokens under scores [V] (`top` 0: none)."""
     logs = _upcast(scores).log_softmax(-1)
     best = logs.topk(min(top, logs.shape[-1]))
     own, *values = torch.cat([logs[token : token + 1], best.values]).tolist()
-    return TokenLogprob(token, own, tuple(zip(best.indices.tolist(), values, strict=True)))
+    found = zip(best.indices.tolist(), values, strict=True)
+    return TokenLogprob(token, own, tuple(pair for pair in found if pair[1] > -torch.inf))

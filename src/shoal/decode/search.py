@@ -187,7 +187,8 @@ class SearchRun:
         row, made = branch.row, range(self._made, self._made + count)
         twins = [
             Branch(self, replace(row, tokens=list(row.tokens), steps=list(row.steps), stop=row.stop.copy(),
-                                 seed=branch_seed(self.root.seed, row.number, number), until=row.emitted), number)
+                                 allowed=row.new_mask(), seed=branch_seed(self.root.seed, row.number, number),
+                                 until=row.emitted), number)
             for number in made
         ]
         self.batch.fork(row, [twin.row for twin in twins])
@@ -248,5 +249,7 @@ def score_forced(row: Row, first: int, logits: Tensor) -> None:
     for place, values in enumerate(logits, start=first + 1):
         index = place - row.prompt_length
         if 0 <= index < len(row.steps):
-            scores = sampling.scores(values, row.tokens[:place], row.prompt_length, row.sampling, row.processors)
+            scores = sampling.scores(
+                values, row.tokens[:place], row.prompt_length, row.sampling, row.processors, row.allowed
+            )
             row.steps[index] = replace(row.steps[index], logprob=sampling.logprob(scores, row.tokens[place], wanted))

@@ -33,9 +33,12 @@ class RowTarget:
             self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
 
     def guessing(self) -> RowTarget:
-        """The same without the row's processors, which are to be shown no text that may never come."""
+        """The same without processors and constraint, which are to be shown no text that may never come."""
         row = self._row
-        return RowTarget(replace(row, processors=()), self.tree, self._logits) if row.processors else self
+        if not row.processors and row.allowed is None:
+            return self
+        free = replace(row, processors=(), allowed=None, recipe=replace(row.recipe, constraint=None))
+        return RowTarget(free, self.tree, self._logits)
 
     @property
     def greedy(self) -> bool:
@@ -44,10 +47,10 @@ class RowTarget:
 
     def choice(self, node: int) -> int:
         """The argmax, or the draw that the plain loop would make at this place."""
-        if self._greedy is not None:
+        if self._greedy is not None and self._row.allows(self._words(node), self._greedy[node]):
             return self._greedy[node]
         if self.greedy:
-            return int(sampling.greedy(self.scores(node)))
+            return sampling.likeliest(self.scores(node))
         return self.draw(self.probs(node), node, "sample")
 
     def logits(self, node: int) -> Tensor:
@@ -55,14 +58,13 @@ class RowTarget:
         return self._logits[node]
 
     def scores(self, node: int) -> Tensor:
-        """Scores [V] after bias, penalties and processors, along the node's own path."""
+        """Scores [V] after bias, penalties, processors and mask, along the node's own path."""
         if node not in self._scores:
-            history = [*self._row.tokens, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
-            row = self._row
-            self._scores[node] = sampling.scores(
-                self._logits[node], history, row.prompt_length, row.sampling, row.processors
-            )
+            self._scores[node] = self._row.scores(self._logits[node], self._words(node))
         return self._scores[node]
+
+    def _words(self, node: int) -> list[int]:
+        return [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
     def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`."""

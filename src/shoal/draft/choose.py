@@ -2,7 +2,7 @@
 
 Greedy rows get the drafter's best tokens. Sampled rows get draws without replacement from the drafter's distribution,
 each with that distribution for the rules that ask. Logits processors are not applied: they judge the target alone, may
-be slow, and a draft needs no more than a good guess.
+be slow, and a draft needs no more than a good guess. A constraint's mask is, where it leaves the drafter a token.
 """
 
 from __future__ import annotations
@@ -83,15 +83,18 @@ def _alike(places: Sequence[Place]) -> list[list[int]]:
 
 
 def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
-    """Scores [places, V] after bias and penalties along each place's own path."""
+    """Scores [places, V] after bias, penalties and mask along each place's own path."""
     options = places[0].row.sampling
-    if not sampling.needs_history(options):
+    if not sampling.needs_history(options) and all(place.row.allowed is None for place in places):
         return sampling.biased(logits, options)
-    rows = [
-        sampling.scores(values, [*place.row.tokens, *place.words], place.row.prompt_length, options)
-        for place, values in zip(places, logits, strict=True)
-    ]
-    return torch.stack(rows)
+    return torch.stack([_of_place(place, values) for place, values in zip(places, logits, strict=True)])
+
+
+def _of_place(place: Place, logits: Tensor) -> Tensor:
+    """A drafter of few words may know none of those that are allowed; then any will do, as none is kept."""
+    scores = place.row.scores(logits, place.words, processed=False)
+    possible = place.row.allowed is None or bool((scores > -torch.inf).any())
+    return scores if possible else logits
 
 
 def _best(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:

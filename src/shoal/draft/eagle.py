@@ -280,5 +280,6 @@ class EagleDrafter(Drafter):
 
 
 def _plainly_greedy(row: Row) -> bool:
-    return row.sampling.greedy and not row.sampling.logit_bias and not sampling.needs_history(row.sampling)
+    options = row.sampling
+    return options.greedy and row.allowed is None and not options.logit_bias and not sampling.needs_history(options)
 

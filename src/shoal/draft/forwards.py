@@ -62,9 +62,7 @@ class _Chain(Growth):
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores [V] after the chain's last node."""
-        row = self.row
-        history = [*row.tokens, *self.words[self._last]]
-        return sampling.scores(logits, history, row.prompt_length, row.sampling, row.processors)
+        return self.row.scores(logits, self.words[self._last])
 
     def extend(self, token: int, scores: Tensor, probs: Tensor | None, confidence: float) -> None:
         """The next guess, drawn from `probs` (None: the most likely one), with siblings where they are wanted."""

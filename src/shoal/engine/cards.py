@@ -68,7 +68,7 @@ def evidence(engine: Engine) -> dict[str, Any]:
 def _alike(engine: Engine) -> list[tuple[Path, dict[str, Any]]]:
     """The cards of the model, in whatever form its weights were."""
     sizes = sizes_of(engine.stack)
-    like = [(path, data) for path, data in _all() if data["model"].get("sizes") == sizes]
+    like = [(path, data) for path, data in every() if data["model"].get("sizes") == sizes]
     norms = norm_keys(engine.stack) if like else ()
     return [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
 
@@ -164,7 +164,7 @@ def _fingerprint(engine: Engine) -> str | None:
         return None
 
 
-def _all() -> Iterator[tuple[Path, dict[str, Any]]]:
+def every() -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every card: the user's own first, newest first, then those that ship."""
     own = sorted(cached().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [*own, *sorted(SHIPPED.glob("*.json"))]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
 from shoal.control.meter import Meter
@@ -20,11 +20,13 @@ from shoal.decode.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
+from shoal.engine.constraint import Compiler
 from shoal.engine.draft_models import DraftModels, OpenModel
 from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.session import Session
 from shoal.engine.stream import Stream
+from shoal.engine.told import processors
 from shoal.engine.trained import TrainedTensors
 from shoal.methods import make
 from shoal.model.kv import KVCache
@@ -57,12 +59,14 @@ class Engine:
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
         open_model: makes the engine of a model that is to draft; None where no second model can be had.
+        told: what the model's generation config forces and forbids; see `shoal.engine.told`.
 
     Attributes:
         ranks: the processes that share the model.
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
+        sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Engine:
         card: Card | None = None,
         model: Any = None,
         open_model: OpenModel | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
@@ -83,6 +88,8 @@ class Engine:
         self.ranks = ALONE
         self.changed: Source | None = None
         self.changes = ""
+        self._told = partial(processors, told or {}, device=stack.device)
+        self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
         self._tensors = TrainedTensors(stack.device)
@@ -135,7 +142,9 @@ class Engine:
         return fingerprint.of_model(self.model, self.model_name)
 
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[Options]) -> list[Result]: ...
+    def generate(
+        self, prompt: list[str] | list[list[int]] | list[list[dict[str, str]]], **options: Unpack[Options]
+    ) -> list[Result]: ...
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -144,7 +153,8 @@ class Engine:
         """Generate to the end.
 
         Args:
-            prompt: text, token ids, or a list of either.
+            prompt: text, token ids, or chat messages such as {"role": "user", "content": "Hello"}, which go through the
+                model's chat template; or a list of such prompts.
             **options: see `Request`.
 
         Returns:
@@ -222,14 +232,19 @@ class Engine:
                 slot=number,
                 tokens=list(tokens),
                 prompt_length=len(tokens),
-                recipe=recipe,
+                recipe=recipe if wanted is None else replace(recipe, constraint=self.constraints(wanted)),
                 stop=StopState(rules, self.tokenizer, tokens),
                 sampling=request.sampling,
-                processors=request.logits_processor,
+                processors=(*self._told(tokens, request.max_new_tokens), *request.logits_processor),
                 seed=seed,
             )
-            for number, tokens in enumerate(ids)
+            for number, (tokens, wanted) in enumerate(zip(ids, request.constraints(len(ids)), strict=True))
         ]
+
+    @cached_property
+    def constraints(self) -> Compiler:
+        """Makes masks of constraints; Unsupported where there can be none, see `Compiler`."""
+        return Compiler(self.tokenizer, self.stack.vocab_size, self.eos_token_ids)
 
     def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
         """An empty cache with room for what each layer will store of these rows."""

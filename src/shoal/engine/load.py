@@ -15,15 +15,18 @@ from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
+from shoal.engine.told import told_by
 from shoal.engine.transformed import Transformed
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.source import ModelSource, Source
-from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_prepacking
+from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
+from shoal.model.probe import in_transformers
 from shoal.model.stack import Stack
 from shoal.model.transform import Transform
+from shoal.model.windows import layers_of
 
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")
@@ -117,14 +120,18 @@ def engine_for(
         source = ModelSource(model)
         stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, twin_of=model)
     stack = stack or _modules(model)
-    eos = eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
+    generation = getattr(model, "generation_config", None)
+    eos = eos_ids(generation, model.config, tokenizer)
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
     name = name or origin or type(model).__name__
-    return Engine(
-        stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside
+    made = Engine(
+        stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
+        told=told_by(generation),
     )
+    made.sampling = recommended(generation)
+    return made
 
 
 def open_beside(home: Engine, model: Any) -> Engine:
@@ -178,8 +185,9 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
 
 def _modules(model: Any) -> Stack:
     """The model's own modules as a stack, checked."""
-    stack = HFStack(model)
-    settle_prepacking(stack, model)
+    with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
+        stack = HFStack(model)
+    settle_layout(stack, model)
     return stack
 
 
@@ -189,14 +197,19 @@ def _from_files(
     config = files.config()
     _check_decoder(config)
     words = files.tokenizer(tokenizer)
-    layers = config.get_text_config().num_hidden_layers
+    layers = layers_of(config.get_text_config())
     card = read_card(files.place, layers, files.revision) if files.changed is None else Card()
     source = files.weights() if backend != "hf" else None
     stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
     if stack is None:
         return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
-    eos = eos_ids(files.generation_config(), config, words)
-    return Engine(stack, words, model_name=files.name, eos_token_ids=eos, card=card, open_model=open_beside)
+    generation = files.generation_config()
+    made = Engine(
+        stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words), card=card,
+        open_model=open_beside, told=told_by(generation),
+    )
+    made.sampling = recommended(generation)
+    return made
 
 
 def _from_model(
@@ -205,7 +218,9 @@ def _from_model(
 ) -> Engine:
     """An engine by way of the transformers model, which is given up again where it was packed."""
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
-        model = files.model(dtype).to(device).eval()
+        with in_transformers(files.config()):
+            model = files.model(dtype)
+        model = model.to(device).eval()
     engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend)
     if not isinstance(engine.stack, HFStack):
         engine.model = None
@@ -249,6 +264,13 @@ def _check_decoder(config: Any) -> None:
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
+
+
+def recommended(generation_config: Any) -> dict[str, float]:
+    """What a generation config says of sampling beyond transformers' own defaults."""
+    said = {} if generation_config is None else generation_config.to_diff_dict()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -12,12 +12,15 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.stop import StopRules
+from shoal.engine.constraint import Constraint, constraint_of
+from shoal.errors import Unsupported
 from shoal.types import Sampling
 
 if TYPE_CHECKING:
     from shoal.methods.base import Method
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 _LISTS: Mapping[str, tuple[Any, str]] = {
     "stop": (str, "strings"),
     "stop_token_ids": (Integral, "token ids"),
@@ -46,6 +49,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logits_processor: Sequence[Callable[..., Any]]
     stopping_criteria: Sequence[Callable[..., Any]]
+    constraint: Any
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Request:
         stop_token_ids: token ids that end a row, besides the model's end-of-sequence ids.
         ignore_eos: whether the model's end-of-sequence ids do not end a row.
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
+        constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
+            `shoal.JsonSchema`, `shoal.Regex` and `shoal.Grammar`; or a list with one, or None, for each prompt. An
+            answer that ends by `max_new_tokens` is the beginning of such a text.
+
+    Raises:
+        Unsupported: a constraint beside ignore_eos.
     """
 
     method: Any = "full"
@@ -73,6 +83,12 @@ class Request:
     ignore_eos: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
+    constraint: Constraint | tuple[Constraint | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.constraint is not None and self.ignore_eos:
+            raise Unsupported("a constraint with ignore_eos", "nothing but an end of sequence follows what meets it",
+                              "Leave ignore_eos out")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Request:
@@ -88,10 +104,21 @@ class Request:
         given.update({name: _items(name, given.get(name, ())) for name in _LISTS})
         given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
         given.update({name: _whole(name, given[name]) for name in ("max_new_tokens", "seed") if name in given})
+        if "constraint" in given:
+            wanted = given["constraint"]
+            several = isinstance(wanted, list | tuple)
+            given["constraint"] = tuple(map(constraint_of, wanted)) if several else constraint_of(wanted)
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
         return request
+
+    def constraints(self, prompts: int) -> Sequence[Constraint | None]:
+        """The constraint of each of so many prompts; ValueError where a list has more or fewer."""
+        found = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,) * prompts
+        if len(found) != prompts:
+            raise ValueError(f"constraint is a list of {len(found)} for {prompts} prompts; give one for each")
+        return found
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
         """Where a row of this request ends."""
@@ -129,7 +156,7 @@ def is_batch(prompt: Any) -> bool:
         return bool(prompt.ndim == 2)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise _no_prompt(prompt)
-    return len(prompt) > 0 and not _is_id(prompt[0])
+    return len(prompt) > 0 and not _is_id(prompt[0]) and not isinstance(prompt[0], Mapping)
 
 
 def _is_id(value: Any) -> bool:
@@ -137,12 +164,13 @@ def _is_id(value: Any) -> bool:
 
 
 def _no_prompt(value: Any) -> ValueError:
-    return ValueError(f"the prompt is {reprlib.repr(value)}; it must be text, whole token ids, or a list of either")
+    return ValueError(f"the prompt is {reprlib.repr(value)}; it must be text, whole token ids, chat messages, or "
+                      "a list of such prompts")
 
 
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | None) -> list[int]:
     """Token ids of one prompt, checked against vocabulary and context."""
-    ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else _whole_ids(prompt)
+    ids = _ids(prompt, tokenizer)
     if not ids:
         raise ValueError("the prompt is empty; give at least one token, such as the model's beginning-of-sequence id")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
@@ -156,14 +184,27 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
     return ids
 
 
-def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """Token ids of a conversation, the beginning of the answer included.
+def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return _tokenize(prompt, tokenizer)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
+        return chat_ids(prompt, tokenizer)
+    return _whole_ids(prompt)
+
+
+def chat_ids(messages: Messages, tokenizer: Any, **variables: Any) -> list[int]:
+    """Token ids of a conversation, the beginning of the answer included; `variables` are the template's own.
 
     Raises:
-        ValueError: the tokenizer's chat template refuses the messages.
+        ValueError: the tokenizer has no chat template, or it refuses the messages.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
+                         "text, or set tokenizer.chat_template")
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, **{**variables, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        )
     except Exception as error:  # templates raise what they like, mostly about the order of roles
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
     return list(ids)

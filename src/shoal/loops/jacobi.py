@@ -34,7 +34,7 @@ class JacobiBatch(Batch):
     def _block(self, row: Row) -> list[int]:
         """The paper fills up with padding; tokens of the row's own text need none, and are likelier."""
         size = min(row.recipe.scratch, self.parts.most(row))
-        block = self._blocks[id(row)][:size]
+        block = self._blocks[id(row)][row.forced :][:size]
         return block + (row.tokens[-1:] * (size - len(block)))
 
     def judge(self, row: Row, target: RowTarget) -> Outcome:

@@ -27,6 +27,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
     "select": "which of the KV is read",
     "search": "which rows live",
     "loop": "what a step does",
+    "constraint": "which words may come",
 })
 """What a part of the recipe answers."""
 
@@ -39,6 +40,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "sparse attention": ("select",),
     "search": ("search",),
     "decoding loop": ("loop",),
+    "constraint": ("constraint",),
 })
 """Families of methods, each with the parts that its methods fill."""
 

@@ -242,7 +242,7 @@ class DynamicDrafter(OwnLayersDrafter):
         self._captures = [
             _Capture(row, place, chunk, len(row.tokens))
             for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
-            if self._states[row].idle % self._knobs.probe == 0
+            if not row.forced and self._states[row].idle % self._knobs.probe == 0
         ]
         return self._keep if self._captures else None
 

@@ -48,7 +48,7 @@ class JacobiLoop(Loop):
     """The part `loop`; see `Jacobi`."""
 
     exact: ClassVar[bool] = True
-    takes: ClassVar[tuple[str, ...]] = ("plan", "keep", "store", "select")
+    takes: ClassVar[tuple[str, ...]] = ("plan", "keep", "store", "select", "constraint")
 
     n: int
 

@@ -16,11 +16,11 @@ class Head:
     """The way from the last layer's output to logits.
 
     Attributes:
-        chain: modules, one after another: norms, then the LM head.
+        chain: one after another: norms, perhaps a factor, then the LM head's module.
         finish: a factor or a soft cap after it.
     """
 
-    chain: Sequence[nn.Module]
+    chain: Sequence[Callable[[Tensor], Tensor]]
     finish: Callable[[Tensor], Tensor]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class Head:
         return Head([*self.chain[:-1], part], self.finish)
 
 
-def through(chain: Sequence[nn.Module], value: Tensor) -> Tensor:
-    """`value` through one module after another."""
-    for module in chain:
-        value = module(value)
+def through(chain: Sequence[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
+    """`value` through one thing after another."""
+    for step in chain:
+        value = step(value)
     return value

@@ -33,7 +33,7 @@ from shoal.model.stack import (
     mark_shallow,
 )
 from shoal.model.twin import twin_of
-from shoal.model.windows import context_of, windows_of
+from shoal.model.windows import context_of, layers_of, windows_of
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ class HFStack:
 
     Attributes:
         prepacks: whether rows of different lengths run side by side without padding.
+        alone: whether each row runs by itself, for attention that tells positions by columns.
     """
 
     prefill_chunk = 2048
@@ -56,7 +57,7 @@ class HFStack:
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         _check_attention(model)
-        self.num_layers = int(config.num_hidden_layers)
+        self.num_layers = layers_of(config)
         self.vocab_size = int(config.vocab_size)
         self.max_positions = context_of(config)
         self.windows = windows_of(config)
@@ -69,6 +70,7 @@ class HFStack:
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
         self.prepacks = self.shows_queries = all(map(can_ask_by_rows, layers))
+        self.alone = False
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property
@@ -240,6 +242,15 @@ class _PaddedCall:
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and put its outcome into the hidden states."""
+        if self.stack.alone and len(self.chunks) > 1:
+            for index in range(len(self.chunks)):
+                self._run(layer, piece.of_row(index))
+        else:
+            self._run(layer, piece)
+
+    def _run(self, layer: int, piece: LayerWork) -> None:
+        if piece.first == piece.last:
+            return
         output = self.through(self.stack.module(layer, piece.part), layer, piece)
         if self._whole(piece):
             self.hidden = output

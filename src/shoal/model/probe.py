@@ -8,7 +8,7 @@ whatever happens. What the probe concludes is only a hypothesis: `HFStack` compa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from shoal.model.head import Head, through
 from shoal.model.kv_form import KVSizes
 
 _MASKS = ("attention_mask", "causal_mask")
+_FAILS = "transformers itself cannot run it as configured, and says"
 _REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
 
 
@@ -82,8 +83,9 @@ class Parts:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The module list with `num_layers` entries; the outermost if several have that length."""
-    for module in model.modules():
+    """The module list with `num_layers` entries; the outermost of the decoder if several have that length."""
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)() or model
+    for module in (*decoder.modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise Unsupported(f"a model without a list of {num_layers} decoder layers", "there is nothing to skip", _REMEDY)
@@ -105,7 +107,8 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         )
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
-    stores = recording.layers[-1].arguments[calls[-1].cache].layers
+    cache = recording.layers[-1].arguments[calls[-1].cache]
+    stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # room for an encoder's layers, too
     return Parts(
         layers=layers,
         calls=calls,
@@ -128,9 +131,28 @@ def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor)
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = positions
-    with _recording_hooks(model, layers, recording):
+    with _recording_hooks(model, layers, recording), in_transformers(model.config):
         recording.logits = model(**arguments).logits
     return recording
+
+
+@contextmanager
+def in_transformers(config: Any, why: str = _FAILS) -> Iterator[None]:
+    """Around transformers' own code, or what reads it: what that raises becomes one line that names the model type.
+
+    Raises:
+        Unsupported: anything was raised but for want of memory, or of a file.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, torch.OutOfMemoryError, Unsupported):
+        raise
+    except Exception as error:
+        if "memory" in str(error):  # on a CPU that is a RuntimeError
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "Correct its config or its dtype, or install what transformers asks for"
+        raise Unsupported(f"model type {config.model_type!r}", f"{why} {said}", remedy) from error
 
 
 @contextmanager
@@ -324,7 +346,7 @@ def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
 
 
 def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
-    chain = _chain_to(recording, head_module)
+    chain = _chain_to(recording, head_module, config)
     raw = next(call.output for call in recording.after if call.module is head_module)
     finish = _explain(raw, recording.logits, config)
     if finish is None:
@@ -333,9 +355,17 @@ def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
     return Head(chain, finish)
 
 
-def _chain_to(recording: Recording, head_module: nn.Module) -> list[nn.Module]:
-    """The modules from the last layer's output to the LM head, in the order of their calls."""
+def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> Sequence[Callable[[Tensor], Tensor]]:
+    """The way from the last layer's output to the LM head's: modules in the order of their calls, perhaps a factor."""
     modules = [call.module for call in recording.after]
     if head_module not in modules:
         raise Unsupported("a model whose LM head does not run in its forward", "its logits cannot be rebuilt", _REMEDY)
-    return modules[: modules.index(head_module) + 1]
+    last = modules.index(head_module)
+    left, read = recording.after[last - 1].output, next(iter(recording.after[last].arguments.values()))
+    if not last or not isinstance(left, Tensor) or left.shape != read.shape or torch.equal(left, read):
+        return modules[: last + 1]
+    change = _explain(left, read, config)
+    if change is None:
+        what = "a model that changes its hidden states before the LM head"
+        raise Unsupported(what, "the probe does not recognise how", _REMEDY)
+    return [*modules[:last], change, head_module]

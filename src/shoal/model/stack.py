@@ -101,6 +101,11 @@ class LayerWork:
     first: tuple[int, ...]
     last: tuple[int, ...]
 
+    def of_row(self, index: int) -> LayerWork:
+        """The part of it that is one chunk's."""
+        last = tuple(b if i == index else a for i, (a, b) in enumerate(zip(self.first, self.last, strict=True)))
+        return LayerWork(self.part, self.first, last)
+
     def flat(self, sizes: Sequence[int]) -> list[int] | None:
         """Where its tokens stand among those of all chunks, of these sizes, one after the other; None for all."""
         if not any(self.first) and list(self.last) == list(sizes):

@@ -9,6 +9,11 @@ from shoal.errors import Unsupported
 _KNOWN = {"full_attention", "sliding_attention"}
 
 
+def layers_of(config: Any) -> int:
+    """How many layers the decoder has; of a type that also comes with an encoder, the other number is that one's."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """Each layer's sliding window in positions, or None: from its type, or from the config's single window.
 
@@ -24,7 +29,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        return (window,) * int(config.num_hidden_layers)
+        return (window,) * layers_of(config)
     unknown = set(types) - _KNOWN
     if unknown:
         raise Unsupported(

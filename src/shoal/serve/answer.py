@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from shoal.engine.request_handle import Item, RequestHandle, ScheduledRow
@@ -113,18 +114,30 @@ class Answer:
         """What the choices came to so far."""
         return [result for handle in self.handles for result in handle.results]
 
+    def best(self, count: int) -> list[int]:
+        """Which answers to give, so many to each prompt: the likeliest by mean log-probability where there are more."""
+        if count == self._n:
+            return list(range(len(self.entries)))
+        scores = [fmean([entry.logprob for entry in result.logprobs or ()] or [0.0]) for result in self.results]
+        groups = [range(first, first + self._n) for first in range(0, len(scores), self._n)]
+        return [place for group in groups for place in sorted(group, key=lambda place: -scores[place])[:count]]
+
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens read and made; a prompt counts once however many answers it gets."""
+        """Tokens read and made, a prompt once however many answers it gets; guesses too, where there were any."""
         firsts = [handle.entries[0].row for handle in self.handles]
         read = sum(row.prompt_length for row in firsts)
         made = sum(len(entry.row.steps) for entry in self.entries)
         cached = {"cached_tokens": sum(row.cached for row in firsts)}
+        drafted = sum(entry.row.ledger.drafted for entry in self.entries)
+        kept = sum(entry.row.ledger.accepted for entry in self.entries)
+        guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
             "total_tokens": read + made,
             "prompt_tokens_details": cached,
+            **({"completion_tokens_details": guessed, "draft_n": drafted, "draft_n_accepted": kept} if drafted else {}),
         }
 
 

@@ -13,17 +13,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduler import Scheduler
 from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.errors import ApiError, no_model
-from shoal.serve.handler import RequestHandler
+from shoal.serve.handler import IGNORED, RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
 from shoal.serve.playground import Playground
+from shoal.serve.responses import ResponseBody
 from shoal.serve.settings import Settings
+from shoal.serve.words import DetokenizeBody, TokenizeBody, Words
 
+_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of pages that this machine serves."""
 LOG = logging.getLogger("shoal.serve")
 
 
@@ -43,6 +48,10 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, settings=settings)
+    app.add_middleware(  # before the gate: a browser asks for leave without a key
+        CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=_LOCAL, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
+    )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -51,6 +60,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     _add_generation(app, RequestHandler(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics)
+    _add_words(app, Words(scheduler, settings))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app
@@ -66,6 +76,11 @@ def _add_generation(app: FastAPI, handler: RequestHandler) -> None:
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         return await handler.complete(request)
+
+    @app.post("/v1/responses", openapi_extra=_body(ResponseBody))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the newer form."""
+        return await handler.respond(request)
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
@@ -88,6 +103,25 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         if name != settings.model_name:
             raise no_model(name, settings.model_name)
         return card
+
+
+def _add_words(app: FastAPI, words: Words) -> None:
+    @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Token ids of a text or a chat."""
+        body = validated(read(await request.body()), TokenizeBody)
+        return await asyncio.to_thread(words.tokenize, body)
+
+    @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        body = validated(read(await request.body()), DetokenizeBody)
+        return await asyncio.to_thread(words.detokenize, body)
+
+    @app.get("/props")
+    def props() -> dict[str, Any]:
+        """The model and the server's defaults."""
+        return words.props()
 
 
 def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:

@@ -11,9 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
 from shoal.serve.fields import check_names
+from shoal.serve.formats import constraint_of
+from shoal.serve.tools import Tools, tools_of
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Body")
+TEMPLATE_OPTIONS = frozenset((
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+))  # fmt: skip
+"""What transformers' `apply_chat_template` keeps of its arguments for itself; the rest goes to the template."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -44,27 +52,40 @@ class Body(BaseModel):
     ignore_eos: bool = False
     metrics: bool = False
     steps: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = Field(default=None, max_length=1024)
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that says what it cost."""
         return self.stream_options.get("include_usage", False)
 
-    def options(self) -> dict[str, Any]:
-        """The engine's options, but for method, length and log-probabilities."""
+    def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """The engine's options, but for method, length and log-probabilities; `defaults` where a field is left out."""
+        given = self.model_fields_set
         return {
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) if name in given else defaults.get(name, getattr(self, name))
+               for name in _SAMPLING},
             "seed": self.seed,
             "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias),
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
+            "constraint": constraint_of(self),
         }
 
     @property
     def alternatives(self) -> int | None:
         """How many alternatives the log-probabilities name; None where none are wanted."""
         return None
+
+    @property
+    def answers(self) -> int:
+        """How many answers to each prompt are made; the `n` best of them are given."""
+        return self.n
 
     def check(self) -> None:
         """What no single field's range says; raises ApiError."""
@@ -84,6 +105,24 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def tools_for(self, template: Any) -> Tools | None:
+        """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
+        found = tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template)
+        if found is not None and found.bound and constraint_of(self) is not None:
+            raise refused("tool_choice", "the answer must be a call of a tool; leave other formats out")
+        return found
+
+    def variables(self, tools: Tools | None) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        offered = {} if tools is None else {"tools": list(tools.offered)}
+        return {**effort, **self.chat_template_kwargs, **offered}
 
     @property
     def alternatives(self) -> int | None:
@@ -98,6 +137,8 @@ class ChatBody(Body):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise refused("max_completion_tokens", f"max_tokens is {both[0]} and max_completion_tokens {both[1]}")
+        if wrong := sorted(set(self.chat_template_kwargs) & TEMPLATE_OPTIONS):
+            raise refused("chat_template_kwargs", f"chat_template_kwargs.{wrong[0]} is no variable of a template")
 
 
 class CompletionBody(Body):
@@ -106,6 +147,12 @@ class CompletionBody(Body):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=128)
+
+    @property
+    def answers(self) -> int:
+        """See `Body`."""
+        return self.best_of or self.n
 
     @property
     def alternatives(self) -> int | None:
@@ -115,8 +162,10 @@ class CompletionBody(Body):
     def check(self) -> None:
         """See `Body`."""
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise refused("echo", "echo with logprobs is not supported: prompts are read without log-probabilities")
+        if self.chat_template_kwargs:
+            raise refused("chat_template_kwargs", "completions go through no chat template")
+        if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
+            raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
 
 
 class PlanBody(BaseModel):
@@ -129,11 +178,12 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
-def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer]) -> Asked:
-    """A request for text from its bytes; ApiError 400 for anything that is not one."""
-    body = validated(check_names(read(raw), known), kind)
+def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer], strict: bool) -> tuple[Asked, list[str]]:
+    """A request for text from its bytes, and its fields that have no effect; ApiError 400 for anything that is none."""
+    kept, ignored = check_names(read(raw), known, strict)
+    body = validated(kept, kind)
     body.check()
-    return body
+    return body, ignored
 
 
 def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:

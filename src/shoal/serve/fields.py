@@ -1,4 +1,4 @@
-"""Every field that OpenAI's client can send: what the server makes of it. A field that is not here is answered 400.
+"""Every field that OpenAI's client can send: what the server makes of it. One that is not here counts as ignored.
 
 `python -m shoal.serve.fields` prints the table of docs/serving.md.
 """
@@ -27,7 +27,15 @@ class Refused:
     neutral: tuple[Any, ...] = ()
 
 
-Field = Honoured | Refused
+@dataclass(frozen=True)
+class Ignored:
+    """A field that changes nothing, as with peers; named in a header of the answer, and refused by a strict server."""
+
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+Field = Honoured | Refused | Ignored
 
 _COMMON: dict[str, Field] = {
     "model": Honoured("must be the served name; another one is answered 404"),
@@ -51,10 +59,15 @@ _OURS: dict[str, Field] = {
     "repetition_penalty": Honoured("above 0; 1 is neutral"),
     "stop_token_ids": Honoured("token ids that end the answer"),
     "ignore_eos": Honoured("go on after the model's end of sequence"),
+    "chat_template_kwargs": Honoured("variables of the chat template, such as `enable_thinking`; chats only"),
+    "guided_json": Honoured("a JSON schema that the answer is valid under"),
+    "guided_regex": Honoured("a pattern that matches the whole answer"),
+    "guided_grammar": Honoured("a grammar of the answer, in Lark's notation or GBNF"),
+    "guided_choice": Honoured("the texts of which the answer is one"),
     "metrics": Honoured("adds what the answer cost: layers, guesses, times"),
     "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and if it was guessed"),
 }
-_NO_TOOLS = "the server calls no tools"
+_OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {
     **_COMMON,
     "messages": Honoured("through the model's chat template; content is text, or a list of text parts"),
@@ -64,32 +77,32 @@ CHAT: dict[str, Field] = {
     "top_logprobs": Honoured("0 to 20 alternatives; needs `logprobs`"),
     "audio": Refused("the model makes text only"),
     "modalities": Refused("the model makes text only", (["text"],)),
-    "function_call": Refused(_NO_TOOLS, ("none",)),
-    "functions": Refused(_NO_TOOLS, ([],)),
-    "tools": Refused(_NO_TOOLS, ([],)),
-    "tool_choice": Refused(_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": Refused(_NO_TOOLS, (False,)),
-    "web_search_options": Refused(_NO_TOOLS),
-    "response_format": Refused("answers follow no grammar", ({"type": "text"},)),
-    "prediction": Refused("use a method that drafts, such as prompt_lookup"),
-    "reasoning_effort": Refused("the server has no such knob", ("none",)),
-    "verbosity": Refused("the server has no such knob"),
-    "metadata": Refused("nothing is stored", ({},)),
-    "store": Refused("nothing is stored", (False,)),
+    "function_call": Refused(_OLD_TOOLS, ("none",)),
+    "functions": Refused(_OLD_TOOLS, ([],)),
+    "tools": Honoured("functions, through the model's chat template, which must have a place for them"),
+    "tool_choice": Honoured("`none`, `auto`, `required`, or one function; the last two bind the answer"),
+    "parallel_tool_calls": Honoured("false allows one call where `tool_choice` binds the answer"),
+    "web_search_options": Refused("the server searches nothing"),
+    "response_format": Honoured("`text`, `json_object`, or `json_schema`, which binds every token"),
+    "prediction": Ignored("a method that drafts guesses by itself"),
+    "reasoning_effort": Honoured("given to the chat template, most of which do not look at it"),
+    "verbosity": Ignored("the server has no such knob"),
+    "metadata": Ignored("nothing is stored", ({},)),
+    "store": Ignored("nothing is stored", (False,)),
     "moderation": Refused("the server moderates nothing"),
-    "safety_identifier": Refused("the server keeps no account of users; `user` goes to its log"),
-    "service_tier": Refused("there is one tier", ("auto", "default")),
-    "prompt_cache_key": Refused("prompts are found again by their beginnings alone"),
-    "prompt_cache_options": Refused("prompts are found again by their beginnings alone"),
-    "prompt_cache_retention": Refused("prompts are found again by their beginnings alone"),
+    "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
+    "service_tier": Ignored("there is one tier", ("auto", "default")),
+    "prompt_cache_key": Ignored("prompts are found again by their beginnings alone"),
+    "prompt_cache_options": Ignored("prompts are found again by their beginnings alone"),
+    "prompt_cache_retention": Ignored("prompts are found again by their beginnings alone"),
 }
 COMPLETION: dict[str, Field] = {
     **_COMMON,
     "prompt": Honoured("text, token ids, or a list of either"),
     "max_tokens": Honoured("most generated tokens, default 16"),
     "logprobs": Honoured("0 to 20 alternatives for each token"),
-    "echo": Honoured("puts the prompt before the answer; not with `logprobs`"),
-    "best_of": Refused("give `n`", (1,)),
+    "echo": Honoured("puts the prompt before the answer; with `logprobs` it is read once more for its own"),
+    "best_of": Honoured("so many are made, and the `n` likeliest by mean log-probability given; not in a stream"),
     "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }
 
@@ -99,22 +112,31 @@ def extras() -> Mapping[str, Field]:
     return _OURS
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
-    """The honoured fields of a request.
+_UNKNOWN = Ignored("unknown; see docs/serving.md for those that there are")
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """The honoured fields of a request, and the names of those that were given and change nothing.
 
     Raises:
-        ApiError: 400 for a field that is unknown, or refused and not neutral.
+        ApiError: 400 for a field that is refused and not neutral, and in a strict server for one without effect.
     """
-    kept: dict[str, Any] = {}
+    kept, ignored = dict[str, Any](), list[str]()
     for name, value in given.items():
-        field = known.get(name) or _OURS.get(name)
-        if field is None:
-            raise ApiError(400, f"unknown field {name!r}; see docs/serving.md for those that there are", param=name)
+        field = known.get(name) or _OURS.get(name, _UNKNOWN)
         if isinstance(field, Honoured):
             kept[name] = value
-        elif value is not None and not any(value == one and type(value) is type(one) for one in field.neutral):
+        elif field is not _UNKNOWN and (value is None or _is_one_of(value, field.neutral)):
+            continue
+        elif isinstance(field, Ignored) and not strict:
+            ignored.append(name)
+        else:
             raise ApiError(400, f"{name} is not supported: {field.note}", param=name, code="unsupported_parameter")
-    return kept
+    return kept, ignored
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(value == one and type(value) is type(one) for one in neutral)
 
 
 def table() -> str:
@@ -134,6 +156,8 @@ def table() -> str:
 def _answer(field: Field) -> str:
     if isinstance(field, Honoured):
         return "honoured"
+    if isinstance(field, Ignored):
+        return "no effect"
     allowed = ", ".join(f"`{_json(value)}`" for value in field.neutral)
     return f"400, unless {allowed}" if allowed else "400"
 

@@ -5,25 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from shoal.engine.request import prompt_ids
 from shoal.engine.scheduler import Scheduler
 from shoal.serve import fields, policy
 from shoal.serve.answer import Answer
-from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse
+from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
+from shoal.serve.echo import prompt_logprobs
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.metrics import Metrics, report
 from shoal.serve.middleware import note
 from shoal.serve.prompts import chat_ids, prompts_of
+from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
+from shoal.serve.tools import Tools
 from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
+from shoal.types import TokenLogprob
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
+_MOST_TOLD, _MOST_NAMED = 1000, 64
+IGNORED = "x-shoal-ignored"
+"""The header that names the fields of a request that had no effect."""
 _GONE = 499
 """Status for the log where the client left before its answer; nobody receives it."""
 
@@ -40,21 +51,72 @@ class RequestHandler:
     def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
         self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
         self._tokenizer = scheduler.engine.tokenizer
+        self._told: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body = parse(await request.body(), ChatBody, fields.CHAT)
+        body, ignored = parse(await request.body(), ChatBody, fields.CHAT, self._settings.strict)
+        asked = await self._asked(body)
+        answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
+        wire = ChatWire(body.model, self._tokenizer, asked.tools)
+        return self._telling(await self._answer(request, body, answer, wire), ignored)
+
+    async def respond(self, request: Request) -> Response:
+        """`/v1/responses`."""
+        given, ignored = fields.check_names(read(await request.body()), RESPONSES, self._settings.strict)
+        ignored += [name for name in ("metrics", "steps") if given.pop(name, None)]
+        chat = as_chat(given)
+        body = validated(chat, ChatBody)
+        body.check()
+        asked = await self._asked(body)
+        answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
+        wire = ResponseWire(chat, asked.tools)
+        if body.stream:
+            return self._telling(_streaming(self._response_events(request, answer, wire)), ignored)
+        if not await self._drained(request, answer):
+            return Response(status_code=_GONE)
+        return self._telling(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
+
+    async def _asked(self, body: ChatBody) -> _Conversation:
+        """What a chat comes to."""
         limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
-        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer)
-        return await self._answer(request, body, [ids], limit, ChatWire(body.model, self._tokenizer))
+        tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
+        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer, body.variables(tools))
+        bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
+        return _Conversation(ids, limit, tools, bound)
+
+    def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
+        """The answer with the names of fields that had no effect in a header; each is logged once."""
+        if ignored:
+            answer.headers[IGNORED] = quote(", ".join(name[:64] for name in ignored[:_MOST_NAMED]), safe=", ")
+        for name in set(ignored) - self._told:
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(name)
+                LOG.info(json.dumps({"event": "ignored", "field": name}))
+        return answer
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body = parse(await request.body(), CompletionBody, fields.COMPLETION)
+        body, ignored = parse(await request.body(), CompletionBody, fields.COMPLETION, self._settings.strict)
         prompts = prompts_of(body.prompt)
+        limit = body.max_tokens or _COMPLETION_TOKENS
+        self._check(body, len(prompts), limit)
         prefixes = [self._prefix(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
-        wire = CompletionWire(body.model, self._tokenizer, prefixes)
-        return await self._answer(request, body, prompts, body.max_tokens or _COMPLETION_TOKENS, wire)
+        scored = await asyncio.to_thread(self._scored, prompts, body) if body.echo and body.logprobs is not None else []
+        wire = CompletionWire(body.model, self._tokenizer, prefixes, scored)
+        answer = await self._start(request, body, prompts, limit)
+        return self._telling(await self._answer(request, body, answer, wire), ignored)
+
+    def _scored(self, prompts: Sequence[Any], body: CompletionBody) -> list[list[TokenLogprob]]:
+        """The log-probabilities of the prompt before each choice."""
+        stack, found = self._scheduler.engine.stack, list[list[TokenLogprob]]()
+        for prompt in prompts:
+            try:
+                ids = prompt_ids(prompt, self._tokenizer, stack.vocab_size, stack.max_positions)
+            except ValueError as error:
+                raise refused("prompt", str(error)) from None
+            found += [prompt_logprobs(self._scheduler.engine, ids, body.logprobs or 0)] * body.n
+        return found
 
     def _prefix(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -64,21 +126,26 @@ class RequestHandler:
             raise refused("prompt", f"the prompt cannot be echoed: token {wrong} has no text")
         return str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
 
-    async def _answer(self, request: Request, body: Body, prompts: Sequence[Any], limit: int, wire: Wire) -> Response:
+    async def _start(
+        self, request: Request, body: Body, prompts: Sequence[Any], limit: int,
+        bound: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Answer:
+        """Queue what a request asks for."""
         self._check(body, len(prompts), limit)
         method = policy.choose(body.method, body.method_args, self._settings)
-        note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.n)
+        note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
-        answer = Answer(self._scheduler, body.n, self._settings.timeout, self._settings.max_n)
-        options = {**body.options(), "method": method, "max_new_tokens": limit, "logprobs": body.alternatives}
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n)
+        wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
+        options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
+                   "logprobs": wanted}
         await answer.start(prompts, options)
+        return answer
+
+    async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         if body.stream:
-            return StreamingResponse(
-                self._events(request, body, answer, wire),
-                media_type="text/event-stream",
-                headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-            )
+            return _streaming(self._events(request, body, answer, wire))
         return await self._whole(request, body, answer, wire)
 
     def _check(self, body: Body, prompts: int, limit: int) -> None:
@@ -86,27 +153,49 @@ class RequestHandler:
             raise no_model(body.model, self._settings.model_name)
         if limit > self._settings.max_tokens:
             raise refused("max_tokens", f"max_tokens is {limit}; this server allows up to {self._settings.max_tokens}")
-        if prompts * body.n > self._settings.max_n:
-            most = self._settings.max_n
-            raise refused("n", f"{prompts} prompts with n={body.n} answers each; this server allows {most} in all")
+        if prompts * body.answers > self._settings.max_n:
+            asked = f"{prompts} prompts with n={body.answers} answers each"
+            raise refused("n", f"{asked}; this server allows {self._settings.max_n} in all")
 
     async def _whole(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
+        if not await self._drained(request, answer):
+            return Response(status_code=_GONE)
+        extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
+        best = answer.best(body.n)
+        shown = [answer.results[place] for place in best]
+        if body.alternatives is None:
+            shown = [replace(result, logprobs=None) for result in shown]
+        whole = wire.whole(shown, answer.usage)
+        if body.steps:
+            pairs = zip(whole["choices"], [answer.entries[place] for place in best], strict=True)
+            whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
+        return JSONResponse({**whole, **extra})
+
+    async def _drained(self, request: Request, answer: Answer) -> bool:
+        """Wait for the end; False where the client left before."""
         work, gone = asyncio.ensure_future(_drain(answer)), asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=_GONE)
-            work.result()
+            if work.done():
+                work.result()
+            return work.done()
         finally:
             for task in (work, gone):
                 task.cancel()
             self._account(request, answer)
-        extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
-        whole = wire.whole(answer.results, answer.usage)
-        if body.steps:
-            pairs = zip(whole["choices"], answer.entries, strict=True)
-            whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
-        return JSONResponse({**whole, **extra})
+
+    async def _response_events(self, request: Request, answer: Answer, wire: ResponseWire) -> AsyncIterator[str]:
+        try:
+            yield "".join(map(event, wire.opening()))
+            async for steps in answer.steps():
+                if told := "".join(event(one) for _, step in steps for one in wire.step(step)):
+                    yield told
+            yield event(wire.closing(answer.results[0], answer.usage))
+        except Exception as error:
+            yield event(wire.error(_told(error)))
+        finally:
+            answer.cancel()
+            self._account(request, answer)
 
     async def _events(self, request: Request, body: Body, answer: Answer, wire: Wire) -> AsyncIterator[str]:
         head = wire.chunk_head()
@@ -123,11 +212,8 @@ class RequestHandler:
                 extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
                 yield _event({**head, "choices": [], "usage": answer.usage, **extra})
             yield "data: [DONE]\n\n"
-        except ApiError as error:
-            yield _event(error.to_dict())
-        except Exception:
-            LOG.exception("a stream failed")
-            yield _event(ApiError(500, "the server failed; its log says why", code="internal_error").to_dict())
+        except Exception as error:
+            yield _event(_told(error).to_dict())
         finally:
             answer.cancel()
             self._account(request, answer)
@@ -148,6 +234,29 @@ class RequestHandler:
         )
         if self._settings.log_prompts:
             note(request.scope, texts=[result.text for result in results])
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A chat: the prompt, the limit of the answer, the tools it may call, and options that bind it to do so."""
+
+    ids: list[int]
+    limit: int
+    tools: Tools | None
+    bound: dict[str, Any]
+
+
+def _streaming(events: AsyncIterator[str]) -> StreamingResponse:
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _told(error: Exception) -> ApiError:
+    """What a client is told of an error in the midst of a stream."""
+    if isinstance(error, ApiError):
+        return error
+    LOG.error("a stream failed", exc_info=error)
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
 async def _drain(answer: Answer) -> None:

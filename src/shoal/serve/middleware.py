@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -69,6 +69,12 @@ class Gate:
                 await self._app(scope, self._bounded(receive), answer)
         except ApiError as error:
             await JSONResponse(error.to_dict(), error.status)(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not getattr(scope["app"].state, "stopping", bool)():
+                raise
+            begun, line["status"] = "status" in line, "cut off by the shutdown"
+            with suppress(Exception, asyncio.CancelledError):
+                await _cut_off(begun, scope, receive, send)
         finally:
             line["seconds"] = round(time.monotonic() - started, 4)
             LOG.info(json.dumps({"event": "request", **line}))
@@ -92,7 +98,7 @@ class Gate:
 
     def _check(self, path: str, headers: Headers) -> None:
         keys = self._settings.api_keys
-        if keys and path.startswith(("/v1/", "/playground/")):
+        if keys and path.startswith(("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")):
             given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
             matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
             if not any(matches):
@@ -114,6 +120,16 @@ class Gate:
             return message
 
         return bounded
+
+
+async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
+    """Tell a client why its answer ends here; of an answer that has begun, in a stream's last event."""
+    error = ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
+    if begun:
+        body = f"data: {json.dumps(error.to_dict())}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+    else:
+        await JSONResponse(error.to_dict(), error.status)(scope, receive, send)
 
 
 def note(scope: Any, **facts: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import sys
 
@@ -46,20 +47,20 @@ def log_to_stderr() -> None:
 
 def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
     """A server to run on sockets of one's own."""
-    config = uvicorn.Config(
-        create_app(scheduler, settings),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=int(settings.grace) or None,
-    )
-    return uvicorn.Server(config)
+    app = create_app(scheduler, settings)
+    grace = math.ceil(settings.grace)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=grace))
+    app.state.stopping = lambda: server.should_exit
+    return server
 
 
 def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
     log_to_stderr()
     listener.listen(128)  # from now on nobody is turned away
-    print(f"serving {settings.model_name} at {url_of(*listener.getsockname()[:2])}", file=sys.stderr, flush=True)
+    url = url_of(*listener.getsockname()[:2])
+    page = f" (page: {url.removesuffix('v1')})" if settings.playground else ""
+    print(f"serving {settings.model_name} at {url}{page}", file=sys.stderr, flush=True)
     try:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:

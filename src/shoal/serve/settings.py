@@ -23,6 +23,8 @@ class Settings:
         grace: seconds that requests have to finish when the server shuts down.
         log_prompts: whether logs may hold prompts and answers.
         playground: whether there is a page at `/`.
+        strict: whether fields without effect are answered 400.
+        cors_origins: origins whose pages may ask, `*` for all; pages of this machine always may.
     """
 
     model_name: str = "shoal"
@@ -37,6 +39,8 @@ class Settings:
     grace: float = 30.0
     log_prompts: bool = False
     playground: bool = True
+    strict: bool = False
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from shoal.serve.tools import CallReader, Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
@@ -39,11 +40,18 @@ class Wire(Protocol):
 
 
 class ChatWire:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`.
 
-    def __init__(self, model: str, tokenizer: Any) -> None:
+    Args:
+        model: the served name.
+        tokenizer: makes words of tokens.
+        tools: that the answer may call; None where it is text and no more.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, tools: Tools | None = None) -> None:
         self.head = _head("chatcmpl", "chat.completion", model)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tools = tokenizer, tools
+        self._readers: dict[int, CallReader] = {}
 
     def chunk_head(self) -> Json:
         """See `Wire`."""
@@ -57,16 +65,26 @@ class ChatWire:
         """See `Wire`."""
         if not (step.text or step.logprob or step.finish_reason or detailed):
             return None
-        delta = {"content": step.text} if step.text else {}
-        choice = _choice(index, "delta", delta, self._logprobs([step.logprob]), step.finish_reason)
+        delta, reason = self._said(index, step.text, step.finish_reason)
+        if not (delta or step.logprob or reason or detailed):
+            return None
+        choice = _choice(index, "delta", delta, self._logprobs([step.logprob]), reason)
         return with_steps(choice, [step]) if detailed else choice
+
+    def _said(self, index: int, text: str, reason: str | None) -> tuple[Json, str | None]:
+        """What a piece of text says, and why the answer ended if it has: a call it was bound to make is a plain end."""
+        if self._tools is None:
+            return ({"content": text} if text else {}), reason
+        reader = self._readers.setdefault(index, CallReader(self._tools))
+        delta = reader.read(text, reason is not None)
+        return delta, "tool_calls" if reason == "stop" and reader.calls and not self._tools.named else reason
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         """See `Wire`."""
-        choices = [
-            _choice(index, "message", _said(result.text), self._logprobs(result.logprobs or ()), result.finish_reason)
-            for index, result in enumerate(results)
-        ]
+        choices = []
+        for index, result in enumerate(results):
+            delta, reason = self._said(index, result.text, result.finish_reason)
+            choices.append(_choice(index, "message", _message(delta), self._logprobs(result.logprobs or ()), reason))
         return {**self.head, "choices": choices, "usage": usage}
 
     def _logprobs(self, found: Sequence[TokenLogprob | None]) -> Json | None:
@@ -87,11 +105,15 @@ class CompletionWire:
         model: the served name.
         tokenizer: makes words of tokens.
         prefixes: what stands before each choice's text: the prompt, if it is to be echoed.
+        scored: the log-probabilities of that, for each choice; nothing where they are not wanted.
     """
 
-    def __init__(self, model: str, tokenizer: Any, prefixes: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, tokenizer: Any, prefixes: Sequence[str], scored: Sequence[Sequence[TokenLogprob]] = ()
+    ) -> None:
         self.head = _head("cmpl", "text_completion", model)
         self._tokenizer, self._prefixes = tokenizer, prefixes
+        self._scored = scored or [()] * len(prefixes)
         self._offsets = [0] * len(prefixes)
 
     def chunk_head(self) -> Json:
@@ -101,7 +123,7 @@ class CompletionWire:
     def opening(self, index: int) -> Json | None:
         """See `Wire`."""
         prefix = self._prefixes[index]
-        return _choice(index, "text", prefix, None, None) if prefix else None
+        return _choice(index, "text", prefix, self._logprobs(index, self._scored[index]), None) if prefix else None
 
     def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """See `Wire`."""
@@ -118,7 +140,7 @@ class CompletionWire:
                 index,
                 "text",
                 self._prefixes[index] + result.text,
-                self._logprobs(index, result.logprobs or ()),
+                self._logprobs(index, [*self._scored[index], *(result.logprobs or ())]),
                 result.finish_reason,
             )
             for index, result in enumerate(results)
@@ -129,16 +151,19 @@ class CompletionWire:
         if not entries:
             return None
         words = [_word(entry.token, self._tokenizer) for entry in entries]
+        known = [True] * len(entries)
+        known[0] = not (self._scored[index] and self._offsets[index] == 0)  # a prompt's first token follows nothing
         offsets = []
         for word in words:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(word)
         return {
             "tokens": words,
-            "token_logprobs": [finite_logprob(entry.logprob) for entry in entries],
+            "token_logprobs": [finite_logprob(entry.logprob) if told else None
+                               for entry, told in zip(entries, known, strict=True)],
             "top_logprobs": [
-                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top}
-                for entry in entries
+                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top} if told else None
+                for entry, told in zip(entries, known, strict=True)
             ],
             "text_offset": offsets,
         }
@@ -167,8 +192,10 @@ def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: st
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _said(text: str) -> Json:
-    return {"role": "assistant", "content": text, "refusal": None}
+def _message(delta: Json) -> Json:
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
+    content = delta.get("content", None if calls else "")
+    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
 def _word(token: int, tokenizer: Any) -> str:

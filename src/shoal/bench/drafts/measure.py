@@ -132,7 +132,6 @@ def measure(
             break
         found["texts"].append({"kind": kind, "prompt": _fingerprint(prompt), **_text(engine, systems, prompt, wish,
                                                                                     len(found["texts"]))})
-        _sum_up(found)
         keep()
     _sum_up(found)
     if not found["results"]:

@@ -13,7 +13,16 @@ export class Refusal extends Error {
   }
 }
 
-function ask(path, body, signal) {
+async function ask(path, body, signal) {
+  try {
+    return await sent(path, body, signal);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal(0, `the server at ${location.host} does not answer; it may have been stopped, or the network is down`);
+  }
+}
+
+function sent(path, body, signal) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body === undefined) return fetch(path, { headers, signal });
   headers["content-type"] = "application/json";

@@ -27,6 +27,14 @@ function field(knob) {
   return make("select", {}, first, ...rest.map((choice) => make("option", { value: shown(choice) }, shown(choice))));
 }
 
+const FIRST = ["mean", "alpha"];
+
+/* A method's own knobs before those that all have, and of these what people turn first. */
+function inOrder(knobs) {
+  const rank = (knob) => [knob.own ? 0 : 1, FIRST.includes(knob.name) ? FIRST.indexOf(knob.name) : FIRST.length];
+  return [...knobs].sort((a, b) => rank(a)[0] - rank(b)[0] || rank(a)[1] - rank(b)[1]);
+}
+
 export class Knobs {
   constructor(near, far, more, note, changed) {
     Object.assign(this, { near, far, more, note, changed, fields: new Map() });
@@ -36,7 +44,7 @@ export class Knobs {
     this.fields.clear();
     this.near.replaceChildren();
     this.far.replaceChildren();
-    for (const knob of [...knobs].sort((a, b) => b.own - a.own)) {
+    for (const knob of inOrder(knobs)) {
       const input = field(knob);
       input.dataset.knob = knob.name;
       input.addEventListener("input", this.changed);
@@ -46,6 +54,20 @@ export class Knobs {
       (knob.own && this.near.childElementCount < 6 ? this.near : this.far).append(make("label", {}, `${knob.name} `, input));
     }
     this.more.hidden = this.far.childElementCount === 0;
+  }
+
+  /* Put texts into the fields of some knobs. */
+  fill(texts) {
+    for (const [name, text] of texts) {
+      const input = this.fields.get(name);
+      if (!input) continue;
+      input.value = text;
+      if (this.far.contains(input)) this.more.open = true;
+    }
+  }
+
+  get texts() {
+    return [...this.fields].map(([name, input]) => [name, input.value.trim()]);
   }
 
   get values() {

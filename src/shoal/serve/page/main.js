@@ -1,34 +1,51 @@
 /* Puts the page together: reads the form, asks the server, shows the answers. */
 
 import { fetchJson, useKey } from "./api.js";
+import { verdict } from "./compare.js";
 import { make } from "./dom.js";
 import { Knobs } from "./knobs.js";
+import { copy, read, written } from "./link.js";
 import { Pane } from "./pane.js";
 import { fewestOf, planPicture } from "./picture.js";
 
 const at = (id) => document.getElementById(id);
-const knobs = new Knobs(at("knobs"), at("more-knobs"), at("more"), at("knob-note"), replan);
+const knobs = new Knobs(at("knobs"), at("more-knobs"), at("more"), at("knob-note"), changed);
+const NUMBERS = {
+  tokens: { words: "a whole number of at least 1", good: (n) => Number.isInteger(n) && n >= 1 },
+  temperature: { words: "a number of at least 0", good: (n) => Number.isFinite(n) && n >= 0 },
+  seed: { words: "a whole number, or nothing for any", good: (n) => Number.isInteger(n) },
+};
+let talk = [];
 let model = null;
 let running = null;
 let planning = null;
 let timer = 0;
+let keeping = 0;
 let fewest = null;
 
-function fail(error) {
+function fail(error, again) {
   if (error.name === "AbortError") return;
   at("error").textContent = error.message;
+  at("retry").hidden = error.status !== 0;
+  at("retry").onclick = again;
+  error.field?.focus();
   if (error.status === 401) {
     at("key-form").hidden = false;
     at("key").focus();
   }
 }
 
-async function load() {
+function calm() {
   at("error").textContent = "";
+  at("retry").hidden = true;
+}
+
+async function load() {
+  calm();
   try {
     model = await fetchJson("playground/model");
   } catch (error) {
-    fail(error);
+    fail(error, load);
     return;
   }
   at("key-form").hidden = true;
@@ -37,21 +54,70 @@ async function load() {
   if (!model.chat) at("kind").value = "plain";
   const own = make("option", { value: "" }, `the server's (${model.default_method})`);
   const names = model.methods.map((method) => {
-    const option = make("option", { value: method.name }, method.name);
+    const option = make("option", { value: method.name }, method.why_not === null ? method.name : `${method.name} (not on this model)`);
     option.disabled = method.why_not !== null;
     return option;
   });
   at("method").replaceChildren(own, ...names);
+  const refused = model.methods.filter((method) => method.why_not !== null);
+  at("refused").hidden = refused.length === 0;
+  at("reasons").replaceChildren(...refused.map((method) => make("li", {}, make("strong", {}, method.name), `: ${method.why_not}`)));
   const known = new Set(model.methods.map((method) => method.name));
   if (["auto", "full"].includes(model.default_method) && known.has("d3")) at("method").value = "d3";
-  choose();
+  restore();
 }
 
-function choose() {
+/* The form as the address has it. */
+function restore() {
+  const held = read(location.hash);
+  for (const [name, text] of Object.entries(held.fields)) {
+    const known = at(name).tagName !== "SELECT" || [...at(name).options].some((one) => one.value === text && !one.disabled);
+    if (known) at(name).value = text;
+  }
+  for (const [name, on] of Object.entries(held.checks)) at(name).checked = on;
+  talk = model.chat ? held.talk : [];
+  tell();
+  choose(held.knobs);
+}
+
+/* Puts the form into the address once the typing pauses; browsers mind more than a few changes a second. */
+function remember() {
+  clearTimeout(keeping);
+  keeping = setTimeout(keep, 300);
+}
+
+function keep() {
+  clearTimeout(keeping);
+  if (model) history.replaceState(null, "", `#${written(at, knobs, talk)}`);
+}
+
+function choose(given = new Map()) {
   const method = model.methods.find((one) => one.name === at("method").value);
   at("about").textContent = method ? [method.summary, method.paper].filter(Boolean).join(" ") : "";
   knobs.show(method ? method.knobs : []);
+  knobs.fill(given);
+  changed();
+}
+
+function changed() {
+  remember();
   replan();
+}
+
+/* The turns before this one. */
+function tell() {
+  const said = { user: "You", assistant: "Answer", system: "System" };
+  at("turns").replaceChildren(...talk.map(({ role, content }) => make("li", { class: role }, make("strong", {}, said[role]), ` ${content}`)));
+  at("talk").hidden = talk.length === 0;
+}
+
+/* The next prompt goes on from an answer. */
+function goOn(prompt, answer) {
+  talk = [...talk, { role: "user", content: prompt }, { role: "assistant", content: answer }];
+  at("prompt").value = "";
+  tell();
+  remember();
+  at("prompt").focus();
 }
 
 function chosen() {
@@ -59,9 +125,15 @@ function chosen() {
   return name ? { method: name, method_args: knobs.values } : {};
 }
 
-function whole(id) {
+/* The number in a field, null where it is empty; an error that names the field where it is none. */
+function number(id) {
   const text = at(id).value.trim();
-  return text === "" ? null : Number(text);
+  const value = text === "" ? null : Number(text);
+  const good = value === null || NUMBERS[id].good(value);
+  at(id).setAttribute("aria-invalid", String(!good));
+  if (good) return value;
+  const label = at(id).closest("label").firstChild.textContent.trim();
+  throw Object.assign(new Error(`${label} is “${text}”; it must be ${NUMBERS[id].words}`), { field: at(id) });
 }
 
 /* Draws the plan of what is chosen now, once the typing pauses. */
@@ -74,14 +146,15 @@ async function plan() {
   clearTimeout(timer);
   planning?.abort();
   planning = new AbortController();
-  const tokens = Math.max(1, whole("tokens") || 64);
   try {
+    const tokens = number("tokens") ?? 64;
     const found = await fetchJson("playground/plan", { ...chosen(), max_tokens: tokens }, planning.signal);
     at("picture").replaceChildren(planPicture(found, tokens));
     at("caption").textContent = caption(found, tokens);
     fewest = fewestOf(found, tokens);
   } catch (error) {
     if (error.name === "AbortError") return;
+    if (error.status === 0) fail(error, plan);
     at("picture").replaceChildren();
     fewest = null;
     at("caption").textContent = error.message;
@@ -98,10 +171,10 @@ function caption(found, tokens) {
 function request(method) {
   const chat = at("kind").value === "chat";
   const text = at("prompt").value;
-  const said = chat ? { messages: [{ role: "user", content: text }] } : { prompt: text };
+  const said = chat ? { messages: [...talk, { role: "user", content: text }] } : { prompt: text };
   const body = {
-    model: model.model, ...said, ...method, max_tokens: whole("tokens"), temperature: whole("temperature"),
-    seed: whole("seed"), stream: true, stream_options: { include_usage: true }, steps: true, metrics: true,
+    model: model.model, ...said, ...method, max_tokens: number("tokens"), temperature: number("temperature"),
+    seed: number("seed"), stream: true, stream_options: { include_usage: true }, steps: true, metrics: true,
   };
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
 }
@@ -112,27 +185,17 @@ function comparable(name) {
 
 async function run() {
   if (running || !model) return;
+  calm();
+  keep();
   running = new AbortController();
   at("run").disabled = true;
   at("stop").disabled = false;
-  at("error").textContent = at("verdict").textContent = "";
-  await plan();
-  const method = chosen();
-  const name = method.method ?? model.default_method;
-  const ramp = { all: model.num_layers, fewest: fewest ?? model.num_layers / 2 };
-  at("fewest").textContent = ramp.fewest < ramp.all ? `${ramp.fewest} layers` : "fewer layers";
-  const panes = [[new Pane(name, ramp), request(method)]];
-  if (comparable(name)) panes.push([new Pane("full depth", ramp), request({ method: "full" })]);
-  at("panes").replaceChildren(...panes.map(([pane]) => pane.element));
-  at("panes").scrollIntoView({ block: "nearest" });
+  at("verdict").textContent = "";
   try {
-    const start = ([pane, { path, body }]) => pane.run(path, body, running.signal);
-    if (at("together").checked) await Promise.all(panes.map(start));
-    else for (const pair of panes) await start(pair);
-    if (panes.length === 2) at("verdict").textContent = verdict(panes[0][0], panes[1][0]);
+    await answers(chosen());
   } catch (error) {
     running.abort();
-    fail(error);
+    fail(error, run);
   } finally {
     running = null;
     at("run").disabled = false;
@@ -140,20 +203,37 @@ async function run() {
   }
 }
 
-function verdict(ours, full) {
-  const [mine, theirs] = [ours.ids, full.ids];
-  const first = mine.findIndex((token, place) => token !== theirs[place]);
-  const same = first < 0 && mine.length === theirs.length
-    ? "The same tokens as full depth"
-    : `The first different token is number ${(first < 0 ? mine.length : first) + 1}`;
-  const ratio = ours.speed / full.speed;
-  return Number.isFinite(ratio) ? `${same}; ${ratio.toFixed(2)}× its speed in this run.` : `${same}.`;
+async function answers(method) {
+  const name = method.method ?? model.default_method;
+  const requests = [request(method), ...(comparable(name) ? [request({ method: "full" })] : [])];
+  await plan();
+  const ramp = { all: model.num_layers, fewest: fewest ?? model.num_layers / 2 };
+  at("fewest").textContent = ramp.fewest < ramp.all ? `${ramp.fewest} layers` : "fewer layers";
+  const prompt = at("prompt").value;
+  const further = at("kind").value === "chat" ? (text) => goOn(prompt, text) : null;
+  const panes = requests.map((_, place) => new Pane(place ? "full depth" : name, ramp, { copy, further }));
+  at("panes").replaceChildren(...panes.map((pane) => pane.element));
+  at("panes").scrollIntoView({ block: "nearest" });
+  const start = (pane, place) => pane.run(requests[place].path, requests[place].body, running.signal);
+  if (at("together").checked) await Promise.all(panes.map(start));
+  else for (const [place, pane] of panes.entries()) await start(pane, place);
+  if (panes.length === 2) at("verdict").textContent = verdict(...panes);
 }
 
 at("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
 at("stop").addEventListener("click", () => running?.abort());
-at("method").addEventListener("change", choose);
-at("tokens").addEventListener("input", replan);
+at("method").addEventListener("change", () => choose());
+for (const name of ["prompt", "kind", "temperature", "seed", "compare", "together"]) at(name).addEventListener("input", remember);
+at("tokens").addEventListener("input", changed);
+at("anew").addEventListener("click", () => { talk = []; tell(); remember(); at("prompt").focus(); });
+at("link").addEventListener("click", async () => {
+  keep();
+  await copy(location.href);
+  at("link").textContent = "Copied";
+  setTimeout(() => { at("link").textContent = "Copy link"; }, 1500);
+});
+window.addEventListener("pagehide", keep);
+window.addEventListener("hashchange", () => { if (model) restore(); });
 at("key-form").addEventListener("submit", (event) => { event.preventDefault(); useKey(at("key").value); load(); });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); run(); }

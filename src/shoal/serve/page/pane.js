@@ -9,7 +9,8 @@ function fixed(value, digits) {
 }
 
 export class Pane {
-  constructor(title, ramp) {
+  /* `copy` takes a text to the clipboard; `further` lets the next prompt go on from it, null where there is no chat. */
+  constructor(title, ramp, { copy, further }) {
     this.ramp = ramp;
     this.steps = [];
     this.held = [];
@@ -21,11 +22,21 @@ export class Pane {
     this.numbers = Object.fromEntries(["tokens/s", "mean layers", "tokens", "guesses kept"].map((name) => [name, make("dd", {}, "–")]));
     const rows = Object.entries(this.numbers).map(([name, dd]) => make("div", {}, make("dt", {}, name), dd));
     this.numbers["guesses kept"].parentElement.hidden = true;
-    this.element = make("article", { class: "pane" }, make("h2", {}, title), make("dl", { class: "numbers" }, ...rows),
+    const copied = make("button", { type: "button" }, "Copy");
+    copied.addEventListener("click", () => copy(this.answer));
+    this.further = make("button", { type: "button", hidden: "" }, "Go on from this answer");
+    this.further.addEventListener("click", () => further(this.answer));
+    this.chat = further !== null;
+    this.element = make("article", { class: "pane" },
+      make("div", { class: "row head" }, make("h2", {}, title), this.further, copied), make("dl", { class: "numbers" }, ...rows),
       make("div", { class: "depths" }, this.bars.svg), this.text, this.said);
     this.text.addEventListener("keydown", (event) => this.move(event));
     this.text.addEventListener("pointerover", (event) => this.point(event.target.closest("span")));
     this.text.addEventListener("click", (event) => this.point(event.target.closest("span")));
+  }
+
+  get answer() {
+    return this.steps.map((step) => step.text).join("");
   }
 
   get ids() {
@@ -55,6 +66,7 @@ export class Pane {
   append(step) {
     const span = make("span", { class: tint(step.layers, this.ramp) }, step.text);
     span.classList.toggle("guess", step.from_draft);
+    span.classList.toggle("begins", step.from_draft && !this.text.lastElementChild?.classList.contains("guess"));
     span.steps = this.held;
     this.held = [];
     const low = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
@@ -75,7 +87,19 @@ export class Pane {
     this.show(this.speed);
     const rate = metrics.speculative_decoding.draft_acceptance_rate;
     this.numbers["guesses kept"].parentElement.hidden = rate === null;
+    this.further.hidden = !this.chat;
     if (rate !== null) this.numbers["guesses kept"].textContent = `${fixed(100 * rate, 0)} %`;
+  }
+
+  /* Marks the token where this answer parts from another, and the one from where they are alike again. */
+  mark(parts, meets) {
+    for (const span of this.text.children) {
+      const holds = (place) => span.steps.some((step) => step.index === place);
+      span.classList.toggle("parts", holds(parts));
+      span.classList.toggle("meets", meets !== undefined && holds(meets));
+      const apart = span.steps[0].index >= parts && (meets === undefined || span.steps[0].index < meets);
+      span.classList.toggle("apart", apart);
+    }
   }
 
   point(span) {

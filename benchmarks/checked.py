@@ -1,0 +1,98 @@
+"""Checked answers under depth schedules: the tables of docs/evidence.md, and what cards say of methods that lose some.
+
+benchmarks/evidence/MODEL-SUITE.json is what `shoal eval --suite SUITE --controls ...` writes as results.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pages import markdown
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+TASKS = {"programs": "code", "humaneval": "code", "mbpp": "code", "gsm8k": "mathematics", "squad": "retrieval",
+         "wikidata_qa": "facts"}
+"""Suite -> the kind of text that it stands for in a card."""
+BEARABLE = 0.015
+"""Share of the items that a reader may be ready to lose."""
+
+
+def table(model: str, report: Report) -> str:
+    """One model's answers: D3 and its controls at each speed-up, beside full depth and trivial answers."""
+    suite = report["suites"][0]
+    full, rows = suite["answers"][0], suite["answers"][1:]
+    groups = suite["full_by_group"]
+    few = groups if 1 < len(groups) < 5 else {}
+    parts = ", ".join(f"{name} {_percent(one['accuracy'])}" for name, one in few.items())
+    floor = max(one["accuracy"] for one in suite["floors"].values())
+    low, high = full["accuracy_interval"]
+    head = (f"**{model}, {suite['suite']}**: {full['n']:,} items, at full depth {_percent(full['accuracy'])} % right "
+            f"[{_percent(low)} to {_percent(high)}]{f' ({parts})' if parts else ''}, trivial answers "
+            f"{_percent(floor)} %, {full['tokens_per_answer']:.0f} tokens an answer:")
+    header = ["ideal", "schedule", "mean layers (of answers that ended)", "right %", "points lost [95 %]", "p",
+              "could show", "points more than D3 [95 %]", "p", "same text %"]
+    return f"{head}\n\n{markdown(header, [_line(row) for row in rows])}"
+
+
+def _line(row: Row) -> list[str]:
+    lost, rival = row["difference"], ["", ""]
+    if "versus_d3" in row and row["label"] != "d3":
+        rival = [_points(row["versus_d3"]), _p(row["versus_d3"])]
+    depth = f"{row['mean_layers']:.2f} ({row['mean_layers_ended']:.2f})"
+    return [f"{row['speedup']:.2f}x", row["label"], depth, _percent(row["accuracy"]),
+            _points(_turned(lost)), _p(lost), _percent(lost["detectable"]), *rival, _percent(row["same"])]
+
+
+def bearable(reports: Mapping[tuple[str, str], Report], drafts: Mapping[str, Report]) -> str:
+    """For each model and suite the largest ideal speed-up at a drop shown to be bearable, beside lossless drafts."""
+    lines = []
+    for (model, name), report in reports.items():
+        rows = report["suites"][0]["answers"][1:]
+        kind = drafts[model]["kinds"].get(TASKS[name])
+        exact = "" if kind is None else f"{kind['ratio']:.2f}x [{kind['low']:.2f}]"
+        for label in dict.fromkeys(row["label"] for row in rows):
+            lines.append([model, name, label, *_largest([row for row in rows if row["label"] == label]), exact])
+    most = f"largest ideal speed-up shown to lose under {100 * BEARABLE:g} points"
+    return markdown(["model", "suite", "schedule", most, "the gentlest: points lost [95 %]",
+                     "`auto`, nothing lost, in time [at least]"], lines)
+
+
+def _largest(rows: Sequence[Row]) -> list[str]:
+    rows = sorted(rows, key=lambda row: row["speedup"])
+    shown = [row["speedup"] for row in rows if -row["difference"]["low"] < BEARABLE]
+    best = f"{max(shown):.2f}x" if shown else "none"
+    return [best, f"{rows[0]['speedup']:.2f}x: {_points(_turned(rows[0]['difference']))}"]
+
+
+def lossy(report: Report) -> list[dict[str, Any]]:
+    """What D3 loses, as a card has it; nothing where it was not timed."""
+    suite = report["suites"][0]
+    full = suite["answers"][0]
+    return [
+        {"task": TASKS[suite["suite"]], "suite": suite["suite"],
+         "label": f"d3:alpha={row['method']['method_args']['alpha']:.6f}", "ideal": round(row["ideal_speedup"], 3),
+         "time": round(row["timing"]["realised_speedup"], 3), "full": round(full["accuracy"], 4),
+         "drop": round(-row["difference"]["mean"], 4), "most": round(-row["difference"]["low"], 4), "n": row["n"]}
+        for row in suite["answers"] if row["label"] == "d3" and row.get("timing")
+    ]
+
+
+def _turned(found: Mapping[str, float]) -> dict[str, float]:
+    """A difference from the full model as a loss."""
+    return {**found, "mean": -found["mean"], "low": -found["high"], "high": -found["low"]}
+
+
+def _points(found: Mapping[str, float]) -> str:
+    return f"{100 * found['mean']:+.1f} [{100 * found['low']:+.1f} to {100 * found['high']:+.1f}]"
+
+
+def _p(found: Mapping[str, float]) -> str:
+    """The adjusted p-value, over clusters where items come in such."""
+    p = next(found[name] for name in ("p_cluster_holm", "p_holm", "p") if name in found)
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

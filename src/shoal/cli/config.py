@@ -1,0 +1,108 @@
+"""Defaults of options from `shoal.toml`: the user's, in ~/.config/shoal, and the project's, in the working directory.
+
+    model = "qwen2.5-coder-0.5b"    # of every command that has the option
+    [serve]                         # of one command
+    port = 8080
+    method = "d3"
+    mean = 0.95                     # a knob of that method
+
+What stands there goes before the words of the command line, which therefore win; the project's goes after the user's.
+SHOAL_CONFIG names a file to read instead of both, or is empty for none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "shoal.toml"
+SHARED = ("backend", "color", "device", "dtype", "model", "quant", "revision", "threads")
+"""Settings that may stand above the tables."""
+OWN = ("trust-remote-code", "unsafe")
+"""Settings that only the user's own file may hold: a project that was fetched must not run its code by them."""
+
+
+def files() -> list[Path]:
+    """The files there are, the one that counts least first."""
+    named = os.environ.get("SHOAL_CONFIG")
+    if named is not None:
+        return [Path(named)] if named else []
+    own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "shoal" / FILE
+    return [path for path in (own, Path(FILE)) if path.is_file()]
+
+
+def words(command: str, commands: Iterable[str], options: Iterable[str], typed: Sequence[str]) -> list[str]:
+    """What the files say about a command, as words of a command line.
+
+    Args:
+        command: its name.
+        commands: all names, which tables may have.
+        options: those that the command has whatever its method, such as `--port`.
+        typed: the words of the command line. Where they name a method, the files' method and its knobs are left out.
+
+    Raises:
+        ValueError: a file cannot be read, or holds what nobody knows; names it.
+    """
+    known = set(options)
+    own_method = any(word.split("=")[0] == "--method" for word in typed)
+    settings: dict[str, Any] = {}
+    for path in files():
+        found = _read(path, set(commands))
+        if "method" in found.get(command, {}):  # another file's knobs belong to another method
+            settings = {name: value for name, value in settings.items() if f"--{name}" in known}
+        settings |= {name: value for name, value in found.items() if not isinstance(value, Mapping)}
+        settings |= found.get(command, {})
+    return [word for name, value in settings.items() for word in _words(name, value)
+            if not (name in SHARED and f"--{name}" not in known)
+            and not (own_method and (name == "method" or f"--{name}" not in known))]
+
+
+def _read(path: Path, commands: set[str]) -> dict[str, Any]:
+    """The settings of a file, names with dashes."""
+    try:
+        with path.open("rb") as file:
+            found = _dashed(tomllib.load(file))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    for name, value in found.items():
+        if isinstance(value, Mapping) and name not in commands:
+            raise _named(path, unknown("table", name, commands))
+        if not isinstance(value, Mapping) and name not in (*SHARED, *OWN):
+            raise _named(path, unknown("setting of all commands", name, SHARED))
+    if path == Path(FILE) and (risky := next((name for name in _names(found) if name in OWN), None)):
+        raise ValueError(f"{path}: {risky} may only stand in your own file, not in a project's; give it on the command "
+                         "line")
+    return found
+
+
+def _dashed(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("_", "-"): _dashed(value) if isinstance(value, Mapping) else value
+            for name, value in found.items()}
+
+
+def _names(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in found.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from value
+
+
+def _named(path: Path, error: ValueError) -> ValueError:
+    return ValueError(f"{path}: {error}")
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A setting as it would be typed; a list is an option given several times, `false` an option not given."""
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]

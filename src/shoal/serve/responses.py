@@ -1,0 +1,263 @@
+"""`/v1/responses`: OpenAI's newer face, told in chats' terms and answered in its own. Nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.serve.errors import ApiError, refused
+from shoal.serve.fields import Field, Honoured, Ignored, Refused
+from shoal.serve.tools import CallReader, Tools
+from shoal.types import Result, Step
+
+Json = dict[str, Any]
+RESPONSES: dict[str, Field] = {
+    "model": Honoured("must be the served name; another one is answered 404"),
+    "input": Honoured("text, or messages, calls and their results; content is text"),
+    "instructions": Honoured("a system message before all others"),
+    "max_output_tokens": Honoured("most generated tokens"),
+    "temperature": Honoured("0 to 2; 0 takes the likeliest token"),
+    "top_p": Honoured("above 0, up to 1"),
+    "text": Honoured("`format`: text, json_object or json_schema; `verbosity` has no effect"),
+    "tools": Honoured("of type function"),
+    "tool_choice": Honoured("`none`, `auto`, `required`, or one function"),
+    "parallel_tool_calls": Honoured("false allows one call where `tool_choice` binds the answer"),
+    "reasoning": Honoured("`effort` is given to the chat template"),
+    "stream": Honoured("server-sent events"),
+    "user": Honoured("written to the server's log"),
+    "store": Ignored("nothing is stored", (False,)),
+    "metadata": Ignored("nothing is stored", ({},)),
+    "include": Ignored("there is nothing more to include", ([],)),
+    "truncation": Ignored("a prompt that is too long is answered 400", ("disabled",)),
+    "stream_options": Ignored("events are as they are"),
+    "max_tool_calls": Ignored("the server calls no tools itself"),
+    "service_tier": Ignored("there is one tier", ("auto", "default")),
+    "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
+    "prompt_cache_key": Ignored("prompts are found again by their beginnings alone"),
+    "prompt_cache_options": Ignored("prompts are found again by their beginnings alone"),
+    "prompt_cache_retention": Ignored("prompts are found again by their beginnings alone"),
+    "access_programs": Ignored("the server knows none"),
+    "top_logprobs": Refused("ask `/v1/chat/completions`", (0,)),
+    "background": Refused("nothing is stored", (False,)),
+    "conversation": Refused("nothing is stored: send the whole conversation"),
+    "previous_response_id": Refused("nothing is stored: send the whole conversation"),
+    "prompt": Refused("nothing is stored: send the text"),
+    "context_management": Refused("send what the model is to see"),
+    "image": Refused("the model makes text only"),
+    "moderation": Refused("the server moderates nothing"),
+}
+
+
+class ResponseBody(BaseModel):
+    """What a request must have; the rest is in the table above."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+
+
+_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
+
+
+def as_chat(given: Mapping[str, Any]) -> Json:
+    """The fields of a chat that ask for the same.
+
+    Args:
+        given: the honoured fields, and those beyond OpenAI's, which stay.
+
+    Raises:
+        ApiError: 400 for an input that holds anything but text, calls and results.
+    """
+    chat = {name: value for name, value in given.items() if name in _SAME or name not in RESPONSES}
+    chat["messages"] = _messages(given.get("input"), given.get("instructions"))
+    chat["max_completion_tokens"] = given.get("max_output_tokens")
+    chat["tools"] = [_nested(tool) for tool in given.get("tools") or ()]
+    choice = given.get("tool_choice")
+    chat["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
+    wanted = _part(given, "text").get("format")
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+    chat["response_format"] = wanted
+    chat["reasoning_effort"] = _part(given, "reasoning").get("effort")
+    return chat
+
+
+def _part(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = given.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise refused(name, f"{name} must be an object")
+    return value
+
+
+def _nested(tool: Any) -> Any:
+    """A function in the form of chats, where it is one."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items()
+                                             if name not in ("type", "strict") and value is not None}}
+
+
+def _messages(given: Any, instructions: Any) -> list[Json]:
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise refused("input", "input must be text, or a list of messages")
+    said = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for place, item in enumerate(items):
+        _add(said, item, f"input.{place}")
+    return said
+
+
+def _add(said: list[Json], item: Any, where: str) -> None:
+    """Add an item to the messages; calls of one turn belong to one message."""
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if kind == "message":
+        said.append({"role": item.get("role"), "content": _text(item.get("content"))})
+    elif kind == "function_call":
+        call = {"id": item.get("call_id"), "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+        if not said or said[-1]["role"] != "assistant":
+            said.append({"role": "assistant", "content": None})
+        said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), call]
+    elif kind == "function_call_output":
+        said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+    elif kind != "reasoning":  # of another model; this one reads what was said
+        raise refused(where, f"{where} is of type {kind!r}; the model reads messages, calls and their results")
+
+
+def _text(content: Any) -> Any:
+    """Parts of a text as chats name them."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "text", "text": part.get("text")} if isinstance(part, Mapping) and part.get("type") in
+            ("input_text", "output_text", "text") else part for part in content]
+
+
+class ResponseWire:
+    """Writes an answer down, whole or as events.
+
+    Args:
+        chat: the request in chats' terms.
+        tools: that the answer may call.
+    """
+
+    def __init__(self, chat: Mapping[str, Any], tools: Tools | None) -> None:
+        self._chat, self._tools = chat, tools
+        self._reader = None if tools is None else CallReader(tools)
+        self._id, self._made = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._items: list[Json] = []
+        self._events = 0
+
+    def whole(self, result: Result, usage: Json) -> Json:
+        """The answer in one piece."""
+        for _ in self._read(result.text, True):
+            pass
+        return self._response(result.finish_reason, usage)
+
+    def opening(self) -> Iterator[Json]:
+        """Events before any text."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response(None, None))
+
+    def step(self, step: Step) -> Iterator[Json]:
+        """Events of one token."""
+        yield from self._read(step.text, step.finish_reason is not None)
+
+    def closing(self, result: Result, usage: Json) -> Json:
+        """The last event."""
+        kind = "incomplete" if result.finish_reason == "length" else "completed"
+        return self._event(f"response.{kind}", response=self._response(result.finish_reason, usage))
+
+    def error(self, error: ApiError) -> Json:
+        """The event of what went wrong."""
+        return self._event("error", message=error.message, code=error.code, param=error.param)
+
+    def _read(self, text: str, last: bool) -> Iterator[Json]:
+        delta: Json = {"content": text} if self._reader is None else self._reader.read(text, last)
+        if delta.get("content"):
+            yield from self._speak(delta["content"])
+        for call in delta.get("tool_calls", ()):
+            yield from self._finish()
+            yield from self._call(call)
+        if last:
+            yield from self._finish()
+
+    def _speak(self, text: str) -> Iterator[Json]:
+        """A piece of a message, which it begins where none is open."""
+        if not self._items or self._items[-1]["status"] == "completed":
+            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [],
+                    "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=len(self._items), item=dict(item))
+            self._items.append({**item, "content": [_part_of("")]})
+            yield self._in_text("response.content_part.added", part=_part_of(""))
+        self._items[-1]["content"][0]["text"] += text
+        yield self._in_text("response.output_text.delta", delta=text, logprobs=[])
+
+    def _finish(self) -> Iterator[Json]:
+        """The end of a message that is open."""
+        if self._items and self._items[-1]["status"] == "in_progress":
+            item, text = self._items[-1], self._items[-1]["content"][0]["text"]
+            item["status"] = "completed"
+            yield self._in_text("response.output_text.done", text=text, logprobs=[])
+            yield self._in_text("response.content_part.done", part=_part_of(text))
+            yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _call(self, call: Mapping[str, Any]) -> Iterator[Json]:
+        function, index = call["function"], len(self._items)
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], **function,
+                "status": "completed"}
+        self._items.append(item)
+        place = {"output_index": index, "item_id": item["id"]}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        yield self._event("response.function_call_arguments.done", **place, arguments=item["arguments"],
+                          name=item["name"])
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _in_text(self, kind: str, **more: Any) -> Json:
+        place = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"], "content_index": 0}
+        return self._event(kind, **place, **more)
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **more}
+
+    def _response(self, reason: str | None, usage: Json | None) -> Json:
+        cut, chat = reason == "length", self._chat
+        return {
+            "id": self._id, "object": "response", "created_at": self._made, "model": chat["model"], "error": None,
+            "status": "in_progress" if reason is None else "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items, "usage": None if usage is None else _usage(usage), "instructions": None,
+            "metadata": {}, "temperature": chat.get("temperature"), "top_p": chat.get("top_p"),
+            "parallel_tool_calls": chat.get("parallel_tool_calls") is not False,
+            "tools": [{"type": "function", "parameters": None, "strict": None, **tool["function"]}
+                      for tool in chat["tools"] or ()],
+            "tool_choice": chat["tool_choice"] if isinstance(chat["tool_choice"], str) else "auto",
+            "max_output_tokens": chat.get("max_completion_tokens"), "previous_response_id": None, "store": False,
+        }  # fmt: skip
+
+
+def _part_of(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Mapping[str, Any]) -> Json:
+    more = {name: usage[name] for name in ("draft_n", "draft_n_accepted") if name in usage}
+    return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
+
+
+def event(value: Json) -> str:
+    """As it goes over the wire."""
+    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"

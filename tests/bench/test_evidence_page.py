@@ -1,0 +1,59 @@
+"""The page of evidence and the cards are those of the reports; tables of checked answers say what their reports say."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import scripts
+
+
+@pytest.fixture(scope="module")
+def evidence() -> ModuleType:
+    return scripts.script("benchmarks/evidence.py")
+
+
+def test_page_and_cards_are_up_to_date(evidence: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evidence.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def row(label: str, speedup: float, mean: float, low: float, high: float, **more: Any) -> dict[str, Any]:
+    """A contender whose answers are right less often by `-mean`."""
+    return {"label": label, "speedup": speedup, "ideal_speedup": speedup, "n": 1000, "mean_layers": 20.0,
+            "mean_layers_ended": 20.5,
+            "accuracy": 0.5 + mean, "same": 0.25, "method": {"method_args": {"alpha": 0.99}},
+            "difference": {"mean": mean, "low": low, "high": high, "p": 0.01, "p_holm": 0.04, "detectable": 0.03},
+            "versus_d3": {"mean": 0.01, "low": -0.01, "high": 0.03, "p": 0.2}, **more}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    full = {"label": "full", "n": 1000, "accuracy": 0.5, "accuracy_interval": [0.47, 0.53], "tokens_per_answer": 74.0}
+    timing = {"timing": {"realised_speedup": 1.04}}
+    rows = [row("d3", 1.05, -0.005, -0.012, 0.002, **timing), row("constant", 1.05, -0.02, -0.03, -0.01),
+            row("d3", 1.1, -0.03, -0.04, -0.02, timing=None), row("constant", 1.1, -0.05, -0.06, -0.04)]
+    return {"suites": [{"suite": "squad", "answers": [full, *rows], "floors": {"empty": {"accuracy": 0.0},
+                        "echo": {"accuracy": 0.1}}, "full_by_group": {"squad": {"accuracy": 0.5}}}]}
+
+
+def test_answers_are_shown_beside_full_depth_and_d3(evidence: ModuleType, report: dict[str, Any]) -> None:
+    lines = evidence.checked.table("a model", report).splitlines()
+    assert lines[0] == ("**a model, squad**: 1,000 items, at full depth 50.0 % right [47.0 to 53.0], trivial answers "
+                        "10.0 %, 74 tokens an answer:")
+    assert lines[4] == "| 1.05x | d3 | 20.00 (20.50) | 49.5 | +0.5 [-0.2 to +1.2] | 0.040 | 3.0 |  |  | 25.0 |"
+    assert "| +2.0 [+1.0 to +3.0] | 0.040 | 3.0 | +1.0 [-1.0 to +3.0] | 0.200 |" in lines[5]
+
+
+def test_the_largest_speedup_is_one_that_is_shown_to_lose_little(evidence: ModuleType, report: dict[str, Any]) -> None:
+    drafts = {"m": {"kinds": {"retrieval": {"ratio": 1.2, "low": 1.1}}}}
+    lines = evidence.checked.bearable({("m", "squad"): report}, drafts).splitlines()[2:]
+    assert lines == ["| m | squad | d3 | 1.05x | 1.05x: +0.5 [-0.2 to +1.2] | 1.20x [1.10] |",
+                     "| m | squad | constant | none | 1.05x: +2.0 [+1.0 to +3.0] | 1.20x [1.10] |"]
+
+
+def test_a_card_holds_what_was_timed(evidence: ModuleType, report: dict[str, Any]) -> None:
+    assert evidence.checked.lossy(report) == [
+        {"task": "retrieval", "suite": "squad", "label": "d3:alpha=0.990000", "ideal": 1.05, "time": 1.04, "full": 0.5,
+         "drop": 0.005, "most": 0.012, "n": 1000}]

@@ -1,0 +1,173 @@
+"""`shoal chat`: turns of a session, its commands, interrupts, and a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import shoal
+from shoal.cli import main, printers
+from shoal.cli.lines import Lines
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}[assistant]"
+LONGEST = 12
+JOINED = "a\nb"
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Has a talk of some lines; its output and what went to stderr, as lines."""
+
+    def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        words = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens",
+                 str(LONGEST), *options]
+        assert main(words) == 0
+        out, err = capsys.readouterr()
+        return out, err.splitlines()
+
+    return talk
+
+
+@pytest.fixture
+def answers(chat_folder: str) -> Any:
+    """What the engine says to some messages, by itself."""
+    engine = shoal.load(chat_folder, dtype="float32")
+
+    def ask(*messages: str, system: str | None = None, **options: Any) -> list[str]:
+        session = engine.session(system=system, max_new_tokens=LONGEST, **options)
+        return [session.send(message).text for message in messages]
+
+    return ask
+
+
+def test_turns_go_on_from_each_other(say: Any, answers: Any) -> None:
+    out, err = say("one", "two", options=("--system", "brief"))
+    assert out == "".join(f"{text}\n" for text in answers("one", "two", system="brief"))
+    assert len(err) == 2 and all(line.startswith(f"[{LONGEST} tokens, ") for line in err)
+    assert say("one", options=("--quiet",))[1] == []
+
+
+def test_a_method_holds_from_where_it_is_named(say: Any, answers: Any) -> None:
+    out, _ = say("one", "/method early_exit:exit_layer=3", "/reset", "one", "/method")
+    full, shallow = answers("one")[0], answers("one", method={"method": "early_exit", "method_args": {"exit_layer": 3}})
+    assert out == f"{full}\nmethod: early_exit:exit_layer=3\n{shallow[0]}\nmethod: early_exit:exit_layer=3\n"
+    assert full != shallow[0]
+
+
+def test_a_system_message_is_put_first_and_taken_away(say: Any, answers: Any) -> None:
+    out, _ = say("/system brief", "one", "/reset", "one", "/reset", "/system", "one")
+    with_it, without = answers("one", system="brief")[0], answers("one")[0]
+    assert out == f"{with_it}\n{with_it}\n{without}\n" and with_it != without
+
+
+def test_figures_of_all_answers(say: Any) -> None:
+    out, _ = say("/stats", "one", "two", "/stats")
+    assert out.startswith("no answer yet\n")
+    assert re.search(rf"^2 answers, {2 * LONGEST} tokens, [\d.]+ tokens/s, 6\.00 of 6 layers on average, 0 of 0 "
+                     r"guesses kept, [\d.]+ s reading$", out, re.MULTILINE)
+
+
+def test_a_talk_is_saved_and_gone_on_with(say: Any, answers: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    out, _ = say("one", f"/save {path}")
+    first, second = answers("one", "two")
+    assert json.loads(path.read_text("utf-8"))["messages"] == [
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": first}]
+    assert out.endswith(f"saved 2 messages to {path}\n")
+    assert say(f"/load {path}", "two")[0] == f"2 messages from {path}\n{second}\n"
+
+
+def test_slips_end_no_talk(say: Any, answers: Any, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"messages": [{"role": "nobody", "content": 1}]}')
+    out, err = say("/foo", "/method d4", "/method early_exit:exit_layer=99", "/save", "/load", f"/load {wrong}",
+                   f"/load {tmp_path / 'none'}", "one", options=("--quiet",))
+    assert out == f"{answers('one')[0]}\n"
+    assert [next(part for part in parts if part in line) for line, parts in zip(err, [
+        ["there is no /foo; there are /exit, /help"], ["d4"], ["99"], ["/save needs the name of a file"],
+        ["/load needs the name of a file"], ["holds no messages"], ["cannot read"],
+    ], strict=True)]
+
+
+def test_what_looks_like_a_command_can_be_said(say: Any, answers: Any) -> None:
+    quoted = ('"""', "/help", '"""')
+    assert say("/etc/hosts", "/reset", *quoted, "/exit", "never")[0] == "".join(
+        f"{answers(text)[0]}\n" for text in ("/etc/hosts", "/help"))
+    assert say('"""a', 'b"""')[0] == f"{answers(JOINED)[0]}\n"
+
+
+def test_an_interrupt_ends_the_answer_alone(say: Any, answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    real = printers.Plain.show
+
+    def show(self: Any, step: Any) -> None:
+        shown.append(step)
+        if len(shown) == 5:
+            raise KeyboardInterrupt
+        real(self, step)
+
+    monkeypatch.setattr(printers.Plain, "show", show)
+    out, err = say("one", "/stats", "/reset", "one")
+    whole = answers("one")[0]
+    begun = out[: out.index("\n1 answer, 5 tokens")]
+    assert begun and whole.startswith(begun) and begun != whole
+    assert out.endswith(f"\n{whole}\n") and "interrupted]" in err[0]
+
+
+def test_words_are_completed() -> None:
+    lines = Lines(["/save", "/stats", "/help"])
+    assert [lines.complete("/s", number) for number in range(3)] == ["/save", "/stats", None]
+    assert lines.complete("", 0) is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
+def test_a_terminal(chat_folder: str) -> None:
+    """A prompt, an answer that Ctrl-C ends, another prompt, and Ctrl-D."""
+    import pty
+
+    master, slave = pty.openpty()
+    words = [sys.executable, "-m", "shoal", "chat", "--model", chat_folder, "--method", "full", "--max-new-tokens",
+             "60000", "--color", "never"]
+    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
+        os.close(slave)
+
+        def until(wanted: bytes) -> bytes:
+            found, end = b"", time.monotonic() + 120
+            while wanted not in found:
+                assert time.monotonic() < end, found
+                found += os.read(master, 4096)
+            return found
+
+        assert b"Ctrl-D" in until(b">>> ")
+        os.write(master, b"one\n")
+        assert len(os.read(master, 4096)) > 0
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert b"interrupted]" in until(b">>> ")
+        os.write(master, b"\x04")
+        until(b"\n")
+        assert process.wait(timeout=60) == 0
+    os.close(master)

@@ -1,0 +1,274 @@
+"""JSON schemas, patterns and grammars over real tokenizers: masks, answers, and what cannot be met."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from chat_tokenizer import chat_tokenizer
+from families import tiny
+from shared_models import load_tokenizer
+from shoal import Grammar, JsonSchema, Regex
+from shoal.engine.constraint import Compiler, Mask
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import Unsupported
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.full import Full
+from shoal.methods.prompt_lookup import PromptLookup
+from toy_tokenizers import BUILDERS, tokenizer
+
+WORDS = ["abc", "ab", "abab", "b", "a b", "the", "é!", "世"]
+"""A language of few words, whose masks follow from comparing texts."""
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "object": PERSON,
+    "choice": {"enum": ["red", "green", 3, None, True]},
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    "number": {"type": "number", "minimum": -2, "maximum": 2},
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,5}$"},
+    "date": {"type": "string", "format": "date"},
+    "either": {"anyOf": [{"type": "integer", "maximum": 50, "minimum": 0}, {"type": "null"}]},
+    "nested": {"type": "object", "properties": {"who": PERSON, "at": {"const": "x y"}}, "required": ["who", "at"],
+               "additionalProperties": False},
+    "reference": {"$defs": {"leaf": {"type": "array", "maxItems": 1, "items": {"type": "boolean"}}},
+                  "type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2},
+}
+NEW = 200
+
+
+@functools.cache
+def engine(name: str = "byte_level") -> Engine:
+    """A tiny model whose logits are wider than its tokenizer's vocabulary."""
+    return ending(tiny("llama", vocab_size=len(tokenizer(name)) + 5, layers=2, dtype=torch.float32), tokenizer(name))
+
+
+@functools.cache
+def characters() -> Engine:
+    return ending(tiny("llama", layers=2), chat_tokenizer())
+
+
+def ending(model: Any, words: Any) -> Engine:
+    """An engine whose answers end as its tokenizer says."""
+    made = engine_for(model, words)
+    made.eos_token_ids = frozenset({words.eos_token_id})
+    return made
+
+
+def mask(name: str, wanted: Any) -> Mask:
+    return engine(name).constraints(wanted)()
+
+
+def text_of(name: str, tokens: Sequence[int]) -> str:
+    return str(tokenizer(name).decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def one_of(words: Sequence[str]) -> Grammar:
+    return Grammar("start: " + " | ".join(map(json.dumps, words)))
+
+
+@pytest.mark.parametrize("language", [WORDS, ["abab ab"]], ids=["several", "one"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_masks_are_those_that_comparing_bytes_gives(name: str, language: list[str]) -> None:
+    """Every text that a word of the language can go on with, an end where a word ends, and nothing else.
+
+    Of several tokens with one text, as a letter and its byte, llguidance always allows one, and not always all.
+    """
+    words = [word.encode() for word in language]
+    found, eos, size = mask(name, one_of(language)), tokenizer(name).eos_token_id, len(tokenizer(name))
+    table = {token: said for token in range(size) if token > 2 and (said := _bytes(name, token))}
+    waiting: list[tuple[tuple[int, ...], bytes]] = [((), b"")]
+    for tokens, text in waiting:
+        wanted = {said for said in table.values() if any(word.startswith(text + said) for word in words)}
+        allowed = set(found(list(tokens)).nonzero().flatten().tolist())
+        assert {table[token] for token in allowed - {eos}} == wanted, text
+        assert (eos in allowed) == (text in words)
+        waiting += [((*tokens, token), text + table[token]) for token in allowed - {eos}]
+    assert len(waiting) > 10
+
+
+def _bytes(name: str, token: int) -> bytes:
+    words = engine(name).constraints._words
+    return bytes(words.decode_bytes([token]))
+
+
+def test_a_mask_depends_on_the_text_alone_in_whatever_order_it_is_asked() -> None:
+    dice, found = random.Random(3), mask("byte_level", JsonSchema(PERSON))
+    texts: list[list[int]] = [[]]
+    for _ in range(200):
+        text = list(dice.choice(texts))
+        tokens = found(text).nonzero().flatten().tolist()
+        texts.append([*text, dice.choice(tokens)])
+        other = dice.choice(texts)
+        assert torch.equal(found(other), mask("byte_level", JsonSchema(PERSON))(other))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", [Full(), PromptLookup(min_ngram=1), D3Spec()], ids=lambda method: method.name)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_are_valid_or_cut_by_the_limit(name: str, method: Any, options: dict[str, Any]) -> None:
+    schema = SCHEMAS[name]
+    result = engine().generate("a b", constraint=schema, method=method, max_new_tokens=NEW, **options)
+    if result.finish_reason == "stop":
+        assert jsonschema_rs.validator_for(schema).is_valid(json.loads(result.text))
+    else:
+        assert (result.finish_reason, len(result.tokens)) == ("length", NEW)
+    assert result.tokens == engine().generate("a b", constraint=schema, max_new_tokens=NEW, **options).tokens
+
+
+def test_most_answers_come_to_their_end() -> None:
+    ended = [engine().generate("a b", constraint=schema, max_new_tokens=NEW, temperature=1.5, seed=seed).finish_reason
+             for schema in SCHEMAS.values() for seed in range(2)]
+    assert ended.count("stop") > 0.8 * len(ended)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [(Regex("[0-9]{3}-(ab|c)+"), "[0-9]{3}-(ab|c)+"), (Grammar('root ::= ("ab" | "c")+ "!"'), "(ab|c)+!"),
+     (Grammar('start: "x" NUMBER\nNUMBER: /[0-9]/+'), "x[0-9]+")],
+    ids=str,
+)
+def test_patterns_and_grammars(wanted: Any, pattern: str) -> None:
+    for seed in range(4):
+        result = engine().generate([5], constraint=wanted, max_new_tokens=60, temperature=1.0, seed=seed)
+        assert re.fullmatch(pattern, result.text) or result.finish_reason == "length"
+
+
+def test_a_finished_text_ends_without_another_forward() -> None:
+    result = engine().generate([5], constraint=one_of(["é"]), logprobs=1)
+    assert (result.text, result.finish_reason) == ("é", "stop")
+    assert result.tokens[-1] == tokenizer("byte_level").eos_token_id
+    assert result.stats.target_forwards == 1
+    assert [entry.logprob for entry in result.logprobs or ()] == [0.0] * 3
+
+
+def test_after_the_text_only_an_end_is_allowed_and_two_of_them_are_the_models_choice() -> None:
+    compiler = Compiler(tokenizer("byte_level"), 300, frozenset({1, 2}))
+    found = compiler(one_of(["b"]))()
+    token = tokenizer("byte_level")("b")["input_ids"]
+    assert found(token).nonzero().flatten().tolist() == [1, 2]
+    assert found([*token, 2, 50]).nonzero().flatten().tolist() == [1, 2]
+    assert found([]).nonzero().flatten().tolist() == token
+
+
+def test_each_prompt_of_a_list_may_have_its_own() -> None:
+    given = [Regex("[ab]{3}"), None, JsonSchema({"const": 1})]
+    prompts = [[5], [6], [7]]
+    results = engine().generate(prompts, constraint=given, max_new_tokens=12)
+    alone = [engine().generate(one, constraint=own, max_new_tokens=12) for one, own in zip(prompts, given, strict=True)]
+    assert [one.tokens for one in results] == [one.tokens for one in alone]
+    assert results[2].text == "1"
+    with pytest.raises(ValueError, match="a list of 3 for 2 prompts"):
+        engine().generate(prompts[:2], constraint=given)
+
+
+def test_requests_of_a_scheduler() -> None:
+    with Scheduler(engine()) as scheduler:
+        handles = [scheduler.submit([5], constraint=schema, max_new_tokens=40, n=2) for schema in SCHEMAS.values()]
+        for handle, schema in zip(handles, SCHEMAS.values(), strict=True):
+            list(handle)
+            expected = engine().generate([5], constraint=schema, max_new_tokens=40).tokens
+            assert [result.tokens for result in handle.results] == [expected] * 2
+
+
+def test_chats_take_one() -> None:
+    chat = characters().session(max_new_tokens=20)
+    assert re.fullmatch("[ab]{3}", chat.send("hello", constraint=Regex("[ab]{3}")).text)
+    assert chat.send("go on", constraint={"const": "x"}).text == '"x"'
+
+
+def test_a_model_of_pydantic_is_its_schema() -> None:
+    from pydantic import BaseModel
+
+    class Pair(BaseModel, extra="forbid"):
+        left: bool
+        right: bool
+
+    result = engine().generate([5], constraint=Pair, max_new_tokens=120)
+    assert Pair.model_validate_json(result.text)
+    assert JsonSchema(Pair) == JsonSchema(json.dumps(Pair.model_json_schema()))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no pattern": (Regex("(a"), r"Regex\('\(a'\): .*unclosed group"),
+    "no text": (Regex(r"[^\s\S]"), "no text meets it"),
+    "no grammar": (Grammar("start: foo"), 'unknown name: "foo"'),
+    "no GBNF": (Grammar('root ::= "a'), "Unexpected end"),
+    "contradiction": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "Unsatisfiable schema"),
+    "a keyword that is not kept": ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ."uniqueItems"'),
+    "a format that is not kept": ({"type": "string", "format": "weird"}, "Unknown format: weird"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_met_is_refused_by_name(name: str) -> None:
+    wanted, words = WRONG[name]
+    with pytest.raises(Unsupported, match=f"(?s)the constraint .*{words}.*Change the constraint"):
+        engine().generate([5], constraint=wanted)
+
+
+@pytest.mark.parametrize("value", ["a", 3, [3], ["a"]])
+def test_what_is_no_constraint_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="it must be shoal.JsonSchema, shoal.Regex"):
+        engine().generate([5], constraint=value)
+
+
+@pytest.mark.parametrize(("schema", "words"), [("{", "no JSON"), ("3", "an object, true"), (object(), "no JSON")])
+def test_what_is_no_schema_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        JsonSchema(schema)
+
+
+def test_models_that_cannot_have_one_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="no tokenizer"):
+        engine_for(tiny("llama", layers=2)).generate([5], constraint=PERSON)
+    with pytest.raises(Unsupported, match="no end-of-sequence"):
+        Compiler(tokenizer("byte_level"), 300, frozenset())
+    with pytest.raises(Unsupported, match="cannot read it"):
+        Compiler(object(), 300, frozenset({2}))
+    with pytest.raises(Unsupported, match="ignore_eos"):
+        engine().generate([5], constraint=PERSON, ignore_eos=True)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(Unsupported, match=r"pip install 'shoal\[constraints\]'"):
+        Compiler(tokenizer("byte_level"), 300, frozenset({2}))
+
+
+def test_constraints_asked_for_last_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.engine import constraint
+
+    compiler = Compiler(tokenizer("byte_level"), 300, frozenset({2}))
+    monkeypatch.setattr(constraint, "_KEPT", 2)
+    for pattern in "abacb":
+        compiler(Regex(pattern))
+    assert [one.text for one in compiler._known] == ["c", "b"]
+
+
+def test_every_toy_tokenizer_is_read_or_refused() -> None:
+    for name in BUILDERS:
+        try:
+            compiler = Compiler(tokenizer(name), len(tokenizer(name)), frozenset({2}))
+        except Unsupported:
+            assert name in ("metaspace", "word_piece")
+        else:
+            assert compiler(one_of(["ab"]))()([]).any()
+
+
+def test_the_reference_model_answers_in_json() -> None:
+    words = load_tokenizer("shoal-reference")
+    reference = ending(tiny("llama", vocab_size=len(words), layers=2, dtype=torch.float32), words)
+    result = reference.generate("a", constraint=SCHEMAS["choice"], max_new_tokens=60)
+    assert json.loads(result.text) in SCHEMAS["choice"]["enum"]

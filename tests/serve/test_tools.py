@@ -1,0 +1,180 @@
+"""Tools: templates, messages, choices that bind, and calls read out of texts whatever their pieces."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from serving import MODEL, Running, serving, tiny_engine
+from shoal.serve.bodies import TEMPLATE_OPTIONS
+from shoal.serve.errors import ApiError
+from shoal.serve.tools import CallReader, tools_of
+from tool_tokenizer import ASK, NOW, WEATHER, speaking
+
+TAGGED, PLAIN = "tools <tool_call>", "tools"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tagged", "plain"])
+def server(request: pytest.FixtureRequest) -> Iterator[Running]:
+    with serving(speaking(request.param)) as running:
+        yield running
+
+
+def ask(server: Running, **options: Any) -> Any:
+    given = {"model": MODEL, "messages": ASK, "max_tokens": 300, "temperature": 0.7, "seed": 1, **options}
+    return server.client().chat.completions.create(**given)
+
+
+def pieces(text: str, template: str, size: int, **options: Any) -> tuple[str, list[tuple[str, Any]]]:
+    tools = tools_of([WEATHER, NOW], None, None, template)
+    assert tools is not None
+    reader, content, calls = CallReader(tools), "", []
+    for at in range(0, len(text), size):
+        delta = reader.read(text[at : at + size], at + size >= len(text))
+        content += delta.get("content", "")
+        calls += delta.get("tool_calls", [])
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert len({call["id"] for call in calls}) == len(calls)
+    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+CALL, OTHER = '{"name": "weather", "arguments": {"day": "soon"}}', '{"name": "now", "arguments": {}}'
+SOON, NONE = ("weather", {"day": "soon"}), ("now", {})
+TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    (TAGGED, f"<tool_call>\n{CALL}\n</tool_call>", "", [SOON]),
+    (TAGGED, f"Let me see.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{OTHER}</tool_call>\n", "Let me see.",
+     [SOON, NONE]),
+    (TAGGED, f"<tool_call>{OTHER}</tool_call> and more", " and more", [NONE]),
+    (TAGGED, "a < b, <tool", "a < b, <tool", []),
+    (TAGGED, "text with an end\n", "text with an end\n", []),
+    (TAGGED, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
+    (TAGGED, "<tool_call>{broken</tool_call> x", "<tool_call>{broken</tool_call> x", []),
+    (TAGGED, f"<tool_call>{CALL}", f"<tool_call>{CALL}", []),
+    (TAGGED, f"```json\n{CALL}\n```", "", [SOON]),
+    (TAGGED, f" [{CALL}]", "", [SOON]),
+    (TAGGED, "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
+    (TAGGED, "```python", "```python", []),
+    (TAGGED, "[1] As", "[1] As", []),
+    (PLAIN, CALL.replace("arguments", "parameters"), "", [SOON]),
+    (PLAIN, f"{CALL}; {OTHER}", "", [SOON, NONE]),
+    (PLAIN, f"{CALL}\n{OTHER}", "", [SOON, NONE]),
+    (PLAIN, f"[{CALL}, {OTHER}]", "", [SOON, NONE]),
+    (PLAIN, '{"a": 1}', '{"a": 1}', []),
+    (PLAIN, f"Hello {CALL}", f"Hello {CALL}", []),
+    (PLAIN, "{unfinished", "{unfinished", []),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "content", "calls"), TEXTS)
+def test_calls_are_read_whatever_the_pieces(template: str, text: str, content: str, calls: list[Any]) -> None:
+    for size in (1, 2, 3, 7, 12, 1000):
+        assert pieces(text, template, size) == (content, calls)
+
+
+def test_random_texts_lose_nothing_but_white_space_before_calls() -> None:
+    dice = random.Random(1)
+    for _ in range(200):
+        parts = [dice.choice(["<", "tool", "<tool_call>", "</tool_call>", " ", "\n", "x", CALL, "{"]) for _ in range(9)]
+        text = "".join(parts)
+        whole = pieces(text, TAGGED, len(text))
+        assert whole == pieces(text, TAGGED, dice.choice((1, 2, 5)))
+        if not whole[1]:
+            assert whole[0] == text
+
+
+def test_a_bound_answer_is_a_call_of_a_tool_that_fits_its_schema(server: Running) -> None:
+    for seed in range(3):
+        answer = ask(server, tools=[WEATHER, NOW], tool_choice="required", parallel_tool_calls=False, seed=seed)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert (set(arguments), arguments.get("day", "soon") in ("today", "soon")) in (
+            ({"day", "warm"}, True), (set(), True))
+        assert (call.function.name == "now") == (not arguments)
+
+
+def test_a_named_tool_is_the_one_that_is_called(server: Running) -> None:
+    choice = ask(server, tools=[WEATHER, NOW], tool_choice={"type": "function", "function": {"name": "now"}}).choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+    assert choice.finish_reason == "stop"
+
+
+def test_a_stream_brings_the_same_calls(server: Running) -> None:
+    options: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    whole, calls, reasons = ask(server, **options).choices[0].message.tool_calls[0], [], []
+    for chunk in ask(server, **options, stream=True):
+        assert not chunk.choices[0].delta.content
+        calls += chunk.choices[0].delta.tool_calls or []
+        reasons.append(chunk.choices[0].finish_reason)
+    assert [(call.index, call.function) for call in calls] == [(0, calls[0].function)]
+    assert calls[0].function.model_dump() == whole.function.model_dump()
+    assert reasons[-1] == "tool_calls"
+
+
+def test_a_cut_call_is_text_that_ends_by_its_length(server: Running) -> None:
+    choice = ask(server, tools=[WEATHER], tool_choice="required", max_tokens=20).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert "name" in choice.message.content
+
+
+def test_the_template_sees_tools_calls_their_results_and_its_variables(server: Running) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"day": "soon"}'}}]
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    words = server.engine.tokenizer
+    spoken = [*ASK, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"day": "soon"}}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    expected = words.apply_chat_template(spoken, tools=[WEATHER], mood="glad", reasoning_effort="low",
+                                         add_generation_prompt=True, tokenize=True, return_dict=False)
+    answer = ask(server, messages=messages, tools=[WEATHER], max_tokens=3, temperature=0, reasoning_effort="low",
+                 extra_body={"chat_template_kwargs": {"mood": "glad"}})
+    assert answer.usage.prompt_tokens == len(expected)
+    said = server.engine.generate(list(expected), max_new_tokens=3).text
+    assert (answer.choices[0].message.content or "") == said
+
+
+def test_none_leaves_tools_out_and_auto_is_the_models_choice(server: Running) -> None:
+    plain = ask(server, max_tokens=8, temperature=0)
+    assert ask(server, max_tokens=8, temperature=0, tools=[NOW], tool_choice="none").choices == plain.choices
+    auto = ask(server, max_tokens=8, temperature=0, tools=[NOW], tool_choice="auto")
+    assert auto.choices == ask(server, max_tokens=8, temperature=0, tools=[NOW]).choices
+    assert auto.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0 must be"),
+        ({"tools": [{"type": "code", "function": {"name": "a"}}]}, "tools.0 must be"),
+        ({"tools": [NOW], "tool_choice": "sometimes"}, "must be none, auto, required"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "the tools are now"),
+        ({"tool_choice": "required"}, "without tools"),
+        ({"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}}, "other formats"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "must have a function with a name"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "tool_calls is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "no variable of a template"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_400(server: Running, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        ask(server, **given)
+
+
+def test_a_template_without_a_place_for_tools_says_so() -> None:
+    with pytest.raises(ApiError, match="no place for tools"):
+        tools_of([NOW], None, None, tiny_engine().tokenizer.chat_template)
+
+
+def test_options_of_the_tokenizer_are_no_variables() -> None:
+    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    assert known - {"self", "documents", "kwargs"} <= TEMPLATE_OPTIONS

@@ -1,0 +1,108 @@
+"""Hooks of mkdocs: pages that stand outside docs/, the page of the commands, and links that are right on GitHub too.
+
+In the repository, documents link to each other by their places in it. On the site a link to a page goes to that page,
+and whatever else is linked (reports, other files) is copied beside the pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md",
+           "benchmarks/quality/README.md": "quality.md",
+           "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+           "tests/fixtures/models/shoal-reference/README.md": "reference_model.md",
+           "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
+           "tests/fixtures/gguf/README.md": "gguf_fixtures.md"}
+"""Documents elsewhere in the repository -> their names on the site."""
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_FENCE = re.compile(r"^(```|~~~)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that stand outside docs/, and that of the commands."""
+    for place, name in OUTSIDE.items():
+        files.append(File.generated(config, name, content=(ROOT / place).read_text("utf-8")))
+    files.append(File.generated(config, "commands.md", content=commands()))
+    for path in _linked():
+        files.append(File.generated(config, f"files/{path.relative_to(ROOT).as_posix()}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """The page with its links as the site needs them."""
+    return _replaced(markdown, lambda link: target(link, page.file.src_uri))
+
+
+def target(link: str, page: str) -> str:
+    """Where a link of a page leads on the site; what is no path of the repository stays as it is.
+
+    Args:
+        link: as written in the document.
+        page: the page's name on the site.
+    """
+    path, mark, anchor = link.partition("#")
+    found = _path(path, page)
+    if found is None:
+        return link
+    place = found.relative_to(ROOT).as_posix()
+    name = place.removeprefix("docs/") if place.startswith("docs/") else OUTSIDE.get(place, f"files/{place}")
+    return os.path.relpath(name, PurePosixPath(page).parent) + mark + anchor
+
+
+def commands() -> str:
+    """The page of the commands: the help of each."""
+    from shoal.cli.entry import COMMANDS
+
+    parts = ["# Commands\n\nAs `shoal COMMAND --help` prints them; where a method is named, its options come in.\n"]
+    for name, about in COMMANDS.items():
+        words = [sys.executable, "-m", "shoal", name, "--help"]
+        environ = {**os.environ, "COLUMNS": "110", "SHOAL_CONFIG": "", "NO_COLOR": "1"}
+        text = subprocess.run(words, capture_output=True, text=True, check=True, env=environ).stdout
+        parts.append(f"## shoal {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{text.rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _linked() -> list[Path]:
+    """Files of the repository that documents link to and that are no documents of the site themselves."""
+    found = set()
+    pages = {**OUTSIDE, **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}}
+    for place, page in pages.items():
+        def note(link: str, page: str = page) -> str:
+            path = _path(link.partition("#")[0], page)
+            if path is not None:
+                found.add(path)
+            return link
+
+        _replaced((ROOT / place).read_text("utf-8"), note)
+    mine = {ROOT / place for place in OUTSIDE}
+    return sorted(path for path in found if path not in mine and not path.is_relative_to(ROOT / "docs"))
+
+
+def _path(link: str, page: str) -> Path | None:
+    """The file of the repository that a page's link names; None for other links."""
+    if not link or "://" in link or link.startswith("mailto:"):
+        return None
+    home = next((place for place, name in OUTSIDE.items() if name == page), f"docs/{page}")
+    path = (ROOT / home).parent / unquote(link)
+    path = Path(os.path.normpath(path))
+    return path if path.is_file() and path.is_relative_to(ROOT) else None
+
+
+def _replaced(markdown: str, new: Any) -> str:
+    """A document with each link's target replaced, except in blocks of code."""
+    lines, fenced = [], False
+    for line in markdown.splitlines():
+        if _FENCE.match(line.lstrip()):
+            fenced = not fenced
+        lines.append(line if fenced else _LINK.sub(lambda found: found[1] + new(found[2]) + found[3], line))
+    return "\n".join(lines) + "\n"

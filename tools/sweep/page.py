@@ -1,0 +1,90 @@
+"""The page about swept models, made of the reports."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST = ROOT / "docs" / "supported_models.json"
+OLDEST = ROOT / "docs" / "supported_models-oldest.json"
+_HEAD = """# Model types
+
+<!-- Written by tools/make_docs.py from {newest} and {oldest}; run the sweep and then it. -->
+
+Every causal model type of transformers, as a tiny random model, is decoded by Shoal and by transformers' own
+`generate`. Shoal has to give the same tokens or to refuse the model with a reason when it is loaded:
+
+- by the model's own modules and, where the type fits it, by the packed executor, in float32: plainly and with
+  `prompt_lookup`, `d3_spec`, `aded` and `layerskip`, prompts of three lengths in a batch and each alone;
+- by its own modules in float64, plainly, and with D3 against uncached passes that leave out what the plan leaves out.
+
+A difference where the reference prefers its token by less than {ties} of its largest logit is a tie, and is counted.
+
+<!-- not run: it takes minutes -->
+```sh
+python tools/sweep_models.py --out {newest}
+```
+
+"""
+
+
+def page() -> str:
+    """docs/supported_models.md."""
+    newest, oldest = (json.loads(path.read_text("utf-8")) for path in (NEWEST, OLDEST))
+    names = {"newest": f"docs/{NEWEST.name}", "oldest": f"docs/{OLDEST.name}"}
+    parts = [_HEAD.format(**names, ties="1e-4 (float64: 1e-5)"), _summary(newest), _summary(oldest), "\n"]
+    parts += [_right(newest["rows"]), _reasons("Refused", "refused", newest["rows"])]
+    parts.append(_reasons("What transformers itself does not run as configured here", "broken", newest["rows"]))
+    if any(row["outcome"] == "wrong" for row in newest["rows"]):
+        parts.append(_reasons("Wrong", "wrong", newest["rows"]))
+    parts.append(_changes(newest, oldest))
+    return "".join(parts).rstrip() + "\n"
+
+
+def _summary(report: dict[str, Any]) -> str:
+    rows = report["rows"]
+    counts = Counter(row["outcome"] for row in rows)
+    packed, ties = sum(row["packed"] == "right" for row in rows), sum(row["ties"] for row in rows)
+    return (f"With transformers {report['transformers']}: {len(rows)} configurations of "
+            f"{len({row['model_type'] for row in rows})} types; {counts['right']} right ({packed} packed too, {ties} "
+            f"ties), {counts['refused']} refused, {counts['broken']} that transformers itself does not run, "
+            f"{counts['wrong']} wrong.\n")
+
+
+def _right(rows: list[dict[str, Any]]) -> str:
+    lines = ["## Right\n", "| model type | configuration | packed too | ties | without |",
+             "|---|---|---|---|---|"]
+    for row in rows:
+        if row["outcome"] == "right":
+            cells = ["yes" if row["packed"] == "right" else "", str(row["ties"] or ""), ", ".join(row["left_out"])]
+            lines.append(f"| `{row['model_type']}` | {row['configuration']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _reasons(title: str, outcome: str, rows: list[dict[str, Any]]) -> str:
+    lines = [f"## {title}\n", "| model type | configuration | why |", "|---|---|---|"]
+    lines += [f"| `{row['model_type']}` | {row['configuration']} | {_cell(row['reason'])} |" for row in rows
+              if row["outcome"] == outcome]
+    return "\n".join(lines) + "\n\n"
+
+
+def _changes(newest: dict[str, Any], oldest: dict[str, Any]) -> str:
+    """What the older transformers runs to another outcome."""
+    known = {(row["model_type"], row["configuration"]): row for row in newest["rows"]}
+    lines = [f"## Otherwise with transformers {oldest['transformers']}\n",
+             "| model type | configuration | outcome | why |", "|---|---|---|---|"]
+    for row in oldest["rows"]:
+        other = known.get((row["model_type"], row["configuration"]))
+        if other is not None and other["outcome"] != row["outcome"]:
+            what = f"| `{row['model_type']}` | {row['configuration']} | {row['outcome']} |"
+            lines.append(f"{what} {_cell(row['reason'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text that a table, and a reader, can take."""
+    text = " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    return text if len(text) < 300 else text[:297] + "..."
