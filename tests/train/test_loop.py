@@ -135,6 +135,7 @@ def test_head_j_of_medusa_guesses_the_token_that_is_j_further() -> None:
 def test_the_layer_learns_to_count() -> None:
     module = EagleModule(Letters(), default_shape(Letters.size), range(Letters.size), rollout=3)  # type: ignore[arg-type]
     optimiser = torch.optim.Adam(module.parameters(), lr=0.02)
+    begun = module.loss(counting(20, 6, 5))[0].item()
     for step in range(120):
         loss, _ = module.loss(counting(20, 6, step))
         optimiser.zero_grad()
@@ -143,7 +144,7 @@ def test_the_layer_learns_to_count() -> None:
     loss, depths = module.loss(counting(20, 6, 5))
     right, asked = acceptance(depths)
     assert asked.tolist() == [13, 12, 11]
-    assert right.tolist() == asked.tolist() and loss < 0.3
+    assert right.tolist() == asked.tolist() and loss < begun / 4, (begun, loss)
 
 
 def test_a_later_token_of_the_text_changes_nothing_before_it() -> None:

@@ -48,7 +48,8 @@ def add_arguments(parser: Parser) -> None:
     how = parser.add_argument_group("training")
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
     how.add_argument("--batch", metavar="N", type=int, default=2048, help="tokens of a step")
-    how.add_argument("--rate", metavar="R", type=float, default=1e-3, help="highest learning rate")
+    how.add_argument("--rate", metavar="R", type=float, default=3e-3, help="highest learning rate of matrices by Muon; AdamW takes a "
+                     "third")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")

@@ -1,7 +1,8 @@
 """The layer of `shoal.draft.eagle` under training.
 
 It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
-arXiv 2503.01840). At every depth its distribution is pulled towards the model's own; its outputs may be what they like.
+arXiv 2503.01840). At every depth its distribution is pulled towards the model's own, and its outputs towards the
+model's states (arXiv 2401.15077), which tell more per token: answers are few here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 
 from shoal.draft.eagle import FUSE, NORMS
 from shoal.draft.layer_head import LayerShape
@@ -25,6 +26,8 @@ _SURE = 0.5
 """Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
 _FADE = 0.8
 """Weight of a depth's loss relative to that of the depth before."""
+_LIKE = 3.0
+"""Weight of the distance between outputs and states beside the cross-entropy."""
 
 
 def default_shape(hidden: int) -> LayerShape:
@@ -80,10 +83,12 @@ class EagleModule(PartModule):
         total, found = torch.zeros(()), []
         first = batch.guessed_from(0, 2)[:, :-1]
         wanted = self.head.wanted(batch.states[:, 1:][first])
+        scale = batch.states[:, 1:][first].square().mean().sqrt()
         for depth, outputs in enumerate(self.outputs(batch)):
             asked = batch.guessed_from(depth, 2)[:, :-1]
             loss, guesses = self.head.distilled(outputs[asked], wanted[asked[first]])
-            total = total + _FADE**depth * loss
+            apart = smooth_l1_loss(outputs[asked] / scale, batch.states[:, 1:][asked] / scale)
+            total = total + _FADE**depth * (loss + _LIKE * apart)
             right = torch.zeros_like(asked)
             right[asked] = guesses == batch.tokens[:, 1:].roll(-1, 1)[asked]
             found.append(Guessed(_earlier(right, depth), _earlier(asked, depth)))
