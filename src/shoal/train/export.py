@@ -40,6 +40,7 @@ def export(
     files.write(folder / TENSORS, lambda part: save_file(tensors, part))
     card = {
         "format": FORMAT, "part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
+        "layers": engine.stack.num_layers,
         "vocabulary": None if engine.tokenizer is None else vocabulary(engine.tokenizer),
         "model": Path(engine.model_name).name, "weights": weights, "bytes": (folder / TENSORS).stat().st_size,
         "shoal": __version__, **facts,
