@@ -19,10 +19,11 @@ from shoal.draft.eagle import FUSE, NORMS
 from shoal.draft.layer_head import LayerShape
 from shoal.draft.part_file import TOKENS
 from shoal.train.corpus import Corpus
+from shoal.train.linear_start import linear_start
 from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
-_SURE = 0.5
+_SURE = 0.7
 """Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
 _FADE = 0.8
 """Weight of a depth's loss relative to that of the depth before."""
@@ -44,14 +45,13 @@ class EagleModule(PartModule):
         shape: of the layer.
         ids: the tokens that are guessed.
         rollout: depths to train.
-        scale: root of the mean square of the states' numbers, with which the outputs begin.
         seed: of the first weights.
     """
 
     kind: ClassVar[str] = "eagle"
 
     def __init__(
-        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, scale: float = 1.0, seed: int = 0
+        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, seed: int = 0
     ) -> None:
         super().__init__()
         self._base, self._shape, self._rollout = base, shape, rollout
@@ -63,15 +63,21 @@ class EagleModule(PartModule):
         self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
         with torch.no_grad():
             self[FUSE][:, :hidden].add_(torch.eye(hidden))
-            self["norm.weight"].mul_(scale * _SURE)
+            self["norm.weight"].mul_(_SURE)
         self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
     @classmethod
     def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
-        """See `PartModule`."""
-        states = corpus.answers(0, validation=False)[0].states.float()
-        scale = states.square().mean().sqrt().item()
-        return cls(base, default_shape(states.shape[1]), ids, depths or 3, scale, seed)
+        """See `PartModule`; begins as the best linear guess, to which attention and MLP add nothing yet."""
+        shape = default_shape(corpus.answers(0, validation=False)[0].states.shape[1])
+        module = cls(base, shape, ids, depths or 3, seed=seed)
+        matrix, sizes = linear_start(base, corpus, shape.eps)
+        with torch.no_grad():
+            module[FUSE].copy_(matrix)
+            module["norm.weight"].copy_(_SURE * sizes)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                module[f"layers.0.{name}.weight"].zero_()
+        return module
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor by the name under which it ships."""
