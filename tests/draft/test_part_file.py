@@ -106,7 +106,7 @@ def test_a_card_or_tensors_that_do_not_fit_are_named(folder: Path) -> None:
 
 
 def test_no_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="eagle has no part to guess with, and none for this model comes with Shoal; give part"):
+    with pytest.raises(ValueError, match="no part to guess with, and none for this model comes with Shoal; give part"):
         run(None)
 
 

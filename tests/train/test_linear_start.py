@@ -31,7 +31,8 @@ def test_it_is_least_squares_over_the_answers(tmp_path: Path) -> None:
     roots = y.square().mean(0).sqrt()
     matrix, sizes = linear_start(base, corpus, EPS)
     assert torch.allclose(sizes.double(), roots, rtol=1e-3)
-    assert torch.allclose(matrix.double(), best / roots[:, None], atol=2e-2 * float((best / roots[:, None]).abs().max()))
+    best = best / roots[:, None]
+    assert torch.allclose(matrix.double(), best, atol=2e-2 * float(best.abs().max()))
 
 
 def test_a_fresh_layer_guesses_by_it_alone(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def add_arguments(parser: Parser) -> None:
     how = parser.add_argument_group("training")
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
     how.add_argument("--batch", metavar="N", type=int, default=2048, help="tokens of a step")
-    how.add_argument("--rate", metavar="R", type=float, default=3e-3, help="highest learning rate of matrices by Muon; AdamW takes a "
-                     "third")
+    how.add_argument("--rate", metavar="R", type=float, default=3e-3, help="highest learning rate of matrices by Muon; "
+                     "AdamW takes a third")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
                          **module.facts(trainer.held_out()), command=" ".join(args.words))
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on answers "
-          f"that it was not trained on{left}")
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
+          f"answers that it was not trained on{left}")
     _tell(f"use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
     return _report(args, card)
 

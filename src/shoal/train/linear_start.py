@@ -1,6 +1,6 @@
-"""The best linear guess of a state from the state before it and the token between: where the training of a layer begins.
+"""The best linear guess of a state from the state before it and the token between: where a layer's training begins.
 
-Least squares over some answers take seconds, and guess as well as the first hundred steps of training make a layer guess.
+Least squares over some answers take seconds, and guess as well as a layer does after some fifty steps of training.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ a run that was killed goes on as if it had not been.
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -180,7 +181,9 @@ class Trainer:
         """Write the checkpoint, whole or not at all."""
         held = {"key": self._key, "run": asdict(self.run), "weights": self._module.state_dict(),
                 "optimisers": [optimiser.state_dict() for optimiser in self._optimisers]}
-        files.write(self._path, lambda part: torch.save(held, part))
+        made = io.BytesIO()  # a full disk is an OSError where Python writes, and not where torch does
+        torch.save(held, made)
+        files.write(self._path, lambda part: part.write_bytes(made.getbuffer()))
 
     def _resume(self) -> None:
         try:
