@@ -58,7 +58,8 @@ def add_arguments(parser: Parser) -> None:
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none")
-    what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is stored")
+    what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8",
+                      help="how it is stored")
     common.add_model(parser)
     common.add_json(parser)
 
