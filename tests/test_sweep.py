@@ -32,7 +32,7 @@ def test_a_wrong_executor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows are wrong for this type; the check at load is left out."""
     monkeypatch.setattr(load, "settle_layout", lambda stack, _: setattr(stack, "prepacks", False))
     row = check("gpt_neo", "", configurations("gpt_neo")[""])
-    assert row.outcome == "wrong" and "layerskip, batch" in row.reason
+    assert row.outcome == "wrong" and ", batch, prompt" in row.reason
 
 
 def rows_of(jobs: list[workers.Job], limit: float = 300.0) -> list[dict[str, Any]]:

@@ -65,6 +65,21 @@ def test_two_parts_share_answers_and_time_ends_a_run(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").iterdir()} == made
 
 
+def test_no_training_begins_before_the_answers_are_there(
+    capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([False, True])
+    make = corpus.make
+    monkeypatch.setattr(corpus, "make", lambda *args: make(*args[:-1], lambda: next(asked)))
+    out = tmp_path / "part"
+    found, err = train(capsys, "medusa", tiny_folder, out, "--prompts", prompts)
+    assert found == {"shards": 1} and "time is up before all answers are there" in err
+    monkeypatch.undo()
+    monkeypatch.setattr(corpus, "SHARD", 18)
+    card, _ = train(capsys, "medusa", tiny_folder, out, "--prompts", prompts)
+    assert card["steps"][0] == card["steps"][1] > 0
+
+
 def test_prompts_of_test_sets_are_left_out(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     for name, row in {

@@ -20,7 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.methods.eagle import Eagle
 from shoal.methods.medusa import Medusa
-from shoal.train.export import export
+from shoal.train.export import Weights, export
 from trained_parts import eagle, part_for, target
 
 
@@ -106,7 +106,7 @@ def test_a_card_or_tensors_that_do_not_fit_are_named(folder: Path) -> None:
 
 
 def test_no_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="eagle has no part to guess with; give part"):
+    with pytest.raises(ValueError, match="no part to guess with, and none for this model comes with Shoal; give part"):
         run(None)
 
 
@@ -120,13 +120,15 @@ def test_knobs_out_of_range_are_refused() -> None:
             Medusa("part", **heads)
 
 
-def test_eight_bits_are_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "largest"), [("int8", 127), ("int6", 31)])
+def test_whole_numbers_are_close(weights: Weights, largest: int, tmp_path: Path) -> None:
     engine, module = target("llama"), eagle(target("llama"))
-    export(tmp_path, engine, module, "int8")
+    export(tmp_path, engine, module, weights)
     part = part_file.read(str(tmp_path), "eagle", engine.info())
     assert part.tensors["fuse.weight"].dtype == torch.int8
     wanted = module["fuse.weight"].detach()
-    assert (part.take("fuse.weight", 32, 64) - wanted).abs().max() <= wanted.abs().amax() / 127
+    assert part.tensors["fuse.weight"].abs().max() == largest
+    assert (part.take("fuse.weight", 32, 64) - wanted).abs().max() <= wanted.abs().amax() / largest
 
 
 def test_a_part_that_was_trained_on_is_read_anew(folder: Path) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from backends import reference
 from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
 from families import VOCAB, tiny
 from scripted import Scripted
+from shoal.control import payoff
+from shoal.draft import part_file
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.auto import Auto
+from shoal.methods.eagle import Eagle
+from shoal.model.kv import KVCache
 from shoal.types import ModelInfo, Result
+from trained_parts import ECHOED, part_for
 
 
 def new_text(length: int, seed: int) -> list[int]:
@@ -162,6 +171,54 @@ def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) 
     found = engine.generate(prompts, method="auto", max_new_tokens=60, **sampling)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert found[0].stats.draft_forwards > 0
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
+    """A model for which a part comes with Shoal."""
+    shutil.copytree(part_for("eagle", "llama"), tmp_path / "tiny")
+    monkeypatch.setattr(part_file, "SHIPPED", tmp_path)
+    return engine_for(reference("llama"))
+
+
+ECHO = dict.fromkeys(ECHOED, 12.0)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=str)
+def test_the_part_that_ships_changes_no_token(
+    shipped: Engine, sampling: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payoff, "MARGIN", 0.0)  # whatever it costs
+    prompts = [[5, 17, 80, 3, 41], [60, 2, 33]]
+    options = {"max_new_tokens": 60, "logit_bias": ECHO, **sampling}
+    plain = shipped.generate(prompts, **options)
+    found = shipped.generate(prompts, method=Auto(), **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert found[0].stats.draft_forwards > 0 and sum(one.stats.accepted for one in found) > 0
+
+
+def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again after a pause, when it has seen nothing of what was decoded in between but the end."""
+    monkeypatch.setattr(payoff, "MARGIN", 1e9)
+    prompt = [5, 17, 80, 3, 41]
+    plain = shipped.generate(prompt, max_new_tokens=300, ignore_eos=True)
+    found = shipped.generate(prompt, method=Auto(), max_new_tokens=300, ignore_eos=True)
+    assert found.tokens == plain.tokens
+    assert 1 <= found.stats.draft_forwards <= 4
+    proposer = Auto().recipe(shipped.info()).proposer
+    drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
+    reading, decoding = ([SimpleNamespace(emitted=emitted)] for emitted in (0, 1))
+    assert proposer.judge.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
+    with pytest.raises(AttributeError):
+        drafter.watch(reading, [object()])
+
+
+def test_the_part_is_that_of_the_model_and_of_no_other(shipped: Engine) -> None:
+    assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
+    assert Auto().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info()).proposer.helper is None
+    assert Eagle().recipe(shipped.info()).proposer.part.name.endswith("tiny")
+    with pytest.raises(ValueError, match="eagle has no part to guess with, and none for this model comes with Shoal"):
+        Eagle().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info())
 
 
 def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:

@@ -76,11 +76,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
     one.save()
     before = (tmp_path / "part" / CHECKPOINT).read_bytes()
 
-    def full(held: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(path: Path, held: Any) -> None:
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="untouched"):
         one.train(keep=0.0)
     assert (tmp_path / "part" / CHECKPOINT).read_bytes() == before
@@ -135,6 +135,7 @@ def test_head_j_of_medusa_guesses_the_token_that_is_j_further() -> None:
 def test_the_layer_learns_to_count() -> None:
     module = EagleModule(Letters(), default_shape(Letters.size), range(Letters.size), rollout=3)  # type: ignore[arg-type]
     optimiser = torch.optim.Adam(module.parameters(), lr=0.02)
+    begun = module.loss(counting(20, 6, 5))[0].item()
     for step in range(120):
         loss, _ = module.loss(counting(20, 6, step))
         optimiser.zero_grad()
@@ -143,7 +144,7 @@ def test_the_layer_learns_to_count() -> None:
     loss, depths = module.loss(counting(20, 6, 5))
     right, asked = acceptance(depths)
     assert asked.tolist() == [13, 12, 11]
-    assert right.tolist() == asked.tolist() and loss < 0.3
+    assert right.tolist() == asked.tolist() and loss < begun / 4, (begun, loss)
 
 
 def test_a_later_token_of_the_text_changes_nothing_before_it() -> None:

@@ -89,5 +89,5 @@ def _ask(process: subprocess.Popen[bytes], job: Job, limit: float) -> dict[str, 
 
 def lost(job: Job, why: str) -> dict[str, Any]:
     """The row of a job that nobody answered."""
-    return {"model_type": job[0], "configuration": job[1], "outcome": "wrong", "reason": why, "packed": "", "ties": 0,
-            "left_out": {}}
+    return {"model_type": job[0], "configuration": job[1], "outcome": "wrong", "reason": why, "packed": "",
+            "varied": 0, "ties": 0, "left_out": {}}

@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from shoal.cli import common, notes
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
             try:
                 if not talk.hear(text):
                     break
+            except KeyboardInterrupt:  # before the answer began
+                lines.say()
             except (ValueError, OSError) as error:  # a slip of the pen ends no conversation
                 print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return 0
@@ -106,13 +110,15 @@ class Talk:
 
     def answer(self, text: str) -> None:
         """Stream the answer to a text. An interrupt ends it, and what was said stays said."""
-        with notes.held_back():
+        with notes.held_back(), _interrupts() as heard:
             turn = self._session.stream(text, method=self._method)
             printer = printer_of(self._args, self._engine, self._method)
             try:
                 with suppress(KeyboardInterrupt):
                     for step in turn:
                         printer.show(step)
+                        if heard:
+                            break
             finally:
                 turn.close()
                 printer.close()
@@ -171,6 +177,23 @@ class Talk:
         self._session.messages = messages_of(Path(path).expanduser())
         self._answers = []
         print(f"{len(self._session.messages)} messages from {path}")
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Notes Ctrl-C, for the end of a step: an exception in its midst may be lost. A second one raises."""
+    heard: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def messages_of(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
 from shoal.cli.parser import Parser
@@ -48,7 +48,8 @@ def add_arguments(parser: Parser) -> None:
     how = parser.add_argument_group("training")
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
     how.add_argument("--batch", metavar="N", type=int, default=2048, help="tokens of a step")
-    how.add_argument("--rate", metavar="R", type=float, default=1e-3, help="highest learning rate")
+    how.add_argument("--rate", metavar="R", type=float, default=3e-3, help="highest learning rate of matrices by Muon; "
+                     "AdamW takes a third")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -57,7 +58,8 @@ def add_arguments(parser: Parser) -> None:
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none")
-    what.add_argument("--weights", choices=("int8", "bfloat16", "float32"), default="int8", help="how it is stored")
+    what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8",
+                      help="how it is stored")
     common.add_model(parser)
     common.add_json(parser)
 
@@ -80,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    if not answers.whole:  # a run begins when its answers are there, and keeps to them
+        _tell("time is up before all answers are there; the same command goes on")
+        return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
     how = Training(args.epochs, args.batch, args.rate, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
@@ -91,13 +96,16 @@ def run(args: argparse.Namespace) -> int:
         found.accepted.append(trainer.validate())
     card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
                          **module.facts(trainer.held_out()), command=" ".join(args.words))
-    if not args.json:
-        more = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-        print(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
-              f"answers that it was not trained on{more}")
-        print(f"Use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
-    else:
-        common.print_json(card)
+    left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
+          f"answers that it was not trained on{left}")
+    _tell(f"use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
+    return _report(args, card)
+
+
+def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    if args.json:
+        common.print_json(found)
     return 0
 
 

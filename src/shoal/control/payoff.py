@@ -30,6 +30,8 @@ _LIKELY = 0.5
 _TRIAL = 3
 """Guesses of a first trial; then up to twice as many as were timed."""
 _NEW = 0.2
+_AWAKE = 32
+"""Steps before its next trial from which on a helper sees what is decoded."""
 
 
 class ForwardTimes:
@@ -161,6 +163,11 @@ class Payoff:
         """Guesses that a helper is to make for each row; 0 for none."""
         return self._helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
 
+    @property
+    def rests(self) -> bool:
+        """Whether the helper makes no guess in the next steps either."""
+        return self._helper.rests
+
     def observe(self, report: StepReport, helped: int) -> None:
         """Learn from a step in which a helper made `helped` guesses for the row with most of them."""
         rows, guesses = len(report.rows), sum(map(len, report.trees)) - len(report.rows)
@@ -210,6 +217,11 @@ class HelperRecord:
         else:
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return found
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is put off beyond the next steps."""
+        return self._left > _AWAKE
 
     def judged(self, kept: int, offered: int) -> None:
         """`kept` of `offered` guesses in a row were right."""

@@ -243,6 +243,8 @@ def probs(
 
 def greedy(scores: Tensor) -> Tensor:
     """The most likely token of scores [..., V]: int64 [...], the lowest id on ties."""
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:  # several times as fast as torch's
+        return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
     return scores.argmax(-1)
 
 

@@ -58,15 +58,26 @@ class EagleHead:
         tensors = {name: part.take(name, *size) for name, size in shape.sizes().items()}
         self.layer = LayerHead(target, shape, tensors, target.head_rows(self.names))
         factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
-        self._fuse = packed(target, part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors)
         self.hidden, self.vocabulary = shape.hidden, target.vocab_size
+        fuse = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
+        self._of_states, self._of_words = (packed(target, half) for half in fuse)
+        self._places = {token: place for place, token in enumerate(self.names)}
+        self._words = self._shares(self.names)
 
+    @torch.no_grad()
     def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
         """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
+        places = [self._places.get(token) for token in tokens]
+        words = self._shares(tokens) if None in places else self._words[places]
+        return (self._of_states(self._normed(states)) + words).to(self.layer.dtype)
+
+    def _shares(self, tokens: Sequence[int]) -> Tensor:
+        """What tokens add to the states before them [n, D]; of those that are guessed it is kept."""
         ids = torch.tensor(tokens, device=self.ids.device)
-        embedded = self._target.embed(ids, torch.zeros_like(ids))
-        pair = [rms_norm(one.to(self.layer.dtype), (self.hidden,), eps=self._eps) for one in (states, embedded)]
-        return self._fuse(torch.cat(pair, -1)).to(self.layer.dtype)
+        return self._of_words(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x.to(self.layer.dtype), (self.hidden,), eps=self._eps)
 
 
 def layer_shape(part: TrainedPart) -> LayerShape:

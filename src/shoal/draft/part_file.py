@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ SCALE = ".scale"
 """What follows a matrix's name in that of its rows' scales."""
 TOKENS = "tokens"
 """The tensor, int32 [n], that lists the tokens a part guesses."""
+SHIPPED = Path(__file__).parent.parent / "parts"
+"""A folder for each part that comes with Shoal."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,33 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
     if info.tokenizer is not None and card["vocabulary"] not in (None, _vocabulary(info)):
         raise Unsupported(f"the trained part {folder!r}", "its model's tokenizer had another vocabulary", remedy)
     return TrainedPart(folder, card["shape"], info.tensors(str(Path(folder) / TENSORS)), card)
+
+
+def shipped(kind: str, info: ModelInfo) -> str | None:
+    """The folder of the part of that kind that comes with Shoal for this model; None where there is none."""
+    if info.tensors is None or info.fingerprint is None or not info.free:
+        return None
+    known = info.memory.get(("shipped", kind))
+    if known is None:
+        known = info.memory[("shipped", kind)] = _shipped(kind, info) or ""
+    return known or None
+
+
+def _shipped(kind: str, info: ModelInfo) -> str | None:
+    for path in sorted(SHIPPED.glob(f"*/{CARD}")):
+        card = _card(path)
+        if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
+            return str(path.parent)
+    return None
+
+
+def _is_one_of(fingerprints: Sequence[str], info: ModelInfo) -> bool:
+    """Whether the model is one of these; it is not where it cannot be told."""
+    assert info.fingerprint is not None
+    try:
+        return info.fingerprint() in fingerprints
+    except ValueError:  # there is nothing to read the weights from again
+        return False
 
 
 def _card(path: Path) -> Mapping[str, Any]:

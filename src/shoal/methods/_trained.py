@@ -21,7 +21,7 @@ class TrainedMethod(DraftingMethod):
     """A method whose guesses come from a small part that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote.
+        part: the folder that `shoal train` wrote; None for the part that comes with Shoal for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
@@ -33,20 +33,21 @@ class TrainedMethod(DraftingMethod):
         """The proposer that `make` makes of the part; one for all requests of the same method, so that rows share it.
 
         Raises:
-            ValueError: no part was named, or it cannot be read, or is of another kind.
+            ValueError: no part was named and none comes with Shoal, or it cannot be read, or is of another kind.
             Unsupported: it was trained for another model.
         """
         if info.tensors is None:
             return Absent()
-        if self.part is None:
-            raise ValueError(f"{self.name} has no part to guess with; give part, the folder that `shoal train "
-                             f"{self.name}` wrote")
         if not info.free:
             what, why = f"{self.name} with tensor parallelism", "each process has a slice of the head alone"
             raise Unsupported(what, why, "Use one process, or replicas")
         from shoal.draft import part_file
 
-        part, key = part_file.read(self.part, self.name, info), (self.name, repr(self))
+        folder = self.part or part_file.shipped(self.name, info)
+        if folder is None:
+            raise ValueError(f"{self.name} has no part to guess with, and none for this model comes with Shoal; give "
+                             f"part, the folder that `shoal train {self.name}` wrote")
+        part, key = part_file.read(folder, self.name, info), (self.name, repr(self))
         known = info.memory.get(key)
         if known is None or known[0] is not part.tensors:
             known = info.memory[key] = part.tensors, make(part)

@@ -27,6 +27,8 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.worker import Proposer
+    from shoal.draft.eagle import EagleProposer
+    from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 _HELPED = 8
 """Most guesses of a helper one after another."""
@@ -34,6 +36,10 @@ _CALIBRATED = 0.7
 """Chance that a guess of calibrated self-drafting is kept, before it was tried."""
 _SMALLER = 0.6, 0.25
 """The same of a draft model, and what its guess costs as a share of a step."""
+_TRAINED = 0.45, 0.12
+"""The same of a trained part."""
+_SURE = 0.2
+"""Likelihood of a path of a trained part's guesses below which it is not gone on with."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,9 @@ class Auto(Method):
 
     Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on; how likely
     that is for a match of so many tokens is learned from all tokens, whether they were guessed or not. Where the text
-    gives no guess, a draft model that was named drafts, or the model itself without the sublayers that its calibration
-    card says a draft can spare, as long as that gains time. What forwards take is learned while decoding, for every
-    number of rows, and kept by the engine.
+    gives no guess, a helper drafts as long as that gains time: a draft model that was named, the trained part that
+    comes with Shoal for the model, or the model itself without the sublayers that its calibration card says a draft can
+    spare. What forwards take is learned while decoding, for every number of rows, and kept by the engine.
 
     Attributes:
         length: most tokens to guess at a time.
@@ -94,6 +100,8 @@ class Auto(Method):
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.stack, shape, name), HelperRecord(*_SMALLER, shape.length)
+        if (layer := self._trained(info)) is not None:
+            return layer, HelperRecord(*_TRAINED, layer.shape.length)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
             skips = Skips(*info.skips)
             left = info.num_layers - skips.size / 2 + info.head_layers
@@ -101,6 +109,18 @@ class Auto(Method):
             record = HelperRecord(_CALIBRATED, left / (info.num_layers + info.head_layers), length)
             return Adaptive(skips.plan(info.num_layers), length), record
         return None, HelperRecord()
+
+    def _trained(self, info: ModelInfo) -> EagleProposer | None:
+        """The part that comes with Shoal for the model."""
+        from shoal.draft import part_file
+
+        folder = part_file.shipped("eagle", info)
+        if folder is None:
+            return None
+        from shoal.draft.eagle import EagleProposer
+        from shoal.draft.shape import Branching
+
+        return EagleProposer(part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length)), _SURE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +163,11 @@ class CautiousDrafter(Drafter):
     def _follower(self, row: Row) -> Follower:
         shared = self._proposer.chances
         return Follower((Chances(shared), shared), row.prompt_length)
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """What a helper sees; one that is put off for long sees nothing of the answers meanwhile."""
+        rests = rows[0].emitted > 0 and self._proposer.judge.rests
+        return None if self._helper is None or rests else self._helper.watch(rows, chunks)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """A chain per row; the root alone where no guess pays."""

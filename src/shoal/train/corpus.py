@@ -72,6 +72,7 @@ class Corpus:
 
     Args:
         folder: where they are.
+        whole: whether there is all that was wished for.
 
     Attributes:
         facts: what `corpus.json` says.
@@ -80,11 +81,12 @@ class Corpus:
         ValueError: there are none, or the folder cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, whole: bool = True) -> None:
+        self.whole = whole
         self.facts: dict[str, Any] = files.read_json(folder / "corpus.json")
         self.shards = _shards(folder)
         if not self.shards:
-            raise ValueError(f"{folder} holds no answers yet; make some first")
+            raise ValueError(f"{folder} holds no answers yet; make some first, or give it more time")
 
     def answers(self, shard: int, *, validation: bool) -> list[AnsweredText]:
         """The answers of one shard that are trained on, or those that are not."""
@@ -142,15 +144,18 @@ def make(
     facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.stack.vocab_size, **_told(wish)}
     _claim(folder / "corpus.json", facts)
     asked = _asked(folder / "prompts.json", prompts)
-    made = sum(_size(path) for path in _shards(folder))
+    made, whole = sum(_size(path) for path in _shards(folder)), True
     for number in range(len(_shards(folder)), -(-len(asked) // SHARD)):
         room = wish.gigabytes * 1e9 - sum(path.stat().st_size for path in _shards(folder))
-        if made >= wish.tokens or room <= 0 or until():
+        if made >= wish.tokens or room <= 0:
+            break
+        if until():
+            whole = False
             break
         path = folder / f"states-{number:05d}.safetensors"
         made += _make_shard(path, engine, asked[number * SHARD : (number + 1) * SHARD], wish, number)
         tell(f"{made} of {wish.tokens} tokens answered, {number + 1} shards")
-    return Corpus(folder)
+    return Corpus(folder, whole)
 
 
 def _told(wish: CorpusWish) -> dict[str, Any]:

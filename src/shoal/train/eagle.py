@@ -1,7 +1,8 @@
 """The layer of `shoal.draft.eagle` under training.
 
 It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
-arXiv 2503.01840). At every depth its distribution is pulled towards the model's own; its outputs may be what they like.
+arXiv 2503.01840). At every depth its distribution is pulled towards the model's own, and its outputs towards the
+model's states (arXiv 2401.15077), which tell more per token: answers are few here.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 
 from shoal.draft.eagle import FUSE, NORMS
 from shoal.draft.layer_head import LayerShape
 from shoal.draft.part_file import TOKENS
 from shoal.train.corpus import Corpus
+from shoal.train.linear_start import linear_start
 from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
-_SURE = 0.5
+_SURE = 0.7
 """Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
 _FADE = 0.8
 """Weight of a depth's loss relative to that of the depth before."""
+_LIKE = 3.0
+"""Weight of the distance between outputs and states beside the cross-entropy."""
 
 
 def default_shape(hidden: int) -> LayerShape:
@@ -41,14 +45,13 @@ class EagleModule(PartModule):
         shape: of the layer.
         ids: the tokens that are guessed.
         rollout: depths to train.
-        scale: root of the mean square of the states' numbers, with which the outputs begin.
         seed: of the first weights.
     """
 
     kind: ClassVar[str] = "eagle"
 
     def __init__(
-        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, scale: float = 1.0, seed: int = 0
+        self, base: Base, shape: LayerShape, ids: Sequence[int], rollout: int = 3, seed: int = 0
     ) -> None:
         super().__init__()
         self._base, self._shape, self._rollout = base, shape, rollout
@@ -60,15 +63,21 @@ class EagleModule(PartModule):
         self.weights = nn.ParameterList(_first(size, generator) for size in sizes.values())
         with torch.no_grad():
             self[FUSE][:, :hidden].add_(torch.eye(hidden))
-            self["norm.weight"].mul_(scale * _SURE)
+            self["norm.weight"].mul_(_SURE)
         self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
     @classmethod
     def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
-        """See `PartModule`."""
-        states = corpus.answers(0, validation=False)[0].states.float()
-        scale = states.square().mean().sqrt().item()
-        return cls(base, default_shape(states.shape[1]), ids, depths or 3, scale, seed)
+        """See `PartModule`; begins as the best linear guess, to which attention and MLP add nothing yet."""
+        shape = default_shape(corpus.answers(0, validation=False)[0].states.shape[1])
+        module = cls(base, shape, ids, depths or 3, seed=seed)
+        matrix, sizes = linear_start(base, corpus, shape.eps)
+        with torch.no_grad():
+            module[FUSE].copy_(matrix)
+            module["norm.weight"].copy_(_SURE * sizes)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                module[f"layers.0.{name}.weight"].zero_()
+        return module
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor by the name under which it ships."""
@@ -80,10 +89,12 @@ class EagleModule(PartModule):
         total, found = torch.zeros(()), []
         first = batch.guessed_from(0, 2)[:, :-1]
         wanted = self.head.wanted(batch.states[:, 1:][first])
+        scale = batch.states[:, 1:][first].square().mean().sqrt()
         for depth, outputs in enumerate(self.outputs(batch)):
             asked = batch.guessed_from(depth, 2)[:, :-1]
             loss, guesses = self.head.distilled(outputs[asked], wanted[asked[first]])
-            total = total + _FADE**depth * loss
+            apart = smooth_l1_loss(outputs[asked] / scale, batch.states[:, 1:][asked] / scale)
+            total = total + _FADE**depth * (loss + _LIKE * apart)
             right = torch.zeros_like(asked)
             right[asked] = guesses == batch.tokens[:, 1:].roll(-1, 1)[asked]
             found.append(Guessed(_earlier(right, depth), _earlier(asked, depth)))

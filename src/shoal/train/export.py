@@ -17,8 +17,9 @@ from shoal.train.corpus import Corpus
 from shoal.train.loop import TrainingRun
 from shoal.train.part import PartModule
 
-Weights = Literal["int8", "bfloat16", "float32"]
-WEIGHTS = ("int8", "bfloat16", "float32")
+Weights = Literal["int8", "int6", "bfloat16", "float32"]
+_LARGEST = {"int8": 127, "int6": 31}
+"""Of the whole numbers; those of 6 bits lie in bytes, and take three quarters of the room in a compressed package."""
 
 
 def export(
@@ -40,6 +41,7 @@ def export(
     files.write(folder / TENSORS, lambda part: save_file(tensors, part))
     card = {
         "format": FORMAT, "part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
+        "layers": engine.stack.num_layers,
         "vocabulary": None if engine.tokenizer is None else vocabulary(engine.tokenizer),
         "model": Path(engine.model_name).name, "weights": weights, "bytes": (folder / TENSORS).stat().st_size,
         "shoal": __version__, **facts,
@@ -59,10 +61,10 @@ def trained(corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
 
 
 def _stored(name: str, tensor: Tensor, weights: Weights) -> dict[str, Tensor]:
-    """A tensor as it is stored: matrices in 8 bits with a scale per row, or in the type that was asked for."""
+    """A tensor as it is stored: matrices in whole numbers with a scale per row, or in the type that was asked for."""
     if not tensor.is_floating_point() or tensor.dim() == 1 or weights == "float32":
         return {name: tensor.contiguous()}
     if weights == "bfloat16" or tensor.dim() != 2:
         return {name: tensor.bfloat16().contiguous()}
-    scale = tensor.abs().amax(1).clamp(min=1e-12) / 127
+    scale = tensor.abs().amax(1).clamp(min=1e-12) / _LARGEST[weights]
     return {name: (tensor / scale[:, None]).round().to(torch.int8), name + SCALE: scale}

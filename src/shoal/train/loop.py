@@ -6,6 +6,7 @@ a run that was killed goes on as if it had not been.
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ CHECKPOINT = "checkpoint.pt"
 _WARM = 0.04
 """Share of the steps in which the rate rises."""
 _LEAST_RATE = 0.05
+_ADAM = 1 / 3
+"""Of Muon's learning rate."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +36,22 @@ class Training:
     Attributes:
         epochs: times that every answer is seen.
         batch: tokens of a step, with what fills up.
-        rate: highest learning rate; it rises over the first steps and falls by a cosine.
-        decay: weight decay of AdamW.
+        rate: highest learning rate of matrices; it rises over the first steps and falls by a cosine.
+        decay: weight decay.
         clip: largest norm of a step's gradient.
         seed: of the order of the answers.
         half: whether products are computed in bfloat16, which some processors do several times as fast.
+        muon: whether matrices are trained by Muon, which needs fewer answers than AdamW; AdamW trains all else.
     """
 
     epochs: int = 4
     batch: int = 2048
-    rate: float = 1e-3
+    rate: float = 3e-3
     decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
     half: bool = False
+    muon: bool = hasattr(torch.optim, "Muon")
 
 
 @dataclass
@@ -98,7 +103,7 @@ class Trainer:
         self._path = folder / CHECKPOINT
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
                        for shard in range(len(corpus.shards))]
-        self._optimiser = torch.optim.AdamW(module.parameters(), lr=how.rate, weight_decay=how.decay, betas=(0.9, 0.95))
+        self._optimisers = _optimisers(module, how)
         self._key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
                      **{f"shape.{name}": value for name, value in module.shape().items()}}
         self.run = TrainingRun(how.epochs * sum(self._sizes))
@@ -135,9 +140,10 @@ class Trainer:
 
     def _step(self, batch: TextBatch) -> float:
         run = self.run
-        rate = self._how.rate * _rate(run.step, run.steps)
-        for group in self._optimiser.param_groups:
-            group["lr"] = rate
+        share = _rate(run.step, run.steps)
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = optimiser.defaults["lr"] * share
         loss, depths = self._judged(batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._how.clip)
@@ -146,8 +152,9 @@ class Trainer:
                 f"{self._path} holds what was there before; start anew with a lower --rate")
             raise ValueError(f"the loss is {loss.item()} and its gradient's norm {norm.item()} at step {run.step}: "
                              f"training has diverged; {remedy}")
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        for optimiser in self._optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         run.step += 1
         run.tokens += int(depths[0].asked.sum())
         return loss.item()
@@ -173,8 +180,10 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
         held = {"key": self._key, "run": asdict(self.run), "weights": self._module.state_dict(),
-                "optimiser": self._optimiser.state_dict()}
-        files.write(self._path, lambda part: torch.save(held, part))
+                "optimisers": [optimiser.state_dict() for optimiser in self._optimisers]}
+        made = io.BytesIO()  # a full disk is an OSError where Python writes, and not where torch does
+        torch.save(held, made)
+        files.write(self._path, lambda part: part.write_bytes(made.getbuffer()))
 
     def _resume(self) -> None:
         try:
@@ -186,7 +195,8 @@ class Trainer:
                 raise ValueError(f"{self._path} is of another run: {name} was {held['key'].get(name)!r} and now is "
                                  f"{value!r}. Give another folder, or remove it to start anew")
         self._module.load_state_dict(held["weights"])
-        self._optimiser.load_state_dict(held["optimiser"])
+        for optimiser, state in zip(self._optimisers, held["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         self.run = TrainingRun(**held["run"])
 
     def _ahead(self) -> Iterator[TextBatch]:
@@ -202,6 +212,18 @@ class Trainer:
                 for place in _order(size, self._how.seed, epoch, shard + 1)[skip:]:
                     yield TextBatch.of(made[place])
                 skip = 0
+
+
+def _optimisers(module: PartModule, how: Training) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, if wanted, and AdamW for the rest, at the rate that suits it."""
+    matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
+    others = [weight for weight in module.parameters() if not how.muon or weight.dim() != 2]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=how.rate, weight_decay=how.decay, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        found.append(torch.optim.AdamW(others, lr=_ADAM * how.rate, weight_decay=how.decay, betas=(0.9, 0.95)))
+    return found
 
 
 def _order(count: int, *seeds: int) -> list[int]:

@@ -131,8 +131,9 @@ class NativeStack(PackedStack):
             sizes = [len(chunk.tokens) for chunk in chunks]
             nodes = taps.transpose(0, 1)  # [tokens, layers + 1, D], so that all layers are filled up in one call
             padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
+            states = padded.unbind(2)
             for layer in range(self.num_layers + 1):
-                hook(layer, padded[:, :, bisect_left(work.layers, layer)])
+                hook(layer, states[bisect_left(work.layers, layer)])
         return logits
 
     def exit_logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Where training begins: as least squares over all pairs at once would, with what the layer adds still 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn.functional import rms_norm
+
+from shoal.train.eagle import EagleModule
+from shoal.train.linear_start import linear_start
+from shoal.train.part import Base, TextBatch
+from tiny_corpus import made
+from trained_parts import target
+
+EPS = 1e-5
+
+
+def test_it_is_least_squares_over_the_answers(tmp_path: Path) -> None:
+    corpus, base = made(tmp_path), Base(target("llama").stack)
+    known, wanted = [], []
+    for shard in range(len(corpus.shards)):
+        for one in corpus.answers(shard, validation=False):
+            for place in range(one.prompt - 1, len(one.tokens) - 1):
+                pair = one.states[place].float(), base.embed(one.tokens[place + 1 : place + 2])[0]
+                known.append(torch.cat([x * torch.rsqrt(x.square().mean() + EPS) for x in pair]))
+                wanted.append(one.states[place + 1].float())
+    x, y = torch.stack(known).double(), torch.stack(wanted).double()
+    ridge = (1e-3 * len(x)) ** 0.5 * torch.eye(x.shape[1]).double()
+    best = torch.linalg.lstsq(torch.cat([x, ridge]), torch.cat([y, torch.zeros(len(ridge), y.shape[1])])).solution.T
+    roots = y.square().mean(0).sqrt()
+    matrix, sizes = linear_start(base, corpus, EPS)
+    assert torch.allclose(sizes.double(), roots, rtol=1e-3)
+    best = best / roots[:, None]
+    assert torch.allclose(matrix.double(), best, atol=2e-2 * float(best.abs().max()))
+
+
+def test_a_fresh_layer_guesses_by_it_alone(tmp_path: Path) -> None:
+    corpus, base = made(tmp_path), Base(target("llama").stack)
+    fresh = EagleModule.fresh(base, corpus, corpus.frequent(60), 2, 0)
+    matrix, sizes = linear_start(base, corpus, EPS)
+    batch = TextBatch.of(corpus.answers(1, validation=False))
+    pair = batch.states[:, :-1], base.embed(batch.tokens[:, 1:])
+    moved = torch.cat([rms_norm(x, x.shape[-1:], eps=EPS) for x in pair], -1) @ matrix.T
+    guess = rms_norm(moved, moved.shape[-1:], eps=EPS) * sizes * fresh["norm.weight"].mean() / sizes.mean()
+    assert torch.allclose(fresh.outputs(batch)[0], guess, atol=1e-4)
