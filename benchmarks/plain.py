@@ -1,6 +1,6 @@
 """Decoding on a machine without the native kernels, beside transformers' modules on the same weights.
 
-    SHOAL_NATIVE=off python benchmarks/plain.py --model FILE.gguf [--dtype float32] [--rounds 6] [--no-compile] [--json F]
+    SHOAL_NATIVE=off python benchmarks/plain.py --model FILE [--dtype float32] [--rounds 6] [--no-compile] [--json F]
 
 Shoal's torch path, transformers' own forward and the same compiled over a static cache take turns, on weights that are
 dequantised once. Threads are torch's (OMP_NUM_THREADS). The last line on stdout is the report as JSON: seconds per
