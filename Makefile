@@ -37,7 +37,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[completion,dev,docs,eval,plot,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,eval,plot,ray]'
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
+from shoal.decode.sampling import Allowed
 from shoal.methods.base import Method
 from shoal.types import ModelInfo, Sampling
 
@@ -32,8 +33,18 @@ class Ruled:
     rule: Rule
     size: int = 97
 
-    def __call__(self) -> Callable[[Sequence[int]], Tensor]:
-        return lambda words: torch.tensor([self.rule(words, token) for token in range(self.size)])
+    def __call__(self) -> RuledWords:
+        return RuledWords(self)
+
+
+@dataclass(frozen=True)
+class RuledWords(Allowed):
+    """Asks the rule about every token."""
+
+    ruled: Ruled
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([self.ruled.rule(tokens, token) for token in range(self.ruled.size)])
 
 
 @dataclass(frozen=True)

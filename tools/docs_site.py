@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
@@ -24,6 +26,8 @@ OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md",
            "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
            "tests/fixtures/gguf/README.md": "gguf_fixtures.md"}
 """Documents elsewhere in the repository -> their names on the site."""
+SHARED = 3
+"""Commands that take an option, in the same words, before it is listed apart."""
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _FENCE = re.compile(r"^(```|~~~)")
 
@@ -60,16 +64,58 @@ def target(link: str, page: str) -> str:
 
 
 def commands() -> str:
-    """The page of the commands: the help of each."""
+    """The page of the commands: the help of each, and what several of them take once."""
     from shoal.cli.entry import COMMANDS
 
+    helps = {name: _entries(_help(name)) for name in COMMANDS}
+    spelt = {_words(entry): entry for entries in helps.values() for entry in entries if _option(entry)}
+    often = Counter(_words(entry) for entries in helps.values() for entry in entries)
+    shared = {words: entry for words, entry in spelt.items() if often[words] >= SHARED}
     parts = ["# Commands\n\nAs `shoal COMMAND --help` prints them; where a method is named, its options come in.\n"]
     for name, about in COMMANDS.items():
-        words = [sys.executable, "-m", "shoal", name, "--help"]
-        environ = {**os.environ, "COLUMNS": "110", "SHOAL_CONFIG": "", "NO_COLOR": "1"}
-        text = subprocess.run(words, capture_output=True, text=True, check=True, env=environ).stdout
-        parts.append(f"## shoal {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{text.rstrip()}\n```\n")
-    return "\n".join(parts)
+        own = "\n".join(_filled([entry for entry in helps[name] if _words(entry) not in shared]))
+        names = [f"`{_option(entry)}`" for entry in helps[name] if _words(entry) in shared]
+        rest = f"\n[Shared options](#shared-options): {', '.join(names)}.\n" if names else ""
+        parts.append(f"## shoal {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{own.strip()}\n```\n{rest}")
+    return "\n".join([*parts, "## Shared options\n\n```text", *sorted(shared.values(), key=_option), "```\n"])
+
+
+def _words(entry: str) -> str:
+    return " ".join(entry.split())
+
+
+def _help(name: str) -> str:
+    """What a command prints about itself, with `[options]` for the list of all in its usage."""
+    words = [sys.executable, "-m", "shoal", name, "--help"]
+    environ = {**os.environ, "COLUMNS": "110", "SHOAL_CONFIG": "", "NO_COLOR": "1"}
+    text = subprocess.run(words, capture_output=True, text=True, check=True, env=environ).stdout
+    usage, blank, rest = text.partition("\n\n")
+    given = re.sub(r"\s*\[-[^\]]*(\{[^}]*\}[^\]]*)?\]( \.\.\.\])?", "", " ".join(usage.split()))
+    return f"{given.replace(f'shoal {name}', f'shoal {name} [options]')}{blank}{rest}"
+
+
+def _entries(text: str) -> list[str]:
+    """A help text in pieces: an option with all its lines, or any other line."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if found and _option(found[-1]) and line.startswith(" " * 8):
+            found[-1] += f"\n{line}"
+        else:
+            found.append(line)
+    return found
+
+
+def _option(entry: str) -> str:
+    """The name of the option that a piece is about; nothing where it is about none."""
+    words = entry.replace(",", " ").split() if entry.startswith("  -") else [""]
+    return next((word for word in words if word.startswith("--")), words[0])
+
+
+def _filled(entries: list[str]) -> Iterator[str]:
+    """The pieces without headings that have lost all that stood under them, and one blank line for several."""
+    kept = [entry for entry, following in zip(entries, [*entries[1:], ""], strict=True)
+            if not (re.fullmatch(r"[a-z][^:]*:", entry) and not following.strip())]
+    return (entry for entry, before in zip(kept, ["", *kept], strict=False) if entry.strip() or before.strip())
 
 
 def _linked() -> list[Path]:

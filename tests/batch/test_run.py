@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Interrupted
+from tool_tokenizer import speaking
 
 DEFAULTS = {"max_new_tokens": 6, "temperature": 0.0, "method": {"method": "full"}}
 
@@ -57,6 +59,24 @@ def test_lines_get_what_the_engine_says_alone() -> None:
     assert found[9]["seed"] == 5
     assert len(found[9]["logprobs"]) == 6
     json.dumps(list(found.values()), allow_nan=False)
+
+
+def test_lines_say_what_their_answers_must_look_like() -> None:
+    shape = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+             "additionalProperties": False}
+    given: list[dict[str, Any]] = [
+        {"guided_json": shape}, {"constraint": shape}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["yes", "no"]},
+        {"guided_grammar": 'start: "ab" "c"'}, {}, {"guided_regex": 5}, {"guided_choice": []},
+        {"guided_regex": "a", "guided_choice": ["b"]}, {"guided_regex": "("},
+    ]
+    found = answers(speaking(), [{"prompt": "x", "max_new_tokens": 60, **fields} for fields in given])
+    texts = [found[number].get("text", "") for number in range(1, 7)]
+    assert [json.loads(text).keys() for text in texts[:2]] == [{"a"}, {"a"}]
+    assert re.fullmatch("[0-9]{3}", texts[2]) and texts[3] in ("yes", "no") and texts[4] == "abc"
+    assert texts[5] == speaking().generate("x", max_new_tokens=60).text
+    said = [found[number]["error"] for number in range(7, 11)]
+    assert ["guided_regex is 5" in said[0], "guided_choice is []" in said[1], "give one" in said[2],
+            "Regex('(')" in said[3]] == [True] * 4, said
 
 
 def test_lines_in_error_stop_nobody() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from batch_files import records, write_lines
+from shared_models import REFERENCE, model_path
 from shoal.cli import main
 
 LINES = [{"id": f"n{number}", "prompt": "word " * (number % 7 + 1), "max_new_tokens": 5 + number % 11,
@@ -46,6 +48,18 @@ def test_a_killed_job_neither_loses_nor_repeats_a_line(tiny_folder: str, tmp_pat
     assert main(words(tiny_folder, source, plain)) == 0
     assert by_line(target) == by_line(plain)
     assert len(records(target)) == len(lines)
+
+
+def test_a_constraint_holds_for_all_lines_and_belongs_to_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": "a"}, {"prompt": "b", "guided_choice": ["x", "yy"]}]
+    source, target = write_lines(tmp_path / "in", lines), tmp_path / "out"
+    command = [*words(str(model_path(REFERENCE)), source, target), "--max-new-tokens", "9"]
+    assert main([*command, "--regex", "[0-9]{3}"]) == 0
+    assert re.fullmatch("[0-9]{3}", by_line(target)[1][1]) and by_line(target)[2][1] in ("x", "yy")
+    assert main([*command, "--regex", "[0-8]{3}"]) == 2
+    assert "constraint" in capsys.readouterr().err
 
 
 def by_line(path: Path) -> dict[int, tuple[str, str]]:

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 from drive import prompt
 from families import tiny
+from method_matrix import MATRIX
 from shoal.decode.prefixes import Prefixes, _common
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
+from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv import KVCache
 from shoal.model.kv_copy import copy_in, copy_out
+from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {
     "full": "full",
@@ -58,6 +61,23 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str
             assert row.cached == (known if method == "d3" else known + 5)
         known = len(talk)
         talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
+
+
+@pytest.mark.parametrize("method", MATRIX, ids=repr)
+def test_turns_are_found_again_whatever_decodes(method: Method) -> None:
+    """All of a turn at full depth but its last token, under a depth plan its prompt, and nothing of a KV of its own."""
+    made = engine_of("llama")
+    scheduler, recipe = Scheduler(made, start=False), made.recipe(method, 6)
+    own = any(part is not None for part in (recipe.keep, recipe.store, recipe.select))
+    deep = recipe.plan.first_shallow_step > 6
+    talk, known = prompt(11, 5), 0
+    for turn in range(3):
+        handle = answer(scheduler, talk, method=method, max_new_tokens=6)
+        (result,), row = handle.results, handle.entries[0].row
+        assert result.tokens == made.generate(talk, method=method, max_new_tokens=6).tokens
+        assert row.cached == (0 if own else known)
+        talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
+        known = len(talk) - 4 - 1 if deep else len(talk) - 4 - 6
 
 
 def test_a_common_beginning_serves_those_who_go_on_otherwise() -> None:

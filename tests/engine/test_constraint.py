@@ -117,6 +117,55 @@ def test_a_mask_depends_on_the_text_alone_in_whatever_order_it_is_asked() -> Non
         assert torch.equal(found(other), mask("byte_level", JsonSchema(PERSON))(other))
 
 
+@pytest.mark.parametrize("wanted", [JsonSchema(PERSON), one_of(["abc", "abcab"]), Regex("[a-c]{2,5}|ab é"),
+                                    JsonSchema(SCHEMAS["either"])], ids=["schema", "words", "pattern", "either"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K"])
+def test_the_quick_answers_are_those_of_the_whole_mask(name: str, wanted: Any) -> None:
+    dice, quick, texts = random.Random(5), mask(name, wanted), [list[int]()]
+    single = 0
+    for _ in range(60):
+        text = dice.choice(texts)
+        slow = mask(name, wanted)(text)
+        sole = quick.sole(text)
+        allowed = slow.nonzero().flatten().tolist()
+        assert sole is None or allowed == [sole]
+        single += sole is not None
+        assert [quick.lets(text, token) for token in range(len(slow))] == slow.tolist()
+        texts.append([*text, dice.choice(allowed)])
+    assert single or "Json" not in repr(wanted)
+
+
+BIG = 2**60
+NUMBERS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "integer"}, ["0", "-9007199254740991"], ["9007199254740992", "1" * 20]),
+    ({"type": ["integer", "null"], "exclusiveMinimum": 3}, ["4", "null"], ["-", "1" * 20]),
+    ({"type": "integer", "minimum": BIG, "maximum": 2 * BIG}, [str(BIG + 1)], ["4"]),
+    ({"type": "number", "minimum": 0, "maximum": 1}, ["0.123456789", "1"], ["0.1234567891", "1.0000000000"]),
+    ({"type": "number", "minimum": 0, "multipleOf": 0.25}, ["0.75"], ["0.751"]),
+    ({"type": "number", "minimum": 1e-12, "maximum": 1e-10}, ["0.00000000001"], ["1"]),
+    ({"type": "number"}, ["0." + "3" * 30, "1e-20"], []),
+    ({"type": "array", "items": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/one"}]},
+      "$defs": {"one": {"type": "boolean"}}}, ["[1,true]"], ["[" + "1" * 20]),
+    ({"type": "object", "properties": {"type": {"type": "string"}, "integer": {"type": "integer"}},
+      "additionalProperties": False}, ['{"type":"integer","integer":1}'], ['{"integer":' + "1" * 20]),
+    ({"type": "number", "minimum": 0, "enum": [1, 0.1234567891234]}, ["0.1234567891234"], ["0.5"]),
+    ({"allOf": [{"$ref": "#/$defs/cents"}, {"type": "number", "minimum": 0}],
+      "$defs": {"cents": {"type": "number", "minimum": 0, "multipleOf": 0.01}}}, ["0.12"], ["0.123"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "yes", "no"), NUMBERS)
+def test_numbers_come_to_an_end_and_lose_nothing_that_a_reader_would_keep(
+    schema: dict[str, Any], yes: list[str], no: list[str]
+) -> None:
+    def met(text: str) -> bool:
+        found, ids = mask("byte_level", JsonSchema(schema)), tokenizer("byte_level")(text)["input_ids"]
+        return all(found(ids[:place])[token] for place, token in enumerate(ids))
+
+    assert [met(text) for text in (*yes, *no)] == [True] * len(yes) + [False] * len(no)
+    assert all(jsonschema_rs.validator_for(schema).is_valid(json.loads(text)) for text in yes)
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 5}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", [Full(), PromptLookup(min_ngram=1), D3Spec()], ids=lambda method: method.name)
 @pytest.mark.parametrize("name", SCHEMAS)

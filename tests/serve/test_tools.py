@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -178,3 +180,27 @@ def test_a_template_without_a_place_for_tools_says_so() -> None:
 def test_options_of_the_tokenizer_are_no_variables() -> None:
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
     assert known - {"self", "documents", "kwargs"} <= TEMPLATE_OPTIONS
+
+
+@pytest.mark.parametrize("method", [["full"], ["prompt_lookup"], ["auto"], ["prompt_lookup", "d3"]], ids=repr)
+def test_turns_with_calls_are_read_once(server: Running, method: list[str]) -> None:
+    """Of what a former request had in its prompt, all but the turn's beginning is found again, by the metrics too."""
+    talk: list[Any] = [*ASK]
+    talk[0] = {"role": "user", "content": f"{talk[0]['content']} {method}"}
+    read, seen, before = 0, 0, hits(server)
+    for turn in range(3):
+        answer = ask(server, messages=talk, tools=[WEATHER, NOW], tool_choice="required", parallel_tool_calls=False,
+                     extra_body={"method": method})
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert cached >= read - len("<|assistant|>")
+        read, seen = answer.usage.prompt_tokens, seen + cached
+        message = answer.choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": f"rain {turn}"} for call in message.tool_calls]
+        talk += [message, *results]
+    assert seen > 0 and hits(server) - before == seen
+
+
+def hits(server: Running) -> float:
+    """Prompt tokens that were there already, by the server's own count."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(map(float, re.findall(r"^shoal:prefix_cache_hits_total\{.*\} (\S+)", text, re.M)))

@@ -20,6 +20,7 @@ from shoal.engine.request import chat_ids
 from shoal.errors import unknown
 
 _OWN = ("id", "prompt", "messages", "method_args")
+_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 _CODE = ("logits_processor", "stopping_criteria")
 
 
@@ -125,8 +126,8 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
         raise ValueError('the line is in the format of OpenAI\'s batches; write {"id": ..., "messages": [...]} instead')
     known = _options()
     for name in given:
-        if name not in (*_OWN, *known):
-            raise unknown("field", name, (*_OWN, *known))
+        if name not in (*_OWN, *_GUIDED, *known):
+            raise unknown("field", name, (*_OWN, *_GUIDED, *known))
     options = {**defaults, **{name: given[name] for name in known if name in given}}
     if options.get("seed") is not None and "seed" not in given:
         options["seed"] += line.number
@@ -134,6 +135,8 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
         options["method"] = _method(given)
     if "logit_bias" in given:
         options["logit_bias"] = _bias(given["logit_bias"])
+    if bound := [name for name in ("constraint", *_GUIDED) if name in given]:
+        options["constraint"] = _constraint(bound, given)
     return Task(_prompt(given, tokenizer), options)
 
 
@@ -142,6 +145,14 @@ def _options() -> tuple[str, ...]:
     from shoal.engine.request import Options  # imports torch, which whoever only keeps the books can do without
 
     return tuple(name for name in Options.__annotations__ if name not in _CODE)
+
+
+def _constraint(named: Sequence[str], given: Mapping[str, Any]) -> Any:
+    from shoal.engine.constraint import guided
+
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} both say what the answer must look like; give one")
+    return guided("guided_json" if named[0] == "constraint" else named[0], given[named[0]])
 
 
 def _method(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Answer a file of prompts. Killed at any point, the same command goes on where it was.
 
 A line of the input is a JSON object with a prompt (text or token ids) or messages, and any options of its own: id,
-method, method_args, max_new_tokens, temperature, stop, seed, ... A line of the output names the input's line and id.
-Answers come in the order in which they end. A line in error gets a record that says why; the exit code is then 1.
+method, method_args, max_new_tokens, temperature, stop, seed, guided_json, ... A line of the output names the input's
+line and id. Answers come in the order in which they end. A line in error gets a record that says why; the exit code is
+then 1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   shoal batch questions.jsonl answers.jsonl --max-new-tokens 128
+  shoal batch questions.jsonl answers.jsonl --regex "yes|no"
   shoal batch questions.jsonl answers.jsonl --model path/to/model --method d3 --alpha 0.99 --admission waves
   shoal batch questions.jsonl answers.jsonl --model path/to/model --ray 4
 """
@@ -39,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_method(parser)
     sampling = common.add_sampling(parser)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
+    common.add_constraint(sampling)
     common.add_model(parser)
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--ray", metavar="N", type=int, help="let N processes with a model each share the lines; "
@@ -100,7 +103,8 @@ def _scheduler(args: argparse.Namespace, max_waiting: int) -> Scheduler:
 
 
 def _defaults(args: argparse.Namespace) -> dict[str, Any]:
-    return {**common.sampling(args), "logprobs": args.logprobs, "method": args.method.to_dict()}
+    bound = {} if (one := common.constraint(args)) is None else {"constraint": one}
+    return {**common.sampling(args), **bound, "logprobs": args.logprobs, "method": args.method.to_dict()}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,8 +115,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         from shoal.engine.fingerprint import of_model
 
         model = {"fingerprint": of_model(None, place)}
-    return {"model": {**model, "dtype": args.dtype, "backend": args.backend, "quant": args.quant},
-            "option": _defaults(args)}
+    options = _defaults(args)
+    if "constraint" in options:
+        options["constraint"] = {type(options["constraint"]).__name__: options["constraint"].text}
+    return {"model": {**model, "dtype": args.dtype, "backend": args.backend, "quant": args.quant}, "option": options}
 
 
 def summary(report: Report) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from shoal.decode import sampling
@@ -123,8 +122,8 @@ class Row:
         if self.allowed is None or self.recipe.keep is not None or self.record is not None:
             return []
         steps: list[Step] = []
-        while self.room and np.count_nonzero(mask := self.allowed(self.tokens[self.prompt_length :]).numpy()) == 1:
-            steps += self.emit([int(mask.argmax())], 0, self._certain)
+        while self.room and (token := self.allowed.sole(self.tokens[self.prompt_length :])) is not None:
+            steps += self.emit([token], 0, self._certain)
         self.forced = len(steps)
         return steps
 
@@ -155,7 +154,7 @@ class Row:
 
     def allows(self, words: Sequence[int], token: int) -> bool:
         """Whether the constraint, if there is one, lets a token follow the row's own and `words`."""
-        return self.allowed is None or bool(self.allowed([*self.tokens[self.prompt_length :], *words])[token])
+        return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *words], token)
 
     def scores(self, logits: Tensor, words: Sequence[int] = (), *, processed: bool = True) -> Tensor:
         """What `sampling.scores` makes of logits [V] after the row's tokens and `words`, with processors if wanted."""

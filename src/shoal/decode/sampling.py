@@ -8,6 +8,7 @@ for, so neither batch-mates nor block splits change a sample. Knows nothing abou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
@@ -19,13 +20,27 @@ from shoal.types import Sampling, TokenLogprob
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in transformers: `(input_ids [1, T], scores [1, V]) -> scores [1, V]`."""
-Allowed = Callable[[Sequence[int]], Tensor]
-"""Which tokens, bool [V] on the CPU, at least one of them, may follow those that a row has generated."""
-
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
+
+
+class Allowed(ABC):
+    """Which tokens may follow those that a row has generated."""
+
+    @abstractmethod
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Bool [V] on the CPU, at least one of them true."""
+
+    def lets(self, tokens: Sequence[int], token: int) -> bool:
+        """Whether `token` may follow; what knows a quicker way than the whole mask overrides this."""
+        return bool(self(tokens)[token])
+
+    def sole(self, tokens: Sequence[int]) -> int | None:
+        """The one token that may follow; None where there are more, or where that is not known without effort."""
+        mask = self(tokens).numpy()
+        return int(mask.argmax()) if np.count_nonzero(mask) == 1 else None
 
 
 def uniform(seed: int, row: int, index: int, purpose: str) -> float:
@@ -191,10 +206,24 @@ def _top_k(result: Tensor, k: int) -> Tensor:
 
 
 def _top_p(result: Tensor, p: float) -> Tensor:
-    ascending, order = result.sort(-1)
-    drop = ascending.softmax(-1).cumsum(-1) <= 1 - p
-    drop[..., -1] = False
-    return result.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    ascending = _sorted(result)
+    few = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    few[..., -1] = False
+    count = few.sum(-1, keepdim=True)
+    least = ascending.gather(-1, count)
+    drop = result < least
+    tied = count - (ascending < least).sum(-1, keepdim=True)
+    if tied.any():  # of equal ones the first go, as in a stable sort
+        equal = result == least
+        drop |= equal & (equal.cumsum(-1) <= tied)
+    return result.masked_fill(drop, -torch.inf)
+
+
+def _sorted(values: Tensor) -> Tensor:
+    """Ascending along the last dimension; numpy has vector instructions for it, ten times as fast as torch on a CPU."""
+    if values.device.type != "cpu":
+        return values.sort(-1).values
+    return torch.from_numpy(np.sort(values.detach().numpy(), -1))
 
 
 def _min_p(result: Tensor, probs: Tensor, p: float) -> Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.decode.sampling import Allowed
 from shoal.errors import Unsupported, needs
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,15 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}'
 """Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 """White space between the parts of a JSON text, as llama.cpp has it: small models would go on with it for ever."""
+
+_WHOLE, _PLACES = 2**53 - 1, 9
+"""The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound:
+small models would write them for ever. llguidance lets no exponent through there either."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
+"""Where schemas lie within a schema: by name, in a list, or one alone."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class JsonSchema(Constraint):
 
     def grammar(self) -> str:
         """See the base class."""
-        schema = json.loads(self.text)
+        schema = _ending(json.loads(self.text))
         if isinstance(schema, dict):
             schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
         return f"start: %json {json.dumps(schema)}"
@@ -114,6 +124,23 @@ def constraint_of(value: Any) -> Constraint | None:
                      "a JSON schema as a mapping, or a pydantic model")
 
 
+def guided(field: str, value: Any) -> Constraint:
+    """The constraint of a request's `guided_json`, `guided_regex`, `guided_grammar` or `guided_choice`.
+
+    Raises:
+        ValueError: the value is none for that field.
+    """
+    if field == "guided_json":
+        return JsonSchema(value)
+    if field == "guided_choice":
+        if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
+            raise ValueError(f"{field} is {reprlib.repr(value)}; it must be a list of at least one text")
+        return Grammar("start: " + " | ".join(map(json.dumps, value)))
+    if not isinstance(value, str):
+        raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
+    return Regex(value) if field == "guided_regex" else Grammar(value)
+
+
 def _schema_text(schema: Any) -> str:
     made = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
@@ -124,6 +151,29 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(made, Mapping | bool):
         raise ValueError(f"the JSON schema is {reprlib.repr(schema)}; it must be an object, true or false")
     return text
+
+
+def _ending(schema: Any) -> Any:
+    """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none."""
+    if not isinstance(schema, dict) or schema.keys() & {"enum", "const"}:
+        return schema
+    made = {word: _inside(word, inner) for word, inner in schema.items()}
+    kinds: Any = made.get("type") if isinstance(made.get("type"), list) else [made.get("type")]
+    bounds = {word: made[word] for word in _BOUNDS if isinstance(made.get(word), int | float)}
+    if "number" in kinds and bounds and all(round(bound, _PLACES) == bound for bound in bounds.values()):
+        made.setdefault("multipleOf", 10.0**-_PLACES)
+    elif "integer" in kinds and "number" not in kinds and all(abs(bound) < _WHOLE for bound in bounds.values()):
+        made = {**({} if any("inimum" in word for word in bounds) else {"minimum": -_WHOLE}),
+                **({} if any("aximum" in word for word in bounds) else {"maximum": _WHOLE}), **made}
+    return made
+
+
+def _inside(word: str, inner: Any) -> Any:
+    if word in _NAMED and isinstance(inner, dict):
+        return {name: _ending(one) for name, one in inner.items()}
+    if word in _LISTED and isinstance(inner, list):
+        return [_ending(one) for one in inner]
+    return _ending(inner) if word in _INNER else inner
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
@@ -180,7 +230,7 @@ class Compiler:
         return matcher
 
 
-class Mask:
+class Mask(Allowed):
     """Which tokens may follow what one row has generated; asked about any text, it goes back as far as that differs.
 
     Args:
@@ -211,6 +261,18 @@ class Mask:
             if self._matcher.is_error() or ended:
                 raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
         return self._mask
+
+    def lets(self, tokens: Sequence[int], token: int) -> bool:
+        """See the base class. A mask takes a walk over all tokens, on memory gone cold beside a model: one does not."""
+        if token in self._eos or not self._move(tokens) or self._mask is not None:
+            return super().lets(tokens, token)
+        return bool(self._matcher.validate_tokens([token]))
+
+    def sole(self, tokens: Sequence[int]) -> int | None:
+        """See the base class. Where no byte is settled, and the text may not end, there are several."""
+        if self._move(tokens) and not self._matcher.is_stopped() and not self._matcher.compute_ff_bytes():
+            return None
+        return super().sole(tokens)
 
     def _move(self, tokens: Sequence[int]) -> bool:
         """Let the matcher stand behind `tokens`; False where a sequence has ended among them."""

@@ -1,6 +1,6 @@
 """Every field that OpenAI's client can send: what the server makes of it. One that is not here counts as ignored.
 
-`python -m shoal.serve.fields` prints the table of docs/serving.md.
+`python -m shoal.serve.fields` prints the first table of docs/serving.md.
 """
 
 from __future__ import annotations
@@ -149,11 +149,12 @@ def table() -> str:
             kinds = [("both, `extra_body`", _OURS[name])]
         elif len(kinds) == 2 and kinds[0][1] == kinds[1][1]:
             kinds = [("both", kinds[0][1])]
-        lines += [f"| `{name}` | {where} | {_answer(field)} | {field.note} |" for where, field in kinds]
+        lines += [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for where, field in kinds]
     return "\n".join(lines)
 
 
-def _answer(field: Field) -> str:
+def answer_of(field: Field) -> str:
+    """How the table says what the server does with a field."""
     if isinstance(field, Honoured):
         return "honoured"
     if isinstance(field, Ignored):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shoal.engine.constraint import Constraint, Grammar, JsonSchema, Regex
+from shoal.engine.constraint import GUIDED, Constraint, JsonSchema, guided
 from shoal.serve.errors import refused
 
 if TYPE_CHECKING:
@@ -19,13 +18,9 @@ def constraint_of(body: Body) -> Constraint | None:
     Raises:
         ApiError: 400 for one that is malformed, and for two.
     """
-    given = {name: value for name, value in (
-        ("response_format", _formatted(getattr(body, "response_format", None))),
-        ("guided_json", None if body.guided_json is None else _schema("guided_json", body.guided_json)),
-        ("guided_regex", None if body.guided_regex is None else Regex(body.guided_regex)),
-        ("guided_grammar", None if body.guided_grammar is None else Grammar(body.guided_grammar)),
-        ("guided_choice", None if body.guided_choice is None else _choice(body.guided_choice)),
-    ) if value is not None}
+    given = {field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None}
+    if (formatted := _formatted(getattr(body, "response_format", None))) is not None:
+        given = {"response_format": formatted, **given}
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
     return next(iter(given.values()), None)
@@ -53,7 +48,8 @@ def _schema(place: str, schema: Any) -> JsonSchema:
         raise refused(place.partition(".")[0], f"{place}: {error}") from None
 
 
-def _choice(words: list[str]) -> Grammar:
-    if not words:
-        raise refused("guided_choice", "guided_choice is empty; give at least one text")
-    return Grammar("start: " + " | ".join(map(json.dumps, words)))
+def _guided(field: str, value: Any) -> Constraint:
+    try:
+        return guided(field, value)
+    except ValueError as error:
+        raise refused(field, str(error)) from None

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from shoal.serve.errors import ApiError, refused
-from shoal.serve.fields import Field, Honoured, Ignored, Refused
+from shoal.serve.fields import Field, Honoured, Ignored, Refused, answer_of
 from shoal.serve.tools import CallReader, Tools
 from shoal.types import Result, Step
 
@@ -261,3 +261,13 @@ def _usage(usage: Mapping[str, Any]) -> Json:
 def event(value: Json) -> str:
     """As it goes over the wire."""
     return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def table() -> str:
+    """What becomes of each field, as Markdown."""
+    rows = [f"| `{name}` | {answer_of(field)} | {field.note} |" for name, field in sorted(RESPONSES.items())]
+    return "\n".join(["| field | answer | why |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())
