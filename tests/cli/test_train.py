@@ -40,7 +40,8 @@ def refusal(capsys: Any, *words: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
-    card, err = train(capsys, kind, tiny_folder, tmp_path / "part", "--prompts", prompts)
+    card, err = train(capsys, kind, tiny_folder, tmp_path / "part", "--prompts", prompts, "--licence", "MIT")
+    assert card["licence"] == "MIT" and card["layers"] > 0
     assert "24 prompts" in err and "2 shards" in err and "tokens per forward" in err
     assert card["part"] == kind and card["steps"][0] == card["steps"][1] > 0
     assert len(card["acceptance"]) == (3 if kind == "eagle" else 4) and card["training_tokens"] > 100

@@ -58,8 +58,9 @@ def add_arguments(parser: Parser) -> None:
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
                       "medusa: heads, 4 if none")
-    what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8",
-                      help="how it is stored")
+    what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
+                      "stored")
+    what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
     common.add_model(parser)
     common.add_json(parser)
 
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if not found.accepted:
         found.accepted.append(trainer.validate())
     card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
-                         **module.facts(trainer.held_out()), command=" ".join(args.words))
+                         **module.facts(trainer.held_out()), licence=args.licence, command=" ".join(args.words))
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
     _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
           f"answers that it was not trained on{left}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -225,8 +226,9 @@ class EagleDrafter(Drafter):
             chunks.append(SequenceChunk(slot, range(count), [0] * count, PLAN))
             if count < len(states):
                 left[slot] = one, states[count:]
-        logits, outputs = self._head.layer.run(chunks, self._cache, torch.cat(vectors))
-        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0).tolist()
+        fed = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+        logits, outputs = self._head.layer.run(chunks, self._cache, fed)
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
         for chunk, end, values in zip(chunks, ends, logits, strict=True):
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
             one = waiting[chunk.row][0]

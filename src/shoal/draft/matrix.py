@@ -24,10 +24,16 @@ def packed(target: Stack, weight: Tensor) -> Product:
     if isinstance(target, NativeStack):
         kind: native.Kind = "int8" if target.activation_dtype == torch.int8 else _FLOATS[target.dtype]
         held = native.pack(weight.float().contiguous(), kind)
-        return lambda x: torch.cat([native.matmul(part, held) for part in x.float().split(native.MAX_NODES)])
+        return lambda x: _in_pieces(x.float(), held)
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
     plain = weight.to(target.device, dtype)
     return lambda x: linear(x.to(dtype), plain)
+
+
+def _in_pieces(x: Tensor, held: native.PackedWeight) -> Tensor:
+    if len(x) <= native.MAX_NODES:
+        return native.matmul(x, held)
+    return torch.cat([native.matmul(part, held) for part in x.split(native.MAX_NODES)])
 
 
 _FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}

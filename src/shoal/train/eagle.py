@@ -23,8 +23,8 @@ from shoal.train.linear_start import linear_start
 from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
-_SURE = 0.7
-"""Of the first outputs: their size relative to states. What is smaller is less sure of its guesses."""
+_SURE, _LINEAR = 0.5, 0.7
+"""Of random and of linear first outputs: their size relative to states. What is smaller is less sure of its guesses."""
 _FADE = 0.8
 """Weight of a depth's loss relative to that of the depth before."""
 _LIKE = 3.0
@@ -74,7 +74,7 @@ class EagleModule(PartModule):
         matrix, sizes = linear_start(base, corpus, shape.eps)
         with torch.no_grad():
             module[FUSE].copy_(matrix)
-            module["norm.weight"].copy_(_SURE * sizes)
+            module["norm.weight"].copy_(_LINEAR * sizes)
             for name in ("self_attn.o_proj", "mlp.down_proj"):
                 module[f"layers.0.{name}.weight"].zero_()
         return module
