@@ -49,6 +49,17 @@ def test_files_and_pages_outside_the_folder_are_there(site: Path) -> None:
     assert (site / "files" / "CITATION.cff").read_bytes() == (ROOT / "CITATION.cff").read_bytes()
 
 
+def test_results_stand_on_one_page(site: Path) -> None:
+    page = (site / "results" / "index.html").read_text("utf-8")
+    assert page.count("<table>") >= 10 and "SmolLM2-135M, 1,000 answers" in page and "Does D3 hold" not in page
+    assert "D3 stays nearer to the full model than constant depth" in page.replace("\n", " ")
+
+
+def test_options_of_many_commands_stand_once(site: Path) -> None:
+    page = (site / "commands" / "index.html").read_text("utf-8")
+    assert page.count("draw among the likeliest that sum to P") == 1 and page.count("#shared-options") > 10
+
+
 def test_the_reference_is_made_of_the_source(site: Path) -> None:
     commands = (site / "commands" / "index.html").read_text("utf-8")
     assert all(f"shoal {name}" in commands for name in COMMANDS) and "--max-new-tokens" in commands

@@ -1,4 +1,4 @@
-"""The process's heap: memory given back to the system, and no search for garbage where there is none."""
+"""The process's heap and what is left: memory given back, and no search for garbage where there is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def give_back() -> None:
@@ -14,6 +15,15 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def available() -> int | None:
+    """Bytes of memory that the system has to spare; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 @contextmanager

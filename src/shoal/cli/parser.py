@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A question to end a message with; a full stop when no known word is near."""
-    near = get_close_matches(word, list(known), n=1)
+    near = get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f". Did you mean {near[0]}?" if near else "."
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from shoal.errors import OutOfMemory
+from shoal.heap import available
 
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -33,11 +33,7 @@ def free(device: torch.device) -> int | None:
     """Bytes that the device has to spare; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return available()
 
 
 def exhausted(error: BaseException) -> bool:

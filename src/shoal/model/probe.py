@@ -362,6 +362,7 @@ def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> Sequ
         raise Unsupported("a model whose LM head does not run in its forward", "its logits cannot be rebuilt", _REMEDY)
     last = modules.index(head_module)
     left, read = recording.after[last - 1].output, next(iter(recording.after[last].arguments.values()))
+    read = read[0] if isinstance(read, tuple) else read  # where tensor parallelism has wrapped the module
     if not last or not isinstance(left, Tensor) or left.shape != read.shape or torch.equal(left, read):
         return modules[: last + 1]
     change = _explain(left, read, config)

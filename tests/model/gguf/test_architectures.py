@@ -16,9 +16,10 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
 from shoal.model.gguf.types import GgmlType
-from shoal.model.packed import native
+from shoal.model.packed import from_file, native
 from shoal.model.packed.blocked import Blocked
 from shoal.model.packed.build import build
+from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
@@ -86,9 +87,25 @@ def test_kernels(architecture: str, mix: tuple[str, ...], tmp_path: Path, monkey
     """
     write_model(architecture, tmp_path / "tiny.gguf", mix)
     product = Blocked.__call__
+    monkeypatch.setattr(from_file, "fits", lambda _: False)
     monkeypatch.setattr(Blocked, "__call__", lambda self, x: product(self, rounded(x, self.blocks.type)))
     both = [chunked_logits(packed(tmp_path / "tiny.gguf", kernels), IDS, (len(IDS),)) for kernels in (False, True)]
     assert (both[1] - both[0]).norm() < 0.1 * both[0].norm()
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+def test_weights_are_dequantised_once_where_there_is_room(
+    mix: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", mix)
+    whole = packed(tmp_path / "tiny.gguf", kernels=False)
+    monkeypatch.setattr(from_file, "available", lambda: 100)
+    blocks = packed(tmp_path / "tiny.gguf", kernels=False)
+    assert "very slow" in caplog.text
+    kinds = [{type(matrix) for layer in stack.weights.layers for matrix in (layer.out, layer.down)}
+             for stack in (whole, blocks)]
+    assert kinds == [{Dense}, {Blocked}]
+    torch.testing.assert_close(*(chunked_logits(stack, IDS, (len(IDS),)) for stack in (whole, blocks)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

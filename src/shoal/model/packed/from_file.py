@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
@@ -9,17 +10,20 @@ from typing import Protocol
 import torch
 
 from shoal.errors import Unsupported
+from shoal.heap import available
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
 from shoal.model.packed.blocked import Blocked
-from shoal.model.packed.linear import Linear
+from shoal.model.packed.linear import Dense, Linear
 from shoal.model.packed.native_stack import NativeMatrix
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.shape import REMEDY
 from shoal.model.packed.stacked import Stacked
 from shoal.model.packed.weights import Role
+
+log = logging.getLogger(__name__)
 
 
 class FilePacker(Protocol):
@@ -31,15 +35,37 @@ class FilePacker(Protocol):
 
 
 class TorchFilePacker:
-    """Leaves the blocks where they are, see `Blocked`."""
+    """Dequantises once, where memory allows; else leaves the blocks where they are, see `Blocked`.
+
+    Args:
+        source: the file.
+        dtype: of the computation, and of what is dequantised.
+    """
 
     def __init__(self, source: GgufSource, dtype: torch.dtype) -> None:
         self._source, self._dtype = source, dtype
+        wanted = dtype.itemsize * sum(rows * columns for _, (rows, columns) in source.matrices())
+        self._once = fits(wanted)
+        if not self._once:
+            log.warning("the weights stay in %s's blocks and are dequantised at every use, which is very slow: without "
+                        "the native kernels (`shoal env` says why) they take %.1f GB of memory", source.path.name,
+                        wanted / 1e9)
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """See `FilePacker`."""
-        parts = [Blocked(_blocks(self._source, name), self._dtype) for name in names]
+        blocks = [_blocks(self._source, name) for name in names]
+        if self._once:
+            whole = torch.cat([part.dequantise(self._dtype) for part in blocks])
+            self._source.release()
+            return Dense(whole, indexed=role == "table")
+        parts = [Blocked(part, self._dtype) for part in blocks]
         return parts[0] if len(parts) == 1 else Stacked(parts)
+
+
+def fits(wanted: int) -> bool:
+    """Whether so many bytes leave a fifth of the memory that is free now to others."""
+    free = available()
+    return free is None or wanted < 0.8 * free
 
 
 class NativeFilePacker:
