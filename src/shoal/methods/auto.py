@@ -162,6 +162,7 @@ class CautiousDrafter(Drafter):
 
     def _follower(self, row: Row) -> Follower:
         shared = self._proposer.chances
+        self._proposer.judge.begin()
         return Follower((Chances(shared), shared), row.prompt_length)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
