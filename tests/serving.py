@@ -26,12 +26,20 @@ class Running:
     scheduler: Scheduler
     engine: Engine
     options: dict[str, Any] = field(default_factory=dict)
+    clients: list[Any] = field(default_factory=list)
 
     def client(self, **more: Any) -> Any:
-        """The official client, without retries."""
+        """The official client, without retries; it is closed with the server."""
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **{"api_key": "none", "timeout": 60, **more})
+        options = {"api_key": "none", "timeout": 60, **more}
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        """Close the clients, in a test rather than whenever they are found to be garbage."""
+        for client in self.clients:
+            client.close()
 
 
 def tiny_engine() -> Engine:
@@ -50,12 +58,14 @@ def serving(engine: Engine, *, scheduling: dict[str, Any] | None = None, **setti
     server = make_server(scheduler, Settings(**{"model_name": MODEL, "grace": 20.0, **settings}))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
+    running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler, engine)
     try:
         wait(lambda: server.started)
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler, engine)
+        yield running
     finally:
         server.should_exit = True
         thread.join(60)
+        running.close()
         scheduler.close(drain=False)
         listener.close()
         assert not thread.is_alive()

@@ -33,6 +33,7 @@ def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
         assert len(set(texts[1:])) == 1 and texts[1].endswith(texts[0])
         with pytest.raises(openai.APIConnectionError):
             client.completions.create(**options)
+        client.close()
         process.communicate(timeout=120)
         assert process.returncode in (0, -signal.SIGTERM)
     finally:
