@@ -19,6 +19,7 @@ import pytest
 import shoal
 from real_models import real_model
 from shoal.cli import common, main
+from shoal.draft import part_file
 from word_problems import write
 
 pytestmark = pytest.mark.slow
@@ -154,3 +155,13 @@ def test_serve_answers(model: str) -> None:
 def test_bench_serve(model: str) -> None:
     words = ["--concurrency", "1", "--requests", "1", "--rounds", "1", "--new-tokens", "4", "--context", "8"]
     assert report("bench-serve", "--model", model, *words, "--peer", "none")["results"]
+
+
+def test_the_part_that_ships_is_for_this_model_and_changes_no_token(loaded: Any) -> None:
+    card = json.loads((part_file.SHIPPED / "smollm2-135m-instruct" / part_file.CARD).read_text("utf-8"))
+    assert loaded.fingerprint in card["fingerprints"] and card["licence"] and card["command"].startswith("shoal train")
+    ask = [{"role": "user", "content": "Write a Python function that adds up the even numbers of a list."}]
+    plain, eagle, auto = (loaded.generate(ask, method=name, max_new_tokens=64) for name in ("full", "eagle", "auto"))
+    assert eagle.tokens == plain.tokens == auto.tokens
+    assert eagle.stats.accepted > 0 and eagle.stats.tokens_per_forward > 1.4
+    assert loaded.recipe("auto", 64).proposer.helper.part.name.endswith("smollm2-135m-instruct")

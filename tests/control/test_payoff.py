@@ -168,6 +168,33 @@ def test_a_good_helper_is_used_and_a_bad_one_put_off() -> None:
     assert bad < 1.02 and sum(map(bool, asked)) < 20 and max(asked[:3]) <= 1
 
 
+def texts(rates: list[float], steps: int) -> list[float]:
+    """Seconds per token against plain decoding, for one text after the other with the same helper."""
+    payoff, dice, found = Payoff(HelperRecord(0.45, 0.12)), random.Random(2), []
+    for _ in range(3):
+        payoff.times.observe(1, 0, 1.0)
+    for rate in rates:
+        payoff.begin()
+        seconds, tokens = 0.0, 0
+        for _ in range(steps):
+            length = payoff.helped(1, 63)
+            kept = next((place for place in range(length) if dice.random() >= rate), length)
+            payoff.times.observe(1, length, 1 + 0.05 * length)
+            if length:
+                payoff.judged(kept, min(kept + 1, length))
+                payoff._helper.took(0.15)
+            seconds, tokens = seconds + 1 + 0.2 * length, tokens + kept + 1
+        found.append(seconds / tokens)
+    return found
+
+
+def test_a_helper_that_was_put_off_in_one_text_is_tried_in_the_next() -> None:
+    found = texts([0.05, 0.05, 0.05, 0.75] * 8, 60)
+    good, bad = found[3::4], [seconds for place, seconds in enumerate(found) if place % 4 < 3]
+    assert sum(good) / len(good) < 0.75, good
+    assert sum(bad) / len(bad) < 1.03 and max(bad) < 1.08, bad
+
+
 def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
     seconds, _ = helped(0.95, 0.1, 3000, believed=0.1)
     assert seconds < 0.7

@@ -204,7 +204,9 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     plain = shipped.generate(prompt, max_new_tokens=300, ignore_eos=True)
     found = shipped.generate(prompt, method=Auto(), max_new_tokens=300, ignore_eos=True)
     assert found.tokens == plain.tokens
-    assert 1 <= found.stats.draft_forwards <= 4
+    assert 1 <= found.stats.draft_forwards <= 8
+    again = shipped.generate(prompt, method=Auto(), max_new_tokens=40, ignore_eos=True)
+    assert 4 <= again.stats.draft_forwards <= 6  # another text is another matter
     proposer = Auto().recipe(shipped.info()).proposer
     drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
     reading, decoding = ([SimpleNamespace(emitted=emitted)] for emitted in (0, 1))

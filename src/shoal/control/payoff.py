@@ -30,6 +30,8 @@ _LIKELY = 0.5
 _TRIAL = 3
 """Guesses of a first trial; then up to twice as many as were timed."""
 _NEW = 0.2
+_TRIES = 4
+"""Guesses in a new text before a helper may be put off."""
 _AWAKE = 32
 """Steps before its next trial from which on a helper sees what is decoded."""
 
@@ -159,6 +161,10 @@ class Payoff:
                 self.times.forget(rows)
         return lengths
 
+    def begin(self) -> None:
+        """A text begins, in which a helper may do better or worse than before."""
+        self._helper.begin()
+
     def helped(self, rows: int, room: int) -> int:
         """Guesses that a helper is to make for each row; 0 for none."""
         return self._helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
@@ -191,9 +197,14 @@ class HelperRecord:
     """
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
-        self._acceptance = Acceptance(prior=rate)
+        self._rate, self._acceptance = rate, Acceptance(prior=rate)
         self._cost, self._most, self._judged = cost, most, 0
-        self._left, self._pause = 0, _FIRST_PAUSE
+        self._left, self._pause, self._tries = 0, _FIRST_PAUSE, 0
+
+    def begin(self) -> None:
+        """Let it try anew: what is known of other texts counts half."""
+        self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
+        self._left, self._pause, self._tries = 0, _FIRST_PAUSE, _TRIES
 
     def length(self, times: ForwardTimes, rows: int, most: int) -> int:
         """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
@@ -212,6 +223,8 @@ class HelperRecord:
             gain = expected_tokens(self._acceptance.rate, length) / cost
             if gain > best:
                 best, found = gain, length
+        if not found and self._tries > 0:
+            return min(1, most)
         if found:
             self._pause = _FIRST_PAUSE
         else:
@@ -226,6 +239,7 @@ class HelperRecord:
     def judged(self, kept: int, offered: int) -> None:
         """`kept` of `offered` guesses in a row were right."""
         self._judged += 1
+        self._tries -= 1
         self._acceptance.observe(kept, offered)
 
     def took(self, share: float) -> None:

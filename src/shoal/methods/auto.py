@@ -36,9 +36,9 @@ _CALIBRATED = 0.7
 """Chance that a guess of calibrated self-drafting is kept, before it was tried."""
 _SMALLER = 0.6, 0.25
 """The same of a draft model, and what its guess costs as a share of a step."""
-_TRAINED = 0.45, 0.12
+_TRAINED = 0.45, 0.2
 """The same of a trained part."""
-_SURE = 0.2
+_SURE = 0.4
 """Likelihood of a path of a trained part's guesses below which it is not gone on with."""
 
 
@@ -162,6 +162,7 @@ class CautiousDrafter(Drafter):
 
     def _follower(self, row: Row) -> Follower:
         shared = self._proposer.chances
+        self._proposer.judge.begin()
         return Follower((Chances(shared), shared), row.prompt_length)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
