@@ -68,12 +68,15 @@ class Client:
         """Until the clock says so."""
         while time.monotonic() < until:
             kind = self._dice.choices([*KINDS], [*KINDS.values()])[0]
-            kind = "schema" if kind == "call" and not self._tools else kind
-            try:
-                await getattr(self, f"_{kind}")()
-                self.counts[kind] += 1
-            except (Wrong, httpx.HTTPError, ValueError, KeyError) as error:
-                self.errors.append(f"{kind}: {type(error).__name__}: {error}"[:300])
+            await self.ask("schema" if kind == "call" and not self._tools else kind)
+
+    async def ask(self, kind: str) -> None:
+        """One of a kind; what is wrong with the answer is noted."""
+        try:
+            await getattr(self, f"_{kind}")()
+            self.counts[kind] += 1
+        except (Wrong, httpx.HTTPError, ValueError, KeyError) as error:
+            self.errors.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
     def _ask(self, **more: Any) -> dict[str, Any]:
         text = f"Tell me about {self._dice.choice(TOPICS)}, part {self._dice.randrange(1000)}."
