@@ -105,6 +105,14 @@ def test_a_card_or_tensors_that_do_not_fit_are_named(folder: Path) -> None:
         run(folder)
 
 
+@pytest.mark.parametrize("name", ["fuse.weight", "fuse.weight.scale", "norm.weight"])
+def test_what_is_no_number_is_refused(name: str, tmp_path: Path) -> None:
+    export(tmp_path, target("llama"), eagle(target("llama")), "float32" if name == "fuse.weight" else "int8")
+    retensor(tmp_path, lambda tensors: tensors[name].view(-1)[3:4].fill_(torch.nan))
+    with pytest.raises(ValueError, match=f"of the trained part '{tmp_path}' holds what is no number"):
+        run(tmp_path)
+
+
 def test_no_part_is_refused() -> None:
     with pytest.raises(ValueError, match="no part to guess with, and none for this model comes with Shoal; give part"):
         run(None)

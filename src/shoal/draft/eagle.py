@@ -119,7 +119,7 @@ class _Branching(Growth):
         row, slot: whose it is, and where in the head's cache.
         levels: most levels; `level`: those it has.
         leaves: nodes of the last one from which more may grow.
-        states: per node that was fed, what stands in for the state behind it [D].
+        states: per node that was fed, the layer's own state [D], which stands in for the model's behind it.
         logs: per node the log-likelihood of the path to it.
     """
 
@@ -251,7 +251,8 @@ class EagleDrafter(Drafter):
             picked += [base + leaf.node - nodes.start for leaf in one.leaves]
             base += len(nodes)
             one.row.ledger.draft_forwards += 1
-        logits, outputs = self._head.layer.run(chunks, self._cache, self._head.fused(torch.stack(states), tokens))
+        fed = self._head.fused(self._head.layer.normed(torch.stack(states)), tokens)
+        logits, outputs = self._head.layer.run(chunks, self._cache, fed)
         first = 0
         for one, chunk in zip(grown, chunks, strict=True):
             one.states += outputs[first : first + len(chunk.tokens)].unbind()

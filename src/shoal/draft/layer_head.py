@@ -109,7 +109,8 @@ class LayerHead:
             vectors: [nodes of all chunks, D], in `dtype`.
 
         Returns:
-            Logits [sum of wanted, n], and what the head's matrix reads at every node [nodes, D].
+            Logits [sum of wanted, n], and every node's state [nodes, D], of which `normed` makes what the head's matrix
+            reads.
         """
         sizes = [len(chunk.tokens) for chunk in chunks]
         seen: list[Tensor] = []
@@ -123,7 +124,11 @@ class LayerHead:
         else:
             start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
             logits = self._stack.forward([_numbered(chunk, 0) for chunk in chunks], cache, hook, start=start)
-        return logits, self._stack.normed(seen[0] if len(seen) == 1 else torch.cat(seen))
+        return logits, seen[0] if len(seen) == 1 else torch.cat(seen)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
+        return self._stack.normed(states)
 
 
 class _FedStack(NativeStack):

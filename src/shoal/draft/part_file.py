@@ -64,7 +64,7 @@ class TrainedPart:
         """A tensor of that size in float32; 8-bit rows times their scales. Whole numbers stay what they are.
 
         Raises:
-            ValueError: there is none, or of another size.
+            ValueError: there is none, or of another size, or what it holds are no numbers.
         """
         held = self.tensors.get(name)
         if held is None or held.shape != size:
@@ -73,8 +73,13 @@ class TrainedPart:
                              f"{list(size)}. Train the part anew")
         scale = self.tensors.get(name + SCALE)
         if scale is not None:
-            return held.float() * scale.float()[:, None]
-        return held.float() if held.is_floating_point() else held
+            held = held.float() * scale.float()[:, None]
+        elif held.is_floating_point():
+            held = held.float()
+        if not held.isfinite().all():
+            raise ValueError(f"the tensor {name!r} of the trained part {self.name!r} holds what is no number; train "
+                             "the part anew")
+        return held
 
 
 def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
