@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from shoal.model.packed.native import build, library
-from shoal.model.packed.native.structs import BatchStruct, LayerStruct, Model
+from shoal.model.packed.native.structs import BatchStruct, ChainStruct, LayerStruct, Model
 
 COMMAND = "SHOAL_TEST_EMULATOR"
 """The environment variable that names the program: the words of a command, one a line."""
@@ -190,6 +190,8 @@ def _structures(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
         yield ctypes.addressof(target), ctypes.sizeof(target)
         if isinstance(target, Model) and target.num_layers:
             yield ctypes.addressof(target.layers.contents), target.num_layers * ctypes.sizeof(LayerStruct)
+        if isinstance(target, ChainStruct):
+            yield from (_extent(part) for part in target.memory if isinstance(part, array))  # type: ignore[attr-defined]
         if isinstance(target, BatchStruct):
             *numbers, kv = target.memory  # type: ignore[misc]
             yield from (_extent(part) for part in numbers if part)  # an empty one is nowhere

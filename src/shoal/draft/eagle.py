@@ -8,7 +8,7 @@ the target's own head has for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,6 +28,7 @@ from shoal.draft.part_file import TrainedPart, guessed_tokens
 from shoal.draft.shape import Leaf, TreeShape
 from shoal.draft.taps import Taps
 from shoal.model.kv import KVCache
+from shoal.model.packed.native import MAX_NODES
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 FUSE = "fuse.weight"
@@ -45,6 +46,7 @@ class EagleHead:
 
     Attributes:
         layer: what runs it.
+        chain: how it goes on by itself within one call; None where it cannot.
         ids, names: the tokens that are guessed, int64 [n] and as a list.
 
     Raises:
@@ -64,16 +66,21 @@ class EagleHead:
         self._of_states, self._of_words = (packed(target, half) for half in fuse)
         self._places = {token: place for place, token in enumerate(self.names)}
         self._words = self._shares(self.names)
+        self.chain = self.layer.chain(self._of_states, self._words)
 
     @torch.no_grad()
     def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
         """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
+        return (self._of_states(self._normed(states)) + self.shares(tokens)).to(self.layer.dtype)
+
+    @torch.no_grad()
+    def shares(self, tokens: Sequence[int]) -> Tensor:
+        """What tokens add to the states before them [n, D]."""
         places = [self._places.get(token) for token in tokens]
-        words = self._shares(tokens) if None in places else self._words[places]
-        return (self._of_states(self._normed(states)) + words).to(self.layer.dtype)
+        return self._shares(tokens) if None in places else self._words[places]
 
     def _shares(self, tokens: Sequence[int]) -> Tensor:
-        """What tokens add to the states before them [n, D]; of those that are guessed it is kept."""
+        """The same, computed; for the tokens that are guessed it is done once."""
         ids = torch.tensor(tokens, device=self.ids.device)
         return self._of_words(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
 
@@ -110,6 +117,10 @@ class EagleProposer:
         if self._head is None or self._head[0] is not stack:
             self._head = stack, EagleHead(stack, self.part)
         return EagleDrafter(self, self._head[1], stack, cache)
+
+
+_Waiting = dict[int, tuple[Row, Tensor]]
+"""By slot a row and what is known of its states [n, D] that were not fed yet."""
 
 
 class _Branching(Growth):
@@ -158,11 +169,13 @@ class EagleDrafter(Drafter):
 
     def __init__(self, proposer: EagleProposer, head: EagleHead, stack: Stack, cache: KVCache) -> None:
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
+        self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
         self._taps = Taps(stack, cache)
         self._cache = head.layer.cache()
         self._rows: list[Row] = []
         self._origins: dict[int, int] = {}
+        self._first: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
         """See `Worker.watch`."""
@@ -173,15 +186,72 @@ class EagleDrafter(Drafter):
         """A tree per row; its root alone where nothing is known of the state before it."""
         self._seat(rows)
         allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
-        grown = [_Branching(row, slot, allowed.get(id(row), 0)) for slot, row in enumerate(self._rows)]
+        wanted = [(slot, row, allowed[id(row)]) for slot, row in enumerate(self._rows) if allowed.get(id(row), 0) > 0]
+        grow_all = self._in_one_call if self._chained(rows) else self._level_by_level
+        trees = grow_all(wanted)
+        return [trees.get(id(row)) or TokenTree.chain(row.tokens[-1:]) for row in rows]
+
+    def _chained(self, rows: Sequence[Row]) -> bool:
+        """Whether the kernels can draft by themselves: no guess has a sibling, and each is the likeliest."""
+        return self._head.chain is not None and self._straight and all(map(_plainly_greedy, rows))
+
+    def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[int, TokenTree]:
+        """Trees by the rows' identities: slots, rows and most levels are given."""
         try:
-            busy = self._read([one for one in grown if one.levels])
-            grow(busy, self._after, self._extend)
+            grown = self._read([_Branching(row, slot, levels) for slot, row, levels in wanted])
+            grow(grown, self._after, self._extend)
         finally:
-            for slot in range(len(self._rows)):
-                self._cache.rollback(slot)
-        trees = {id(one.row): one.likeliest(self._nodes) for one in grown}
-        return [trees[id(row)] for row in rows]
+            self._roll_back()
+        return {id(one.row): one.likeliest(self._nodes) for one in grown}
+
+    def _in_one_call(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[int, TokenTree]:
+        """The same, where `_chained`."""
+        waiting = self._waiting((slot, row) for slot, row, _ in wanted)
+        lengths = {slot: levels if self._nodes is None else min(levels, self._nodes) for slot, _, levels in wanted}
+        trees: dict[int, TokenTree] = {}
+        try:
+            waiting = self._shortened(waiting, max(lengths.values(), default=0))
+            for some in _batches(waiting):
+                for slot, path in zip(some, self._guess(some, [lengths[slot] for slot in some]), strict=True):
+                    row = some[slot][0]
+                    row.ledger.draft_forwards += len(path)
+                    trees[id(row)] = TokenTree.chain((row.tokens[-1], *path))
+        finally:
+            self._roll_back()
+        return trees
+
+    def _shortened(self, waiting: _Waiting, length: int) -> _Waiting:
+        """Feed long runs of pairs up to the last one, which the guesses follow."""
+        most = MAX_NODES - length
+        ahead = {slot: (row, states[:-1]) for slot, (row, states) in waiting.items() if len(states) > most}
+        long = set(ahead)
+        while ahead:
+            ahead = self._read_some(ahead)
+        return {slot: (row, states[-1:] if slot in long else states) for slot, (row, states) in waiting.items()}
+
+    def _guess(self, some: _Waiting, lengths: Sequence[int]) -> list[list[int]]:
+        """Feed the pairs of some rows, and let each go on by itself; the guesses of each."""
+        assert self._head.chain is not None
+        chunks, tokens = [], list[int]()
+        for slot, (row, states) in some.items():
+            tokens += self._followers(slot, row, len(states))
+            nothing = [0] * len(states)
+            chunks.append(SequenceChunk(slot, nothing, nothing, PLAN, wanted=1))
+        states = torch.cat([states for _, states in some.values()])
+        known = self._head.shares(tokens)
+        found = self._head.layer.guess(chunks, self._cache, self._head.chain, states, known, lengths, self._least)
+        for chunk in chunks:
+            self._cache.commit(chunk.row, range(len(chunk.tokens)))
+        return [[self._head.names[token] for token in path] for path, _ in found]
+
+    def _roll_back(self) -> None:
+        for slot in range(len(self._rows)):
+            self._cache.rollback(slot)
+
+    def _followers(self, slot: int, row: Row, count: int) -> Sequence[int]:
+        """The tokens behind the next `count` states of a row that are to be fed."""
+        first = self._origins[id(row)] + self._cache.positions[slot] + 1
+        return row.tokens[first : first + count]
 
     def _seat(self, rows: Sequence[Row]) -> None:
         """Let rows go that have ended, and take in new ones; those that sit out a turn keep their places."""
@@ -195,52 +265,57 @@ class EagleDrafter(Drafter):
             self._rows += new
         self._origins = {id(row): self._origins.get(id(row), 0) for row in self._rows}
 
-    def _read(self, grown: Sequence[_Branching]) -> list[_Branching]:
-        """Feed what the target has confirmed since; the rows whose last state is known, with what follows it."""
+    def _waiting(self, rows: Iterable[tuple[int, Row]]) -> _Waiting:
+        """What the target has confirmed since, of rows whose last state is known."""
         waiting = {}
-        for one in grown:
-            found = self._taps.take(one.row)
-            if found is None or found[0] + len(found[1]) != len(one.row.tokens) - 1:
+        for slot, row in rows:
+            found = self._taps.take(row)
+            if found is None or found[0] + len(found[1]) != len(row.tokens) - 1:
                 continue
-            if self._origins[id(one.row)] + self._cache.positions[one.slot] != found[0]:
-                self._cache.truncate(one.slot, 0)
-                self._origins[id(one.row)] = found[0]
-            waiting[one.slot] = one, found[1]
-        self._first: dict[int, Tensor] = {}
-        busy = [one for one, _ in waiting.values()]
+            if self._origins[id(row)] + self._cache.positions[slot] != found[0]:
+                self._cache.truncate(slot, 0)
+                self._origins[id(row)] = found[0]
+            waiting[slot] = row, found[1]
+        return waiting
+
+    def _read(self, grown: Sequence[_Branching]) -> list[_Branching]:
+        """Feed what was confirmed; the rows whose last state is known, with what follows it."""
+        waiting = self._waiting((one.slot, one.row) for one in grown)
+        busy = [one for one in grown if one.slot in waiting]
+        self._first = {}
         while waiting:
             waiting = self._read_some(waiting)
+        for one in busy:
+            one.states = [self._first[one.slot][1]]
         return busy
 
-    def _read_some(self, waiting: dict[int, tuple[_Branching, Tensor]]) -> dict[int, tuple[_Branching, Tensor]]:
+    def _read_some(self, waiting: _Waiting) -> _Waiting:
         """One forward over the first pairs of each row; what is left."""
         left, chunks, vectors, room = {}, [], [], self._head.layer.most
-        for place, (slot, (one, states)) in enumerate(waiting.items()):
+        for place, (slot, (row, states)) in enumerate(waiting.items()):
             count = min(len(states), max(1, room // (len(waiting) - place)), room)
             if not count:
-                left[slot] = one, states
+                left[slot] = row, states
                 continue
             room -= count
-            first = self._origins[id(one.row)] + self._cache.positions[slot] + 1
-            vectors.append(self._head.fused(states[:count], one.row.tokens[first : first + count]))
+            vectors.append(self._head.fused(states[:count], self._followers(slot, row, count)))
             chunks.append(SequenceChunk(slot, range(count), [0] * count, PLAN))
             if count < len(states):
-                left[slot] = one, states[count:]
+                left[slot] = row, states[count:]
         fed = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         logits, outputs = self._head.layer.run(chunks, self._cache, fed)
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
         for chunk, end, values in zip(chunks, ends, logits, strict=True):
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
-            one = waiting[chunk.row][0]
-            one.row.ledger.draft_forwards += 1
+            waiting[chunk.row][0].ledger.draft_forwards += 1
             if chunk.row not in left:
-                one.states, self._first[chunk.row] = [outputs[end - 1]], values
+                self._first[chunk.row] = values, outputs[end - 1]
         return left
 
     def _after(self, grown: list[_Branching]) -> Tensor:
         """Logits [leaves of all, n] after the last level."""
         if not grown[0].level:
-            return torch.stack([self._first[one.slot] for one in grown])
+            return torch.stack([self._first[one.slot][0] for one in grown])
         chunks, states, tokens, picked, base = [], [], [], [], 0
         for one in grown:
             chunk = self._feed(one)
@@ -291,6 +366,18 @@ class EagleDrafter(Drafter):
                 leaves.append(Leaf(one.add(token, leaf.node, guess.probs), log, value))
                 one.logs.append(log)
         one.leaves, one.level = [leaf for leaf in leaves if leaf.log >= self._least], one.level + 1
+
+
+def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
+    """Rows that fit into a call, in order; each does by itself."""
+    some: _Waiting = {}
+    for slot, (row, states) in waiting.items():
+        if sum(len(other) for _, other in some.values()) + len(states) > MAX_NODES:
+            yield some
+            some = {}
+        some[slot] = row, states
+    if some:
+        yield some
 
 
 def _plainly_greedy(row: Row) -> bool:

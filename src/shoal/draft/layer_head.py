@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.depth.plan import DepthPlan
+from shoal.draft.matrix import NativeProduct, Product
 from shoal.model.kv import KVCache
+from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import LIMIT, NativeStack
 from shoal.model.packed.stack import PackedStack
@@ -130,6 +132,36 @@ class LayerHead:
         """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
         return self._stack.normed(states)
 
+    def chain(self, of_state: Product, shares: Tensor) -> native.NativeChain | None:
+        """What `guess` takes, where the kernels run the layer; None elsewhere.
+
+        Args:
+            of_state: what a state [n, D], normalised, adds to the vector behind it.
+            shares: [n, D], what each token adds.
+        """
+        if not isinstance(self._stack, _FedStack) or not isinstance(of_state, NativeProduct):
+            return None
+        return native.NativeChain(of_state.held, shares.float().contiguous())
+
+    def guess(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Tensor, known: Tensor,
+        lengths: Sequence[int], least: float,
+    ) -> list[native.Path]:
+        """Feed vectors, and let the layer go on behind each chunk by itself, in one call.
+
+        Args:
+            chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
+            chain: of `chain`.
+            states: [nodes of all chunks, D], before each token, as the head's matrix reads them.
+            known: [nodes of all chunks, D], what the tokens add.
+            lengths, least: see `NativeModel.guess`.
+
+        Returns:
+            For each chunk the places of the tokens guessed in the head's matrix, and log-likelihoods.
+        """
+        assert isinstance(self._stack, _FedStack)
+        return self._stack.guess(chunks, cache, chain, states.float(), known.float(), lengths, least)
+
 
 class _FedStack(NativeStack):
     """A native stack whose table of embeddings is a place to lay vectors in."""
@@ -155,6 +187,24 @@ class _FedStack(NativeStack):
             numbered.append(_numbered(chunk, first))
             first += len(chunk.tokens)
         return self.forward(numbered, cache, hook)
+
+    def guess(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Tensor, known: Tensor,
+        lengths: Sequence[int], least: float,
+    ) -> list[native.Path]:
+        """See `LayerHead.guess`."""
+        work = self._work(chunks)
+        room = [[len(chunk.tokens) + length for chunk, length in zip(chunks, lengths, strict=True)]]
+        self._make_room(chunks, replace(work, counts=room * len(work.layers)), cache)
+        batch = self._batch(chunks, work, cache, None)
+        reach = max(batch.positions) + max(lengths)
+        if reach >= self._reach:
+            self._extend_tables(reach + 1)
+        paths = self._model.guess(batch, self._binding(cache), chain, states, known, lengths, least)
+        for chunk in chunks:
+            for store in cache.layers:
+                store.scratch[chunk.row] += len(chunk.tokens)
+        return paths
 
 
 def _numbered(chunk: SequenceChunk, first: int) -> SequenceChunk:

@@ -15,6 +15,24 @@ from shoal.model.stack import Stack
 Product = Callable[[Tensor], Tensor]
 
 
+class NativeProduct:
+    """The product x @ weight.T of float [n, columns] by the kernels, in float32.
+
+    Args:
+        held: the matrix.
+    """
+
+    def __init__(self, held: native.PackedWeight) -> None:
+        self.held = held
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product [n, rows]."""
+        x = x.float()
+        if len(x) <= native.MAX_NODES:
+            return native.matmul(x, self.held)
+        return torch.cat([native.matmul(part, self.held) for part in x.split(native.MAX_NODES)])
+
+
 def packed(target: Stack, weight: Tensor) -> Product:
     """The product x @ weight.T of float [n, columns] with a matrix [rows, columns], packed once.
 
@@ -23,17 +41,10 @@ def packed(target: Stack, weight: Tensor) -> Product:
     """
     if isinstance(target, NativeStack):
         kind: native.Kind = "int8" if target.activation_dtype == torch.int8 else _FLOATS[target.dtype]
-        held = native.pack(weight.float().contiguous(), kind)
-        return lambda x: _in_pieces(x.float(), held)
+        return NativeProduct(native.pack(weight.float().contiguous(), kind))
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
     plain = weight.to(target.device, dtype)
     return lambda x: linear(x.to(dtype), plain)
-
-
-def _in_pieces(x: Tensor, held: native.PackedWeight) -> Tensor:
-    if len(x) <= native.MAX_NODES:
-        return native.matmul(x, held)
-    return torch.cat([native.matmul(part, held) for part in x.split(native.MAX_NODES)])
 
 
 _FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -192,9 +192,10 @@ def test_wrong_operands() -> None:
 
 
 def test_structures_have_the_size_that_the_library_expects() -> None:
-    sizes = (ctypes.c_int64 * 5)()
+    sizes = (ctypes.c_int64 * 6)()
     library.require().shoal_sizes(sizes)
-    mirrors = (structs.Weight, structs.LayerStruct, structs.Model, structs.BatchStruct, structs.Own)
+    mirrors = (structs.Weight, structs.LayerStruct, structs.Model, structs.BatchStruct, structs.Own,
+               structs.ChainStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

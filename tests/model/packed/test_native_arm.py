@@ -63,6 +63,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native.py", emulated.WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", ""),
+    ("test_native_chain.py", ""),
     ("test_native_checks.py", ""),
     ("test_parity.py", "native"),
 ])
@@ -74,6 +75,7 @@ def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> N
     ("test_native.py", emulated.WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", "not number_of_threads"),
+    ("test_native_chain.py", "not number_of_threads"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")

@@ -31,6 +31,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("test_native.py", emulated.WITHOUT_LOADING),
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", "not number_of_threads"),
+    ("test_native_chain.py", "plain and not number"),
 ])
 def test_what_is_read_was_written(file: str, some: str, command: list[str]) -> None:
     emulated.passes(file, some, command)

@@ -64,3 +64,27 @@ int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int siz
         if (check_entry(m, b, entry, message, size)) return 1;
     return 0;
 }
+
+static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, int chain, char *message, int size) {
+    const int t = b->wanted[chain], length = c->lengths[chain];
+    if (!WITHIN(length, 1, c->length)) REFUSE("lengths[%d] is %d; it must be in [1, %d]", chain, length, c->length);
+    if (chain && t <= b->wanted[chain - 1]) REFUSE("wanted[%d] is %d after %d; chains must ascend", chain, t, b->wanted[chain - 1]);
+    if (t + 1 < b->tokens && b->row[t + 1] == b->row[t]) REFUSE("wanted[%d] is %d, which is not the last token of its row", chain, t);
+    if (b->node[t] + length > MAX_TOKENS) REFUSE("%d guesses after node %d; there are at most %d nodes", length, b->node[t], MAX_TOKENS);
+    const int last = b->position[t] + length - 1, column = b->base[t] + b->node[t] + length - 1; /* the last guess is not fed */
+    for (int entry = 0; entry < b->active_count; entry++) {
+        const int number = b->layers[entry];
+        if (column >= b->capacity[number]) REFUSE("layer %d has room for %d columns; chain %d needs column %d", number, b->capacity[number], chain, column);
+        if (m->layers[number].cos && last >= m->layers[number].positions)
+            REFUSE("chain %d reaches position %d; layer %d's rotary table has %d rows", chain, last, number, m->layers[number].positions);
+    }
+    return 0;
+}
+
+/* As shoal_check, which must have passed. */
+int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
+    if (b->own || b->active || b->start || b->select) REFUSE("guesses go on only in rows that store every layer in their slots, and read all of it");
+    for (int chain = 0; chain < b->wanted_count; chain++)
+        if (check_chain(m, b, c, chain, message, size)) return 1;
+    return 0;
+}

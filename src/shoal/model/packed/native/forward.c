@@ -2,7 +2,7 @@
 #include <omp.h>
 #include <time.h>
 
-#include "layer.h"
+#include "chain.h"
 #include "lookup.h"
 
 static void embed(const Worker *w) {
@@ -52,6 +52,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
+    w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
     w.chunk = chunk_at(at, m->head_dim);
     return w;
 }
@@ -60,7 +61,7 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
     int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    return acts + queries + round_up(4ll * SUMS, 64) + chunk_bytes(m->head_dim);
+    return acts + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
 }
 
 /* At most how many (token, head, split) states a layer needs. */
@@ -100,33 +101,64 @@ static double seconds(clockid_t clock) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. Returns how
-   many processors the threads had: their number, or less where the machine was busy. */
-double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
-    Run r = {.m = m, .b = b, .logits = logits};
-    lay_out(&r, scratch, threads);
+static void run_layers(Worker *w) {
+    for (int entry = 0; entry < w->run->b->active_count; entry++) {
+        copy_states(w, entry);
+        run_attention(w, entry);
+        run_mlp(w, entry);
+    }
+    copy_states(w, w->run->b->active_count);
+    run_head(w);
+}
+
+static void run_tokens(Worker *w) {
+    embed(w);
+    meet(&w->run->team, w->id);
+    run_layers(w);
+}
+
+static void run_chains(Worker *w, const ShoalChain *c, Chains *all) {
+    begin_chains(w, c);
+    run_layers(w);
+    while (guess(w, c, all)) {
+        go_on(w, c, all);
+        run_layers(w);
+    }
+}
+
+/* Returns how many processors the threads had: their number, or less where the machine was busy. */
+static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) {
+    lay_out(r, scratch, threads);
     const double start = seconds(CLOCK_MONOTONIC);
     double worked = 0;
+    Chains all;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
-        r.team.threads = omp_get_num_threads();
+        r->team.threads = omp_get_num_threads();
         const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
-        Worker w = worker_of(&r, omp_get_thread_num(), r.team.threads);
-        embed(&w);
-        meet(&r.team, w.id);
-        for (int entry = 0; entry < b->active_count; entry++) {
-            copy_states(&w, entry);
-            run_attention(&w, entry);
-            run_mlp(&w, entry);
-        }
-        copy_states(&w, b->active_count);
-        run_head(&w);
+        Worker w = worker_of(r, omp_get_thread_num(), r->team.threads);
+        if (c) run_chains(&w, c, &all);
+        else run_tokens(&w);
         const double spent = seconds(CLOCK_THREAD_CPUTIME_ID) - begun;
 #pragma omp atomic
         worked += spent;
     }
     return worked / (seconds(CLOCK_MONOTONIC) - start);
+}
+
+/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. Returns what
+   run_team does. */
+double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
+    Run r = {.m = m, .b = b, .logits = logits};
+    return run_team(&r, scratch, threads, NULL);
+}
+
+/* The same with vectors in place of the batch's ids, and with guesses after its wanted tokens: as many forwards as the longest
+   chain has guesses. The logits are those of the last one. */
+double shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int threads) {
+    Run r = {.m = m, .b = b, .logits = logits};
+    return run_team(&r, scratch, threads, c);
 }
 
 /* Bytes of scratch memory of one thread, for shoal_matmul. */
@@ -149,7 +181,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that their mirrors in Python agree. */
-void shoal_sizes(int64_t sizes[5]) {
-    sizes[4] = sizeof(ShoalOwn);
+void shoal_sizes(int64_t sizes[6]) {
+    sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);
 }

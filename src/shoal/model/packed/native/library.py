@@ -9,7 +9,7 @@ import os
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 
 from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt
-from shoal.model.packed.native.structs import BatchStruct, Model, Weight
+from shoal.model.packed.native.structs import BatchStruct, ChainStruct, Model, Weight
 
 _log = logging.getLogger(__name__)
 _SIGNATURES = {
@@ -23,8 +23,12 @@ _SIGNATURES = {
     "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
     "shoal_check": (c_int, [POINTER(Model), POINTER(BatchStruct), c_char_p, c_int]),
+    "shoal_check_chains": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_char_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
     "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
+    "shoal_guess": (
+        c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, c_void_p, c_int],
+    ),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

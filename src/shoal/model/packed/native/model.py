@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
+from shoal.model.packed.native.chain import NativeChain, Path, check_plain
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import (
     ACTIVATIONS,
@@ -22,6 +23,7 @@ from shoal.model.packed.native.structs import (
     MAX_THREADS,
     SELECT,
     BatchStruct,
+    ChainStruct,
     LayerStruct,
     Model,
     Weight,
@@ -252,34 +254,84 @@ class NativeModel:
         if self._asking == threading.get_ident():
             raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
-        count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         struct = batch.struct(self.num_layers, kv)
         if taps is not None:
-            shape = (struct.active_count + 1, struct.tokens, self.spec.hidden)
-            if taps.shape != shape or taps.dtype != torch.float32 or not taps.is_contiguous():
-                found = f"{taps.dtype} {list(taps.shape)}"
-                raise ValueError(f"taps are {found}; a contiguous float32 {list(shape)} is needed")
+            check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
         asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
-        model, reference = ctypes.byref(self._model), ctypes.byref(struct)
+        self._check(struct)
+        logits = self._run(struct, threads, asked)
+        if asked is not None and asked.error is not None:
+            raise asked.error
+        return logits
+
+    def guess(
+        self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Tensor, known: Tensor,
+        lengths: Sequence[int], least: float, threads: int | None = None,
+    ) -> list[Path]:
+        """Feed vectors in place of a batch's ids, and let the model go on after its wanted tokens, in one call.
+
+        Each guess is the likeliest token, the first of equals. Keys and values of all tokens that were fed go into
+        their columns of the cache, those of guesses behind the batch's: room for them must be there.
+
+        Args:
+            batch: its tokens, of which the ids do not count; the wanted ones are the last of their rows, which store
+                every layer that runs in their slots.
+            kv: the cache.
+            chain: what vectors are made of.
+            states: float32 [tokens, hidden], before each token, as the output matrix reads them.
+            known: float32 [tokens, hidden], the tokens' shares.
+            lengths: most guesses after each wanted token, at least 1.
+            least: a path whose log-likelihood is below it is not gone on with.
+            threads: as for `forward`.
+
+        Returns:
+            The guesses after each wanted token.
+
+        Raises:
+            ValueError: what is given does not fit together; nothing was touched then.
+        """
+        if (chain.hidden, chain.vocab) != (self.spec.hidden, self.spec.vocab):
+            raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.spec.vocab}, "
+                             f"{self.spec.hidden}]")
+        if len(states) != len(batch.ids) or len(lengths) != len(batch.wanted) or not lengths:
+            raise ValueError(f"{len(states)} states and {len(lengths)} lengths; there are {len(batch.ids)} tokens, of "
+                             f"which {len(batch.wanted)} are wanted")
+        struct, asked = batch.struct(self.num_layers, kv), chain.ask(states, known, lengths, least)
+        self._check(struct, asked.struct)
+        self._run(struct, threads, None, asked.struct)
+        return asked.paths()
+
+    def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        if self._library.shoal_check(model, reference, message, _MESSAGE_BYTES):
+        one = ctypes.byref(self._model), ctypes.byref(struct)
+        refused = self._library.shoal_check(*one, message, _MESSAGE_BYTES)
+        if not refused and chain is not None:
+            refused = self._library.shoal_check_chains(*one, ctypes.byref(chain), message, _MESSAGE_BYTES)
+        if refused:
             raise ValueError(message.value.decode())
-        logits = torch.empty(len(batch.wanted), self.spec.vocab)
+
+    def _run(
+        self, struct: BatchStruct, threads: int | None, asked: _Asked | None, chain: ChainStruct | None = None
+    ) -> Tensor:
+        """The call itself, with the shared scratch memory; logits [wanted, vocab]."""
+        count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
+        batch = ctypes.byref(self._model), ctypes.byref(struct)
+        one = batch if chain is None else (*batch, ctypes.byref(chain))
+        call = self._library.shoal_forward if chain is None else self._library.shoal_guess
+        logits = torch.empty(struct.wanted_count, self.spec.vocab)
         with self._lock:
-            needed = self._library.shoal_scratch_bytes(model, reference, count)
+            needed = self._library.shoal_scratch_bytes(*batch, count)
             if needed > self._scratch.numel():
                 self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
             start = time.perf_counter()
             self._asking = None if asked is None else threading.get_ident()
             try:
-                had = self._library.shoal_forward(model, reference, logits.data_ptr(), self._scratch.data_ptr(), count)
+                had = call(*one, logits.data_ptr(), self._scratch.data_ptr(), count)
             finally:
                 self._asking = None
             if threads is None and asked is None:  # beside `choose` threads wait: no sign of other work
                 MACHINE.note(had, time.perf_counter() - start)
-        if asked is not None and asked.error is not None:
-            raise asked.error
         return logits
 
     def _layer(self, layer: NativeLayer) -> LayerStruct:

@@ -36,6 +36,7 @@ typedef struct {
     Acts acts;
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
+    float *line;   /* [hidden rounded up to whole vectors] */
     Chunk chunk;
 } Worker;
 

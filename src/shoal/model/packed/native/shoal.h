@@ -82,4 +82,20 @@ typedef struct {
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
 } ShoalBatch;
 
+/* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest ones. Its vectors take the
+   place of embeddings: of_state times the normalised state before a token, and the token's share. All states are as the output
+   matrix reads them. */
+typedef struct {
+    ShoalWeight of_state;     /* [hidden, hidden] */
+    const float *unit;        /* [hidden], what a normalised state is multiplied with */
+    const float *shares;      /* [vocab][hidden] */
+    const float *states;      /* [tokens][hidden]: before the tokens of the batch */
+    const float *known;       /* [tokens][hidden]: their shares */
+    const int32_t *lengths;   /* [wanted_count]: most guesses of each chain */
+    int32_t *guesses, *counts; /* [wanted_count][length]; how many there are in each, 0 before */
+    float *logs;              /* [wanted_count][length]: logarithms of the likelihood of the path up to each */
+    int32_t length;
+    float least;              /* a path less likely than e^least is not gone on with */
+} ShoalChain;
+
 #endif

@@ -137,3 +137,23 @@ class BatchStruct(ctypes.Structure):
         ("counts", c_void_p),
         ("taps", c_void_p),
     ]
+
+
+class ChainStruct(ctypes.Structure):
+    """Guesses that a model adds to a batch. `memory` keeps alive what the pointers point to."""
+
+    memory: object
+
+    _fields_ = [
+        ("of_state", Weight),
+        ("unit", c_void_p),
+        ("shares", c_void_p),
+        ("states", c_void_p),
+        ("known", c_void_p),
+        ("lengths", c_void_p),
+        ("guesses", c_void_p),
+        ("counts", c_void_p),
+        ("logs", c_void_p),
+        ("length", c_int32),
+        ("least", c_float),
+    ]

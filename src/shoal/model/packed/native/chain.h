@@ -1,0 +1,131 @@
+/* Tokens that a model goes on with by itself, one forward each, within one call. A vector stands in for the embedding: what
+   the state before a token adds to it, and what the token does. */
+#ifndef SHOAL_CHAIN_H
+#define SHOAL_CHAIN_H
+
+#include "layer.h"
+
+/* One thread's part of a row of logits: the largest, where it stands, and the sum of e^(logit - largest). */
+typedef struct {
+    float top, sum;
+    int token;
+} Best;
+
+/* What the chains have come to. `next` is the batch of those that go on, one token each. */
+typedef struct {
+    ShoalBatch next;
+    int32_t position[MAX_TOKENS], row[MAX_TOKENS], node[MAX_TOKENS], base[MAX_TOKENS], wanted[MAX_TOKENS];
+    uint64_t ancestors[MAX_TOKENS];
+    int chain[MAX_TOKENS], line[MAX_TOKENS]; /* of each token: its chain, and the line of the states before it */
+    Best best[MAX_TOKENS][MAX_THREADS];
+} Chains;
+
+/* What comes before the vectors: a state, as the output matrix reads it if `norm` is given, normalised. */
+static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, const float *norm, int token, int tokens) {
+    const ShoalModel *m = w->run->m;
+    const Vf scale = vf_all(norm ? inverse_rms(x, m->hidden, m->eps) : 0);
+    for (int k = 0; norm && k < m->hidden; k += LANES) {
+        const Mask mask = head_mask(m->hidden - k);
+        vf_store(w->line + k, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
+    }
+    prepare(&w->acts, &c->of_state, norm ? w->line : x, c->unit, m->eps, token, tokens);
+}
+
+/* This thread's columns of a token's vector: its own share, and what the state before it adds. */
+static void take_vector(const Worker *w, int token, const float *own) {
+    const Run *r = w->run;
+    const int blocks = (int)r->x_line / LANES;
+    const int first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int k = first; k < last; k += LANES)
+        vf_store(r->x + token * r->x_line + k,
+                 vf_add(vf_load(r->qkv + token * r->qkv_line + k), vf_load_some(head_mask(r->m->hidden - k), own + k)));
+}
+
+static void multiply_states(const Worker *w, const ShoalChain *c, int tokens) {
+    const Chosen all = {.count = tokens};
+    multiply_all(w, &c->of_state, &all, NULL, finish_aside, NULL);
+    meet(&w->run->team, w->id);
+}
+
+/* The vectors of the tokens that are known. */
+static void begin_chains(const Worker *w, const ShoalChain *c) {
+    const int tokens = w->run->b->tokens, hidden = w->run->m->hidden;
+    for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states + (int64_t)t * hidden, NULL, t, tokens);
+    multiply_states(w, c, tokens);
+    for (int t = 0; t < tokens; t++) take_vector(w, t, c->known + (int64_t)t * hidden);
+    meet(&w->run->team, w->id);
+}
+
+/* The vectors of the tokens that were guessed last. */
+static void go_on(const Worker *w, const ShoalChain *c, const Chains *all) {
+    const Run *r = w->run;
+    const int tokens = all->next.tokens;
+    for (int t = 0; t < tokens; t++) prepare_state(w, c, r->x + all->line[t] * r->x_line, r->m->norm, t, tokens);
+    multiply_states(w, c, tokens);
+    for (int t = 0; t < tokens; t++) {
+        const int chain = all->chain[t], guess = c->guesses[chain * c->length + c->counts[chain] - 1];
+        take_vector(w, t, c->shares + (int64_t)guess * r->m->hidden);
+    }
+    meet(&r->team, w->id);
+}
+
+static Best best_of(const float *logits, int first, int last) {
+    Best b = {.top = -INFINITY, .token = first};
+    for (int k = first; k < last; k++)
+        if (logits[k] > b.top) b.top = logits[k], b.token = k;
+    const int whole = first + (last - first) / LANES * LANES;
+    Vf sum = vf_zero();
+    for (int k = first; k < whole; k += LANES) sum = vf_add(sum, exp_ps(vf_sub(vf_load_some(0xffff, logits + k), vf_all(b.top))));
+    b.sum = vf_sum(sum);
+    for (int k = whole; k < last; k++) b.sum += expf(logits[k] - b.top);
+    return b;
+}
+
+/* The likeliest of a row of logits, the first of equals, and the logarithm of its likelihood. */
+static int likeliest(const Best *parts, int threads, float *log) {
+    const Best *best = parts;
+    float sum = 0;
+    for (int i = 1; i < threads; i++)
+        if (parts[i].top > best->top) best = parts + i;
+    for (int i = 0; i < threads; i++) sum += parts[i].sum * expf(parts[i].top - best->top);
+    *log = -logf(sum);
+    return best->token;
+}
+
+/* Add a guess to every chain, and lay out the batch of those that go on. One thread does. */
+static void lengthen(Run *r, const ShoalChain *c, Chains *all) {
+    const ShoalBatch *b = r->b;
+    int count = 0;
+    for (int i = 0; i < b->wanted_count; i++) {
+        const int before = b->wanted[i], chain = b == &all->next ? all->chain[i] : i, done = c->counts[chain];
+        float *logs = c->logs + chain * c->length, log;
+        c->guesses[chain * c->length + done] = likeliest(all->best[i], r->team.threads, &log);
+        logs[done] = log + (done ? logs[done - 1] : 0);
+        c->counts[chain] = done + 1;
+        if (done + 1 >= c->lengths[chain] || !(logs[done] >= c->least)) continue;
+        all->chain[count] = chain, all->line[count] = before, all->wanted[count] = count; /* count <= i: what is read below lies ahead */
+        all->row[count] = b->row[before], all->base[count] = b->base[before];
+        all->node[count] = b->node[before] + 1, all->position[count] = b->position[before] + 1;
+        all->ancestors[count] = b->ancestors[before] | 1ull << all->node[count];
+        count++;
+    }
+    all->next = (ShoalBatch){.tokens = count, .wanted_count = count, .active_count = b->active_count, .rows = b->rows,
+        .position = all->position, .row = all->row, .node = all->node, .base = all->base, .ancestors = all->ancestors,
+        .wanted = all->wanted, .layers = b->layers, .keys = b->keys, .values = b->values, .capacity = b->capacity};
+    r->b = &all->next;
+}
+
+/* Guess from the logits at hand; returns how many chains go on. */
+static int guess(const Worker *w, const ShoalChain *c, Chains *all) {
+    Run *r = w->run;
+    const int blocks = (r->m->vocab + LANES - 1) / LANES, vocab = r->m->vocab;
+    const int first = share(blocks, w->id, w->threads) * LANES, last = min_int(share(blocks, w->id + 1, w->threads) * LANES, vocab);
+    meet(&r->team, w->id);
+    for (int i = 0; i < r->b->wanted_count; i++) all->best[i][w->id] = best_of(r->logits + (int64_t)i * vocab, first, last);
+    meet(&r->team, w->id);
+    if (w->id == 0) lengthen(r, c, all);
+    meet(&r->team, w->id);
+    return all->next.tokens;
+}
+
+#endif

@@ -1,0 +1,88 @@
+"""Chains that the kernels draft within one call: the same guesses as forward by forward, and as the module's."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from backends import NATIVE
+from drive import Run, decode, prompt
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.draft import eagle as drafting
+from shoal.draft import part_file
+from shoal.draft.eagle import EagleProposer
+from shoal.draft.shape import Branching
+from shoal.model.packed import native
+from train_twin import agrees
+from trained_parts import IDS, eagle, target, written
+from watched import Watched
+
+NEW = 24
+IDS_OF_PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(1, 3)]
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return decode(None, IDS_OF_PROMPTS, DepthPlan.full(6), stack=NATIVE.stack("llama"), new=NEW, watch=False).tokens
+
+
+def ids(few: bool) -> tuple[int, ...]:
+    """Tokens to guess: many, or three that the model says most, so that some guesses are kept."""
+    said = Counter(token for text in plain() for token in text)
+    return tuple(sorted(token for token, _ in said.most_common(3))) if few else IDS
+
+
+def drafted(tmp_path: str, few: bool, length: int = 5, **options: object) -> tuple[Run, Watched]:
+    engine = target("llama")
+    folder = written(eagle(engine, ids(few)), engine, tmp_path)
+    part = part_file.read(folder, "eagle", engine.info())
+    proposer = Watched(EagleProposer(part, Branching((1,) * length), **options))
+    recipe = Recipe(DepthPlan.full(6), proposer)
+    return decode(None, IDS_OF_PROMPTS, recipe, stack=NATIVE.stack("llama"), new=NEW, watch=False), proposer
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many tokens", "few tokens"])
+@pytest.mark.parametrize("options", [{}, {"stop": (1e-3, 0.05)}, {"nodes": 2}], ids=["all", "stop", "nodes"])
+def test_one_call_guesses_what_forwards_would(
+    tmp_path: object, few: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "stop" in options:
+        options = {"stop": options["stop"][few]}
+    quick, proposer = drafted(tmp_path, few, **options)
+    monkeypatch.setattr(drafting.EagleDrafter, "_chained", lambda self, rows: False)
+    slow, twin = drafted(tmp_path, few, **options)
+    assert quick.tokens == slow.tokens == plain()
+    assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in twin.trees]
+    assert [row.ledger.accepted for row in quick.rows] == [row.ledger.accepted for row in slow.rows]
+    lengths = {len(tree) for tree in proposer.trees}
+    assert max(lengths) == 3 if "nodes" in options else len(lengths) > 2 if "stop" in options else max(lengths) == 6
+    assert not few or proposer.met["all"] + proposer.met["some"] > 2
+    monkeypatch.undo()
+
+
+def test_one_call_guesses_what_the_module_would(tmp_path: object) -> None:
+    run, proposer = drafted(tmp_path, few=True, length=3)
+    module, seen = eagle(target("llama"), ids(few=True)), 0
+    for tree in proposer.trees:
+        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
+                 if row.tokens[end] == tree.tokens[0]]
+        seen += any(agrees(module, "llama", text, tree, {}, 1) for text in texts)
+    assert seen == len(proposer.trees) > 10
+
+
+def chain() -> native.NativeChain:
+    return native.NativeChain(native.pack(torch.eye(32), "fp32"), torch.zeros(8, 32))
+
+
+@pytest.mark.parametrize("wrong", ["shares", "matrix"])
+def test_what_does_not_fit_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="shares is|square"):
+        if wrong == "shares":
+            native.NativeChain(native.pack(torch.eye(32), "fp32"), torch.zeros(8, 16))
+        else:
+            native.NativeChain(native.pack(torch.ones(32, 16), "fp32"), torch.zeros(8, 16))
