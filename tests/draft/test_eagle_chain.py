@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from backends import NATIVE
 from drive import Run, decode, prompt
@@ -17,7 +16,6 @@ from shoal.draft import eagle as drafting
 from shoal.draft import part_file
 from shoal.draft.eagle import EagleProposer
 from shoal.draft.shape import Branching
-from shoal.model.packed import native
 from train_twin import agrees
 from trained_parts import IDS, eagle, target, written
 from watched import Watched
@@ -73,16 +71,3 @@ def test_one_call_guesses_what_the_module_would(tmp_path: object) -> None:
                  if row.tokens[end] == tree.tokens[0]]
         seen += any(agrees(module, "llama", text, tree, {}, 1) for text in texts)
     assert seen == len(proposer.trees) > 10
-
-
-def chain() -> native.NativeChain:
-    return native.NativeChain(native.pack(torch.eye(32), "fp32"), torch.zeros(8, 32))
-
-
-@pytest.mark.parametrize("wrong", ["shares", "matrix"])
-def test_what_does_not_fit_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="shares is|square"):
-        if wrong == "shares":
-            native.NativeChain(native.pack(torch.eye(32), "fp32"), torch.zeros(8, 16))
-        else:
-            native.NativeChain(native.pack(torch.ones(32, 16), "fp32"), torch.zeros(8, 16))

@@ -66,21 +66,28 @@ class EagleHead:
         self._of_states, self._of_words = (packed(target, half) for half in fuse)
         self._places = {token: place for place, token in enumerate(self.names)}
         self._words = self._shares(self.names)
-        self.chain = self.layer.chain(self._of_states, self._words)
+        self.chain = self.layer.chain(target, self._of_states, self._words)
+        self._lines: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
         """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
-        return (self._of_states(self._normed(states)) + self.shares(tokens)).to(self.layer.dtype)
-
-    @torch.no_grad()
-    def shares(self, tokens: Sequence[int]) -> Tensor:
-        """What tokens add to the states before them [n, D]."""
         places = [self._places.get(token) for token in tokens]
-        return self._shares(tokens) if None in places else self._words[places]
+        words = self._shares(tokens) if None in places else self._words[places]
+        return (self._of_states(self._normed(states)) + words).to(self.layer.dtype)
+
+    def share(self, token: int) -> Tensor:
+        """What a token adds to the state before it [1, D]; that of the last few thousand is kept."""
+        known = self._lines.get(token)
+        if known is None:
+            if len(self._lines) >= _KEPT:
+                self._lines.clear()
+            place = self._places.get(token)
+            known = self._lines[token] = self._shares([token]) if place is None else self._words[place : place + 1]
+        return known
 
     def _shares(self, tokens: Sequence[int]) -> Tensor:
-        """The same, computed; for the tokens that are guessed it is done once."""
+        """What tokens add to the states before them [n, D], computed; for those that are guessed it is done once."""
         ids = torch.tensor(tokens, device=self.ids.device)
         return self._of_words(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
 
@@ -119,6 +126,8 @@ class EagleProposer:
         return EagleDrafter(self, self._head[1], stack, cache)
 
 
+_KEPT = 4096
+"""Tokens whose shares are at hand."""
 _Waiting = dict[int, tuple[Row, Tensor]]
 """By slot a row and what is known of its states [n, D] that were not fed yet."""
 
@@ -171,7 +180,7 @@ class EagleDrafter(Drafter):
         self._shape, self._nodes, self._head = proposer.shape, proposer.nodes, head
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
-        self._taps = Taps(stack, cache)
+        self._stack, self._taps = stack, Taps(stack, cache)
         self._cache = head.layer.cache()
         self._rows: list[Row] = []
         self._origins: dict[int, int] = {}
@@ -232,13 +241,12 @@ class EagleDrafter(Drafter):
     def _guess(self, some: _Waiting, lengths: Sequence[int]) -> list[list[int]]:
         """Feed the pairs of some rows, and let each go on by itself; the guesses of each."""
         assert self._head.chain is not None
-        chunks, tokens = [], list[int]()
-        for slot, (row, states) in some.items():
-            tokens += self._followers(slot, row, len(states))
-            nothing = [0] * len(states)
+        chunks, states, known = [], [], list[Tensor]()
+        for slot, (row, own) in some.items():
+            nothing = [0] * len(own)
             chunks.append(SequenceChunk(slot, nothing, nothing, PLAN, wanted=1))
-        states = torch.cat([states for _, states in some.values()])
-        known = self._head.shares(tokens)
+            states.append(own)
+            known += map(self._head.share, self._followers(slot, row, len(own)))
         found = self._head.layer.guess(chunks, self._cache, self._head.chain, states, known, lengths, self._least)
         for chunk in chunks:
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
@@ -298,7 +306,8 @@ class EagleDrafter(Drafter):
                 left[slot] = row, states
                 continue
             room -= count
-            vectors.append(self._head.fused(states[:count], self._followers(slot, row, count)))
+            read = self._stack.normed(states[:count])
+            vectors.append(self._head.fused(read, self._followers(slot, row, count)))
             chunks.append(SequenceChunk(slot, range(count), [0] * count, PLAN))
             if count < len(states):
                 left[slot] = row, states[count:]

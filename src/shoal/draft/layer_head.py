@@ -132,35 +132,36 @@ class LayerHead:
         """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
         return self._stack.normed(states)
 
-    def chain(self, of_state: Product, shares: Tensor) -> native.NativeChain | None:
+    def chain(self, target: Stack, of_state: Product, shares: Tensor) -> native.NativeChain | None:
         """What `guess` takes, where the kernels run the layer; None elsewhere.
 
         Args:
+            target: the model whose states begin.
             of_state: what a state [n, D], normalised, adds to the vector behind it.
             shares: [n, D], what each token adds.
         """
-        if not isinstance(self._stack, _FedStack) or not isinstance(of_state, NativeProduct):
+        if not isinstance(target, NativeStack) or not isinstance(of_state, NativeProduct):
             return None
-        return native.NativeChain(of_state.held, shares.float().contiguous())
+        return native.NativeChain(of_state.held, shares, target.weights.final_norm, target.shape.eps)
 
     def guess(
-        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Tensor, known: Tensor,
-        lengths: Sequence[int], least: float,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
+        known: Sequence[Tensor], lengths: Sequence[int], least: float,
     ) -> list[native.Path]:
         """Feed vectors, and let the layer go on behind each chunk by itself, in one call.
 
         Args:
             chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
             chain: of `chain`.
-            states: [nodes of all chunks, D], before each token, as the head's matrix reads them.
-            known: [nodes of all chunks, D], what the tokens add.
+            states: the target's last states before each token, in pieces [n, D].
+            known: what the tokens add, likewise.
             lengths, least: see `NativeModel.guess`.
 
         Returns:
             For each chunk the places of the tokens guessed in the head's matrix, and log-likelihoods.
         """
         assert isinstance(self._stack, _FedStack)
-        return self._stack.guess(chunks, cache, chain, states.float(), known.float(), lengths, least)
+        return self._stack.guess(chunks, cache, chain, states, known, lengths, least)
 
 
 class _FedStack(NativeStack):
@@ -189,8 +190,8 @@ class _FedStack(NativeStack):
         return self.forward(numbered, cache, hook)
 
     def guess(
-        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Tensor, known: Tensor,
-        lengths: Sequence[int], least: float,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
+        known: Sequence[Tensor], lengths: Sequence[int], least: float,
     ) -> list[native.Path]:
         """See `LayerHead.guess`."""
         work = self._work(chunks)

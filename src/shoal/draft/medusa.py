@@ -139,7 +139,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, tree: RankTree, heads: MedusaHeads, stack: Stack, cache: KVCache) -> None:
         self._tree, self._heads = tree, heads
-        self._taps = Taps(stack, cache)
+        self._stack, self._taps = stack, Taps(stack, cache)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
         """See `Worker.watch`."""
@@ -155,7 +155,7 @@ class MedusaDrafter(Drafter):
                 known[place] = found[1][-1]
         tables: dict[int, list[list[int]]] = {}
         if known:
-            logits = self._heads(torch.stack(list(known.values())))
+            logits = self._heads(self._stack.normed(torch.stack(list(known.values()))))
             best = logits.topk(min(max(self._tree.ranks) + 1, logits.shape[-1])).indices.tolist()
             names = self._heads.names
             tables = {place: [[names[i] for i in own] for own in heads]

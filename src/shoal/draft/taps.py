@@ -37,7 +37,7 @@ class _Tap:
 
 
 class Taps:
-    """Collects, for every row, what the head's matrix reads at its committed tokens.
+    """Collects, for every row, the states that the last norm reads at its committed tokens.
 
     Args:
         stack: the target.
@@ -62,7 +62,7 @@ class Taps:
         return hook
 
     def take(self, row: Row) -> tuple[int, Tensor] | None:
-        """States [n, D] of a row's committed tokens that were not taken before, and the position of the first.
+        """States [n, D], contiguous, of a row's committed tokens not taken before, and the position of the first.
 
         None where there are none.
         """
@@ -82,7 +82,8 @@ class Taps:
             base, chunk, states = tap.last
             tap.last = None
             path = list(_path(chunk, row.tokens[base:-1]))
-            kept = self._stack.normed(states[: len(path)] if path == list(range(len(path))) else states[path])
+            straight = path == list(range(len(path)))
+            kept = states[: len(path)].clone() if straight else states[path]  # the forward's memory holds every layer
             if not tap.states or tap.first + sum(map(len, tap.states)) != base:
                 tap.first, tap.states = base, []
             tap.states.append(kept)

@@ -43,7 +43,8 @@ class Asked:
         self.twin = make_twin(case)
         matrix = native.pack(draw(case.hidden, case.hidden, seed=5) / math.sqrt(case.hidden), "fp32")
         self.matrix, self.shares = matrix.unpack().double(), draw(case.vocab, case.hidden, seed=6)
-        self.chain = native.NativeChain(matrix, self.shares)
+        self.norm = 1 + 0.3 * draw(case.hidden, seed=7)
+        self.chain = native.NativeChain(matrix, self.shares, self.norm, 1e-3)
         self.keys, self.values = storage(case, 3, 48)
         self.kv = self.twin.native.bind(self.keys, self.values)
         logits = self.twin.logits
@@ -66,7 +67,8 @@ class Asked:
             wanted=ends,
         )
         lengths = [LENGTHS[row] for row in sizes]
-        return self.twin.native.guess(batch, self.kv, self.chain, states, known, lengths, least, threads)
+        parts = [list(one.split([1, len(tokens) - 1] if len(tokens) > 1 else 1)) for one in (states, known)]
+        return self.twin.native.guess(batch, self.kv, self.chain, *parts, lengths, least, threads)
 
     def pairs(self, sizes: dict[int, int], seed: int) -> tuple[Tensor, Tensor]:
         count = sum(sizes.values())
@@ -78,7 +80,8 @@ class Asked:
         found, first = [], 0
         for row, size in sizes.items():
             for node in range(size):
-                logits = self.feed(row, states[first + node].double(), known[first + node])
+                read = rms_norm(states[first + node].double(), self.norm, 1e-3)
+                logits = self.feed(row, read, known[first + node])
             self.bases[row] += size
             first += size
             store = {layer: list(self.twin.committed(layer, row)) for layer in range(self.case.layers)}
@@ -153,9 +156,10 @@ WRONG = {
     "no room": ({"lengths": [48]}, "room for 48 columns"),
     "not the last": ({"wanted": [1]}, "not the last token of its row"),
     "other numbers": ({"lengths": [1, 1]}, "2 lengths"),
+    "fewer states": ({"states": [torch.zeros(2, 48)]}, "2 states"),
     "own columns": ({"starts": [[0] * 3] * 3}, "store every layer in their slots"),
-    "states": ({"states": torch.zeros(3, 16)}, "states is"),
-    "shares": ({"known": torch.zeros(3, 48, dtype=torch.float64)}, "known is"),
+    "states": ({"states": [torch.zeros(3, 16)]}, "states is"),
+    "shares": ({"known": [torch.zeros(1, 48), torch.zeros(2, 48, dtype=torch.float64)]}, "known is"),
 }
 
 
@@ -163,23 +167,25 @@ WRONG = {
 def test_what_does_not_fit_is_refused(wrong: str) -> None:
     asked, (change, words) = Asked(Case()), WRONG[wrong]
     batch = replace(native.NativeBatch.chain([0] * 3, 0, change.get("wanted")), starts=change.get("starts"))
-    given = {"states": torch.zeros(3, 48), "known": torch.zeros(3, 48), "lengths": [2], "least": 0.0}
+    given = {"states": [torch.zeros(3, 48)], "known": [torch.zeros(3, 48)], "lengths": [2], "least": 0.0}
     given |= {name: value for name, value in change.items() if name in given}
     with pytest.raises(ValueError, match=words):
         asked.twin.native.guess(batch, asked.kv, asked.chain, *given.values())
     assert all((one == 7).all() for one in asked.keys + asked.values)
 
 
-@pytest.mark.parametrize(("rows", "columns", "shares"), [(48, 48, 32), (48, 32, 32), (70, 48, 48)])
-def test_a_chain_that_does_not_fit_is_refused(rows: int, columns: int, shares: int) -> None:
+@pytest.mark.parametrize(("rows", "columns", "shares", "norm"), [
+    (48, 48, 32, 48), (48, 32, 32, 32), (70, 48, 48, 48), (48, 48, 48, 1),
+])
+def test_a_chain_that_does_not_fit_is_refused(rows: int, columns: int, shares: int, norm: int) -> None:
     matrix = native.pack(torch.ones(rows, columns), "fp32")
-    with pytest.raises(ValueError, match="shares is|square"):
-        native.NativeChain(matrix, torch.zeros(70, shares))
+    with pytest.raises(ValueError, match="shares is|square|norm is"):
+        native.NativeChain(matrix, torch.zeros(70, shares), torch.ones(norm), 1e-5)
 
 
 def test_a_chain_of_another_model_is_refused() -> None:
     asked = Asked(Case())
-    other = native.NativeChain(native.pack(torch.eye(48), "fp32"), torch.zeros(71, 48))
+    other = native.NativeChain(native.pack(torch.eye(48), "fp32"), torch.zeros(71, 48), torch.ones(48), 1e-5)
     with pytest.raises(ValueError, match="the model is of"):
-        asked.twin.native.guess(native.NativeBatch.chain([0], 0), asked.kv, other, torch.zeros(1, 48),
-                                torch.zeros(1, 48), [1], 0.0)
+        asked.twin.native.guess(native.NativeBatch.chain([0], 0), asked.kv, other, [torch.zeros(1, 48)],
+                                [torch.zeros(1, 48)], [1], 0.0)

@@ -20,15 +20,15 @@ typedef struct {
     Best best[MAX_TOKENS][MAX_THREADS];
 } Chains;
 
-/* What comes before the vectors: a state, as the output matrix reads it if `norm` is given, normalised. */
-static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, const float *norm, int token, int tokens) {
+/* A state, normalised by `norm` and by its size, to be multiplied. */
+static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, const float *norm, float eps, int token, int tokens) {
     const ShoalModel *m = w->run->m;
-    const Vf scale = vf_all(norm ? inverse_rms(x, m->hidden, m->eps) : 0);
-    for (int k = 0; norm && k < m->hidden; k += LANES) {
+    const Vf scale = vf_all(inverse_rms(x, m->hidden, eps));
+    for (int k = 0; k < m->hidden; k += LANES) {
         const Mask mask = head_mask(m->hidden - k);
         vf_store(w->line + k, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
     }
-    prepare(&w->acts, &c->of_state, norm ? w->line : x, c->unit, m->eps, token, tokens);
+    prepare(&w->acts, &c->of_state, w->line, c->ones, m->eps, token, tokens);
 }
 
 /* This thread's columns of a token's vector: its own share, and what the state before it adds. */
@@ -49,10 +49,10 @@ static void multiply_states(const Worker *w, const ShoalChain *c, int tokens) {
 
 /* The vectors of the tokens that are known. */
 static void begin_chains(const Worker *w, const ShoalChain *c) {
-    const int tokens = w->run->b->tokens, hidden = w->run->m->hidden;
-    for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states + (int64_t)t * hidden, NULL, t, tokens);
+    const int tokens = w->run->b->tokens;
+    for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states[t], c->norm, c->eps, t, tokens);
     multiply_states(w, c, tokens);
-    for (int t = 0; t < tokens; t++) take_vector(w, t, c->known + (int64_t)t * hidden);
+    for (int t = 0; t < tokens; t++) take_vector(w, t, c->known[t]);
     meet(&w->run->team, w->id);
 }
 
@@ -60,7 +60,7 @@ static void begin_chains(const Worker *w, const ShoalChain *c) {
 static void go_on(const Worker *w, const ShoalChain *c, const Chains *all) {
     const Run *r = w->run;
     const int tokens = all->next.tokens;
-    for (int t = 0; t < tokens; t++) prepare_state(w, c, r->x + all->line[t] * r->x_line, r->m->norm, t, tokens);
+    for (int t = 0; t < tokens; t++) prepare_state(w, c, r->x + all->line[t] * r->x_line, r->m->norm, r->m->eps, t, tokens);
     multiply_states(w, c, tokens);
     for (int t = 0; t < tokens; t++) {
         const int chain = all->chain[t], guess = c->guesses[chain * c->length + c->counts[chain] - 1];

@@ -18,40 +18,55 @@ Path = tuple[list[int], list[float]]
 class NativeChain:
     """A token's vector is `of_state` times the state before it, and the token's own share.
 
-    A state is as the output matrix reads it; it is RMS-normalised once more, without a factor.
+    A state is normalised as the output matrix reads it, and then by its size alone.
 
     Args:
         of_state: [hidden, hidden].
         shares: float32 [vocab, hidden], of the tokens that can be guessed.
+        norm: float32 [hidden], of the RMS norm of states that another model gives.
+        eps: of that norm.
 
     Raises:
         ValueError: sizes or types do not fit together.
     """
 
-    def __init__(self, of_state: PackedWeight, shares: Tensor) -> None:
+    def __init__(self, of_state: PackedWeight, shares: Tensor, norm: Tensor, eps: float) -> None:
         self.hidden, self.vocab = of_state.cols, len(shares)
         if of_state.rows != self.hidden or of_state.paired:
             raise ValueError(f"of_state is [{of_state.rows}, {self.hidden}], paired={of_state.paired}; it must be "
                              "square, and not paired")
         check_plain("shares", shares, (self.vocab, self.hidden))
-        self._of_state, self._shares, self._unit = of_state, shares, torch.ones(self.hidden)
+        check_plain("norm", norm, (self.hidden,))
+        self._of_state, self._shares, self._norm, self._eps = of_state, shares, norm, eps
+        self._ones = torch.ones(self.hidden)
 
-    def ask(self, states: Tensor, known: Tensor, lengths: Sequence[int], least: float) -> ChainAsked:
+    def ask(
+        self, states: Sequence[Tensor], known: Sequence[Tensor], lengths: Sequence[int], least: float
+    ) -> ChainAsked:
         """What one call takes; see `NativeModel.guess`."""
-        check_plain("states", states, (len(states), self.hidden))
-        check_plain("known", known, (len(states), self.hidden))
+        most, size = max(lengths), len(lengths)
         words = array("i", lengths)
-        most = max(lengths)
-        found = array("i", bytes(4 * len(lengths) * (most + 1)))  # the guesses, then their numbers
-        logs = array("f", bytes(4 * len(lengths) * most))
-        struct = ChainStruct(of_state=self._of_state.struct(), length=most, least=least)
-        struct.unit, struct.shares = self._unit.data_ptr(), self._shares.data_ptr()
-        struct.states, struct.known = states.data_ptr(), known.data_ptr()
+        found = array("i", bytes(4 * size * (most + 1)))  # the guesses, then their numbers
+        logs = array("f", bytes(4 * size * most))
+        lines = array("Q", self._lines("states", states) + self._lines("known", known))
+        struct = ChainStruct(of_state=self._of_state.struct(), length=most, eps=self._eps, least=least)
+        struct.ones, struct.shares, struct.norm = (one.data_ptr() for one in (self._ones, self._shares, self._norm))
+        struct.states = lines.buffer_info()[0]
+        struct.known = struct.states + 4 * len(lines)
         struct.lengths, struct.logs = words.buffer_info()[0], logs.buffer_info()[0]
         struct.guesses = found.buffer_info()[0]
-        struct.counts = struct.guesses + 4 * len(lengths) * most
-        struct.memory = (self, states, known, words, found, logs)
+        struct.counts = struct.guesses + 4 * size * most
+        struct.memory = (self, states, known, lines, words, found, logs)
         return ChainAsked(struct, found, logs, most)
+
+    def _lines(self, name: str, tensors: Sequence[Tensor]) -> list[int]:
+        """The addresses of the rows of some tensors [n, hidden], one after the other."""
+        lines: list[int] = []
+        for tensor in tensors:
+            check_plain(name, tensor, (len(tensor), self.hidden))
+            first = tensor.data_ptr()
+            lines.extend(range(first, first + 4 * tensor.numel(), 4 * self.hidden))
+        return lines
 
 
 class ChainAsked:

@@ -266,7 +266,7 @@ class NativeModel:
         return logits
 
     def guess(
-        self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Tensor, known: Tensor,
+        self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Sequence[Tensor], known: Sequence[Tensor],
         lengths: Sequence[int], least: float, threads: int | None = None,
     ) -> list[Path]:
         """Feed vectors in place of a batch's ids, and let the model go on after its wanted tokens, in one call.
@@ -279,8 +279,8 @@ class NativeModel:
                 every layer that runs in their slots.
             kv: the cache.
             chain: what vectors are made of.
-            states: float32 [tokens, hidden], before each token, as the output matrix reads them.
-            known: float32 [tokens, hidden], the tokens' shares.
+            states: another model's last states before the tokens, in pieces float32 [n, hidden].
+            known: the tokens' shares, likewise.
             lengths: most guesses after each wanted token, at least 1.
             least: a path whose log-likelihood is below it is not gone on with.
             threads: as for `forward`.
@@ -294,9 +294,10 @@ class NativeModel:
         if (chain.hidden, chain.vocab) != (self.spec.hidden, self.spec.vocab):
             raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.spec.vocab}, "
                              f"{self.spec.hidden}]")
-        if len(states) != len(batch.ids) or len(lengths) != len(batch.wanted) or not lengths:
-            raise ValueError(f"{len(states)} states and {len(lengths)} lengths; there are {len(batch.ids)} tokens, of "
-                             f"which {len(batch.wanted)} are wanted")
+        sizes = sum(map(len, states)), sum(map(len, known)), len(lengths)
+        if sizes != (len(batch.ids), len(batch.ids), len(batch.wanted)) or not lengths:
+            raise ValueError(f"{sizes[0]} states, {sizes[1]} shares and {sizes[2]} lengths; there are {len(batch.ids)} "
+                             f"tokens, of which {len(batch.wanted)} are wanted")
         struct, asked = batch.struct(self.num_layers, kv), chain.ask(states, known, lengths, least)
         self._check(struct, asked.struct)
         self._run(struct, threads, None, asked.struct)

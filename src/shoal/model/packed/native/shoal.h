@@ -83,18 +83,20 @@ typedef struct {
 } ShoalBatch;
 
 /* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest ones. Its vectors take the
-   place of embeddings: of_state times the normalised state before a token, and the token's share. All states are as the output
-   matrix reads them. */
+   place of embeddings: of_state times the state before a token, and the token's share. States before the batch's tokens are
+   another model's; they are normalised as that one does, guesses' as this one does, and both once more by their size alone. */
 typedef struct {
     ShoalWeight of_state;     /* [hidden, hidden] */
-    const float *unit;        /* [hidden], what a normalised state is multiplied with */
+    const float *ones;        /* [hidden] */
     const float *shares;      /* [vocab][hidden] */
-    const float *states;      /* [tokens][hidden]: before the tokens of the batch */
-    const float *known;       /* [tokens][hidden]: their shares */
+    const float *norm;        /* [hidden], the other model's last norm, with its epsilon */
+    const float *const *states; /* [tokens] of [hidden]: before the tokens of the batch */
+    const float *const *known;  /* [tokens] of [hidden]: their shares */
     const int32_t *lengths;   /* [wanted_count]: most guesses of each chain */
     int32_t *guesses, *counts; /* [wanted_count][length]; how many there are in each, 0 before */
     float *logs;              /* [wanted_count][length]: logarithms of the likelihood of the path up to each */
     int32_t length;
+    float eps;
     float least;              /* a path less likely than e^least is not gone on with */
 } ShoalChain;
 

@@ -146,8 +146,9 @@ class ChainStruct(ctypes.Structure):
 
     _fields_ = [
         ("of_state", Weight),
-        ("unit", c_void_p),
+        ("ones", c_void_p),
         ("shares", c_void_p),
+        ("norm", c_void_p),
         ("states", c_void_p),
         ("known", c_void_p),
         ("lengths", c_void_p),
@@ -155,5 +156,6 @@ class ChainStruct(ctypes.Structure):
         ("counts", c_void_p),
         ("logs", c_void_p),
         ("length", c_int32),
+        ("eps", c_float),
         ("least", c_float),
     ]
