@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from shoal.decode import sampling
+from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
@@ -28,7 +29,7 @@ from shoal.draft.part_file import TrainedPart, guessed_tokens
 from shoal.draft.shape import Leaf, TreeShape
 from shoal.draft.taps import Taps
 from shoal.model.kv import KVCache
-from shoal.model.packed.native import MAX_NODES
+from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 FUSE = "fuse.weight"
@@ -201,8 +202,8 @@ class EagleDrafter(Drafter):
         return [trees.get(id(row)) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
     def _chained(self, rows: Sequence[Row]) -> bool:
-        """Whether the kernels can draft by themselves: no guess has a sibling, and each is the likeliest."""
-        return self._head.chain is not None and self._straight and all(map(_plainly_greedy, rows))
+        """Whether the kernels can draft by themselves: no guess has a sibling, and logits are taken as they are."""
+        return self._head.chain is not None and self._straight and all(map(_drafts_alone, rows))
 
     def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[int, TokenTree]:
         """Trees by the rows' identities: slots, rows and most levels are given."""
@@ -221,7 +222,8 @@ class EagleDrafter(Drafter):
         try:
             waiting = self._shortened(waiting, max(lengths.values(), default=0))
             for some in _batches(waiting):
-                for slot, path in zip(some, self._guess(some, [lengths[slot] for slot in some]), strict=True):
+                wishes = [_wish(some[slot][0], lengths[slot]) for slot in some]
+                for slot, path in zip(some, self._guess(some, wishes), strict=True):
                     row = some[slot][0]
                     row.ledger.draft_forwards += len(path)
                     trees[id(row)] = TokenTree.chain((row.tokens[-1], *path))
@@ -238,7 +240,7 @@ class EagleDrafter(Drafter):
             ahead = self._read_some(ahead)
         return {slot: (row, states[-1:] if slot in long else states) for slot, (row, states) in waiting.items()}
 
-    def _guess(self, some: _Waiting, lengths: Sequence[int]) -> list[list[int]]:
+    def _guess(self, some: _Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
         """Feed the pairs of some rows, and let each go on by itself; the guesses of each."""
         assert self._head.chain is not None
         chunks, states, known = [], [], list[Tensor]()
@@ -247,7 +249,7 @@ class EagleDrafter(Drafter):
             chunks.append(SequenceChunk(slot, nothing, nothing, PLAN, wanted=1))
             states.append(own)
             known += map(self._head.share, self._followers(slot, row, len(own)))
-        found = self._head.layer.guess(chunks, self._cache, self._head.chain, states, known, lengths, self._least)
+        found = self._head.layer.guess(chunks, self._cache, self._head.chain, states, known, wishes, self._least)
         for chunk in chunks:
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
         return [[self._head.names[token] for token in path] for path, _ in found]
@@ -389,7 +391,26 @@ def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
         yield some
 
 
-def _plainly_greedy(row: Row) -> bool:
+def _as_they_are(row: Row) -> bool:
+    """Whether nothing but its temperature changes a row's logits."""
     options = row.sampling
-    return options.greedy and row.allowed is None and not options.logit_bias and not sampling.needs_history(options)
+    return row.allowed is None and not options.logit_bias and not sampling.needs_history(options)
+
+
+def _plainly_greedy(row: Row) -> bool:
+    return row.sampling.greedy and _as_they_are(row)
+
+
+def _drafts_alone(row: Row) -> bool:
+    """Whether the kernels can draw its guesses; a rule that asks for their distributions needs more."""
+    options = row.sampling
+    whole = options.greedy or not (options.top_k or options.top_p < 1 or options.min_p)
+    return whole and _as_they_are(row) and (options.greedy or not isinstance(row.rule, Rejection))
+
+
+def _wish(row: Row, length: int) -> ChainWish:
+    """What a row wants of a chain, with the numbers that draw its guesses."""
+    if row.sampling.greedy:
+        return ChainWish(length)
+    return ChainWish(length, row.sampling.temperature, [row.draft_uniform(ahead, 0, 0) for ahead in range(length)])
 

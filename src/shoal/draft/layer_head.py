@@ -146,7 +146,7 @@ class LayerHead:
 
     def guess(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
-        known: Sequence[Tensor], lengths: Sequence[int], least: float,
+        known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
         """Feed vectors, and let the layer go on behind each chunk by itself, in one call.
 
@@ -155,13 +155,13 @@ class LayerHead:
             chain: of `chain`.
             states: the target's last states before each token, in pieces [n, D].
             known: what the tokens add, likewise.
-            lengths, least: see `NativeModel.guess`.
+            wishes, least: see `NativeModel.guess`.
 
         Returns:
             For each chunk the places of the tokens guessed in the head's matrix, and log-likelihoods.
         """
         assert isinstance(self._stack, _FedStack)
-        return self._stack.guess(chunks, cache, chain, states, known, lengths, least)
+        return self._stack.guess(chunks, cache, chain, states, known, wishes, least)
 
 
 class _FedStack(NativeStack):
@@ -191,17 +191,17 @@ class _FedStack(NativeStack):
 
     def guess(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
-        known: Sequence[Tensor], lengths: Sequence[int], least: float,
+        known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
         """See `LayerHead.guess`."""
         work = self._work(chunks)
-        room = [[len(chunk.tokens) + length for chunk, length in zip(chunks, lengths, strict=True)]]
+        room = [[len(chunk.tokens) + wish.length for chunk, wish in zip(chunks, wishes, strict=True)]]
         self._make_room(chunks, replace(work, counts=room * len(work.layers)), cache)
         batch = self._batch(chunks, work, cache, None)
-        reach = max(batch.positions) + max(lengths)
+        reach = max(batch.positions) + max(wish.length for wish in wishes)
         if reach >= self._reach:
             self._extend_tables(reach + 1)
-        paths = self._model.guess(batch, self._binding(cache), chain, states, known, lengths, least)
+        paths = self._model.guess(batch, self._binding(cache), chain, states, known, wishes, least)
         for chunk in chunks:
             for store in cache.layers:
                 store.scratch[chunk.row] += len(chunk.tokens)

@@ -8,7 +8,7 @@ for bit, on how many other tokens a forward holds, so a verified block gives wha
 from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.build import layout_version, vector_set
-from shoal.model.packed.native.chain import NativeChain, Path
+from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES
@@ -27,6 +27,7 @@ from shoal.model.packed.native.weights import (
 __all__ = [
     "ATTENTION",
     "Arena",
+    "ChainWish",
     "KVBinding",
     "Kind",
     "LANES",

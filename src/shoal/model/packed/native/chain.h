@@ -69,37 +69,76 @@ static void go_on(const Worker *w, const ShoalChain *c, const Chains *all) {
     meet(&r->team, w->id);
 }
 
-static Best best_of(const float *logits, int first, int last) {
+/* The range of the logits that a thread looks through. */
+INLINE int first_of(const ShoalModel *m, int id, int threads) {
+    return min_int(share((m->vocab + LANES - 1) / LANES, id, threads) * LANES, m->vocab);
+}
+
+/* The sum of e^((logit - top) * colder) of up to 16 logits. */
+INLINE float weight_of(const float *logits, int count, float top, float colder) {
+    const Vf weights = exp_ps(vf_mul(vf_sub(vf_load_some(head_mask(count), logits), vf_all(top)), vf_all(colder)));
+    if (count >= LANES) return vf_sum(weights);
+    float lanes[LANES] ALIGNED, sum = 0;
+    vf_store(lanes, weights);
+    for (int k = 0; k < count; k++) sum += lanes[k];
+    return sum;
+}
+
+static Best best_of(const float *logits, int first, int last, float colder) {
     Best b = {.top = -INFINITY, .token = first};
     for (int k = first; k < last; k++)
         if (logits[k] > b.top) b.top = logits[k], b.token = k;
-    const int whole = first + (last - first) / LANES * LANES;
-    Vf sum = vf_zero();
-    for (int k = first; k < whole; k += LANES) sum = vf_add(sum, exp_ps(vf_sub(vf_load_some(0xffff, logits + k), vf_all(b.top))));
-    b.sum = vf_sum(sum);
-    for (int k = whole; k < last; k++) b.sum += expf(logits[k] - b.top);
+    for (int k = first; k < last; k += LANES) b.sum += weight_of(logits + k, last - k, b.top, colder);
     return b;
 }
 
-/* The likeliest of a row of logits, the first of equals, and the logarithm of its likelihood. */
-static int likeliest(const Best *parts, int threads, float *log) {
+/* The token that a number in [0, 1) falls to, in the order of tokens, where `total` is the sum of all weights. */
+static int drawn(const Worker *w, const Best *parts, const float *logits, double uniform, float top, float total, float colder) {
+    const int threads = w->threads;
+    double left = uniform * total;
+    for (int id = 0; id < threads; id++) {
+        const double part = parts[id].sum * expf((parts[id].top - top) * colder);
+        if (left >= part && id < threads - 1) {
+            left -= part;
+            continue;
+        }
+        const int last = first_of(w->run->m, id + 1, threads);
+        for (int k = first_of(w->run->m, id, threads); k < last; k += LANES) {
+            const double some = weight_of(logits + k, last - k, top, colder);
+            for (int i = k; left < some && i < min_int(k + LANES, last); i++)
+                if ((left -= expf((logits[i] - top) * colder)) < 0) return i;
+            left -= some;
+        }
+    }
+    return -1; /* rounding has left nothing */
+}
+
+/* A guess from row `line` of the logits, the first of equals, and the logarithm of its likelihood. */
+static int guessed(const Worker *w, const ShoalChain *c, const Best *parts, int line, int chain, int done, float *log) {
+    const float *logits = w->run->logits + (int64_t)line * w->run->m->vocab, colder = c->colder[chain] > 0 ? c->colder[chain] : 1;
     const Best *best = parts;
-    float sum = 0;
-    for (int i = 1; i < threads; i++)
+    float total = 0;
+    for (int i = 1; i < w->threads; i++)
         if (parts[i].top > best->top) best = parts + i;
-    for (int i = 0; i < threads; i++) sum += parts[i].sum * expf(parts[i].top - best->top);
-    *log = -logf(sum);
-    return best->token;
+    for (int i = 0; i < w->threads; i++) total += parts[i].sum * expf((parts[i].top - best->top) * colder);
+    int token = best->token;
+    if (c->colder[chain] > 0) {
+        const int found = drawn(w, parts, logits, c->uniforms[chain * c->length + done], best->top, total, colder);
+        token = found < 0 ? token : found;
+    }
+    *log = (logits[token] - best->top) * colder - logf(total);
+    return token;
 }
 
 /* Add a guess to every chain, and lay out the batch of those that go on. One thread does. */
-static void lengthen(Run *r, const ShoalChain *c, Chains *all) {
+static void lengthen(const Worker *w, const ShoalChain *c, Chains *all) {
+    Run *r = w->run;
     const ShoalBatch *b = r->b;
     int count = 0;
     for (int i = 0; i < b->wanted_count; i++) {
         const int before = b->wanted[i], chain = b == &all->next ? all->chain[i] : i, done = c->counts[chain];
         float *logs = c->logs + chain * c->length, log;
-        c->guesses[chain * c->length + done] = likeliest(all->best[i], r->team.threads, &log);
+        c->guesses[chain * c->length + done] = guessed(w, c, all->best[i], i, chain, done, &log);
         logs[done] = log + (done ? logs[done - 1] : 0);
         c->counts[chain] = done + 1;
         if (done + 1 >= c->lengths[chain] || !(logs[done] >= c->least)) continue;
@@ -118,12 +157,14 @@ static void lengthen(Run *r, const ShoalChain *c, Chains *all) {
 /* Guess from the logits at hand; returns how many chains go on. */
 static int guess(const Worker *w, const ShoalChain *c, Chains *all) {
     Run *r = w->run;
-    const int blocks = (r->m->vocab + LANES - 1) / LANES, vocab = r->m->vocab;
-    const int first = share(blocks, w->id, w->threads) * LANES, last = min_int(share(blocks, w->id + 1, w->threads) * LANES, vocab);
+    const int first = first_of(r->m, w->id, w->threads), last = first_of(r->m, w->id + 1, w->threads);
     meet(&r->team, w->id);
-    for (int i = 0; i < r->b->wanted_count; i++) all->best[i][w->id] = best_of(r->logits + (int64_t)i * vocab, first, last);
+    for (int i = 0; i < r->b->wanted_count; i++) {
+        const float colder = c->colder[r->b == &all->next ? all->chain[i] : i];
+        all->best[i][w->id] = best_of(r->logits + (int64_t)i * r->m->vocab, first, last, colder > 0 ? colder : 1);
+    }
     meet(&r->team, w->id);
-    if (w->id == 0) lengthen(r, c, all);
+    if (w->id == 0) lengthen(w, c, all);
     meet(&r->team, w->id);
     return all->next.tokens;
 }

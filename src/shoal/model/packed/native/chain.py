@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,31 @@ from shoal.model.packed.native.weights import PackedWeight
 
 Path = tuple[list[int], list[float]]
 """Guesses one after the other, and the log-likelihood of the path up to each."""
+
+
+_COLDEST = 1e-30
+"""A lower temperature draws the same, but overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainWish:
+    """What is wanted after a token.
+
+    Attributes:
+        length: most guesses, at least 1.
+        temperature: of draws; 0 takes the likeliest token, the first of equals.
+        uniforms: numbers in [0, 1), one per guess: each falls to a token in the order of tokens.
+    """
+
+    length: int
+    temperature: float = 0.0
+    uniforms: Sequence[float] = ()
+
+    def padded(self, length: int) -> list[float]:
+        """So many numbers; ValueError where draws lack some."""
+        if self.temperature > 0 and len(self.uniforms) != self.length:
+            raise ValueError(f"{len(self.uniforms)} numbers are given for {self.length} draws")
+        return [*self.uniforms, *[0.0] * (length - len(self.uniforms))]
 
 
 class NativeChain:
@@ -41,11 +67,13 @@ class NativeChain:
         self._ones = torch.ones(self.hidden)
 
     def ask(
-        self, states: Sequence[Tensor], known: Sequence[Tensor], lengths: Sequence[int], least: float
+        self, states: Sequence[Tensor], known: Sequence[Tensor], wishes: Sequence[ChainWish], least: float
     ) -> ChainAsked:
         """What one call takes; see `NativeModel.guess`."""
-        most, size = max(lengths), len(lengths)
-        words = array("i", lengths)
+        most, size = max(wish.length for wish in wishes), len(wishes)
+        words = array("i", [wish.length for wish in wishes])
+        colder = array("f", [1 / max(wish.temperature, _COLDEST) if wish.temperature > 0 else 0.0 for wish in wishes])
+        uniforms = array("d", [number for wish in wishes for number in wish.padded(most)])
         found = array("i", bytes(4 * size * (most + 1)))  # the guesses, then their numbers
         logs = array("f", bytes(4 * size * most))
         lines = array("Q", self._lines("states", states) + self._lines("known", known))
@@ -54,9 +82,10 @@ class NativeChain:
         struct.states = lines.buffer_info()[0]
         struct.known = struct.states + 4 * len(lines)
         struct.lengths, struct.logs = words.buffer_info()[0], logs.buffer_info()[0]
+        struct.colder, struct.uniforms = colder.buffer_info()[0], uniforms.buffer_info()[0]
         struct.guesses = found.buffer_info()[0]
         struct.counts = struct.guesses + 4 * size * most
-        struct.memory = (self, states, known, lines, words, found, logs)
+        struct.memory = (self, states, known, lines, words, colder, uniforms, found, logs)
         return ChainAsked(struct, found, logs, most)
 
     def _lines(self, name: str, tensors: Sequence[Tensor]) -> list[int]:

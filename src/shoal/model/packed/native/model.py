@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
-from shoal.model.packed.native.chain import NativeChain, Path, check_plain
+from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import (
     ACTIVATIONS,
@@ -267,12 +267,12 @@ class NativeModel:
 
     def guess(
         self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Sequence[Tensor], known: Sequence[Tensor],
-        lengths: Sequence[int], least: float, threads: int | None = None,
+        wishes: Sequence[ChainWish], least: float, threads: int | None = None,
     ) -> list[Path]:
         """Feed vectors in place of a batch's ids, and let the model go on after its wanted tokens, in one call.
 
-        Each guess is the likeliest token, the first of equals. Keys and values of all tokens that were fed go into
-        their columns of the cache, those of guesses behind the batch's: room for them must be there.
+        Keys and values of all tokens that were fed go into their columns of the cache, those of guesses behind the
+        batch's: room for them must be there.
 
         Args:
             batch: its tokens, of which the ids do not count; the wanted ones are the last of their rows, which store
@@ -281,7 +281,7 @@ class NativeModel:
             chain: what vectors are made of.
             states: another model's last states before the tokens, in pieces float32 [n, hidden].
             known: the tokens' shares, likewise.
-            lengths: most guesses after each wanted token, at least 1.
+            wishes: what is wanted after each wanted token.
             least: a path whose log-likelihood is below it is not gone on with.
             threads: as for `forward`.
 
@@ -294,11 +294,11 @@ class NativeModel:
         if (chain.hidden, chain.vocab) != (self.spec.hidden, self.spec.vocab):
             raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.spec.vocab}, "
                              f"{self.spec.hidden}]")
-        sizes = sum(map(len, states)), sum(map(len, known)), len(lengths)
-        if sizes != (len(batch.ids), len(batch.ids), len(batch.wanted)) or not lengths:
-            raise ValueError(f"{sizes[0]} states, {sizes[1]} shares and {sizes[2]} lengths; there are {len(batch.ids)} "
+        sizes = sum(map(len, states)), sum(map(len, known)), len(wishes)
+        if sizes != (len(batch.ids), len(batch.ids), len(batch.wanted)) or not wishes:
+            raise ValueError(f"{sizes[0]} states, {sizes[1]} shares and {sizes[2]} wishes; there are {len(batch.ids)} "
                              f"tokens, of which {len(batch.wanted)} are wanted")
-        struct, asked = batch.struct(self.num_layers, kv), chain.ask(states, known, lengths, least)
+        struct, asked = batch.struct(self.num_layers, kv), chain.ask(states, known, wishes, least)
         self._check(struct, asked.struct)
         self._run(struct, threads, None, asked.struct)
         return asked.paths()

@@ -82,7 +82,7 @@ typedef struct {
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
 } ShoalBatch;
 
-/* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest ones. Its vectors take the
+/* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest or drawn ones. Its vectors take the
    place of embeddings: of_state times the state before a token, and the token's share. States before the batch's tokens are
    another model's; they are normalised as that one does, guesses' as this one does, and both once more by their size alone. */
 typedef struct {
@@ -93,6 +93,8 @@ typedef struct {
     const float *const *states; /* [tokens] of [hidden]: before the tokens of the batch */
     const float *const *known;  /* [tokens] of [hidden]: their shares */
     const int32_t *lengths;   /* [wanted_count]: most guesses of each chain */
+    const float *colder;      /* [wanted_count]: what logits are multiplied with before a draw, 1 / temperature; 0: the likeliest are guessed */
+    const double *uniforms;   /* [wanted_count][length] in [0, 1), for the draws */
     int32_t *guesses, *counts; /* [wanted_count][length]; how many there are in each, 0 before */
     float *logs;              /* [wanted_count][length]: logarithms of the likelihood of the path up to each */
     int32_t length;

@@ -152,6 +152,8 @@ class ChainStruct(ctypes.Structure):
         ("states", c_void_p),
         ("known", c_void_p),
         ("lengths", c_void_p),
+        ("colder", c_void_p),
+        ("uniforms", c_void_p),
         ("guesses", c_void_p),
         ("counts", c_void_p),
         ("logs", c_void_p),
