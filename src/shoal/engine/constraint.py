@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 64
 _RESERVE = 16, 128
-"""Least and most of what one token is held to add to the way to a text's end: in between, as a schema is long, since that
+"""Least and most of what one token is held to add to the way to a text's end: in between, as a schema is long, which
 names all that can be opened at once, in more words than it takes."""
 _REMEDY = "Change the constraint, or leave it out"
 _OPTIONS = '\n%llguidance {"no_forcing": true}'

@@ -20,8 +20,8 @@ _MANY = 256
 """More allowed tokens than that are those of free text."""
 _SAMPLES = 8
 """So many of them, from first to last, speak for all that are plain text."""
-_LONGEST = 512
-"""Characters after which no way is looked for any further."""
+_LONGEST = 256
+"""Steps after which no way is looked for any further."""
 _PAUSE = 8
 """Where none was found, it is looked for again at every eighth token."""
 _CHARACTER = 3
@@ -187,25 +187,35 @@ class WindUp:
 
     def _found(self, matcher: Any) -> _Way | None:
         """A way that begins within a string, or one that begins outside, whichever is shorter."""
-        texts = [text for inside in (True, False) if (text := self._tried(matcher.deep_copy(), inside)) is not None]
-        ways = [_Way(text, len(self._spelling.ending(text)), True) for text in texts]
-        return min(ways, key=lambda way: way.cost, default=None)
+        for turns in (False, True):
+            texts = [self._tried(matcher.deep_copy(), inside, turns) for inside in (True, False)]
+            ways = [_Way(text, len(self._spelling.ending(text)), True) for text in texts if text is not None]
+            if ways:
+                return min(ways, key=lambda way: way.cost)
+        return None
 
-    def _tried(self, matcher: Any, inside: bool) -> str | None:
-        """What closes a text, character by character; None where that is not found, or was not begun where it was."""
-        singles, text = self._spelling.singles, ""
+    def _tried(self, matcher: Any, inside: bool, turns: bool) -> str | None:
+        """What closes a text, character by character; None where that is not found, or was not begun where it was.
+
+        Args:
+            matcher: behind the text; it is moved.
+            inside: whether to begin within a string.
+            turns: whether a string's characters take turns, as some patterns need to come to an end.
+        """
+        singles, pieces = self._spelling.singles, list[str]()
         while not matcher.is_accepting():
             piece = matcher.compute_ff_bytes().decode("utf-8", "ignore")
             if not piece:
-                able = (one for one in (_INSIDE if inside else _OUTSIDE) if one in singles
-                        and matcher.validate_tokens([singles[one]]))
+                order = sorted(_INSIDE, key=pieces.count) if inside and turns else _INSIDE if inside else _OUTSIDE
+                able = (one for one in order if one in singles and matcher.validate_tokens([singles[one]]))
                 piece = next(able, "")
             ids = self._spelling.ending(piece)[:-1]
             astray = not inside and piece in ("}", "]") and self._both(matcher)
-            if astray or not ids or len(text) > _LONGEST or matcher.try_consume_tokens(ids) != len(ids):
+            if astray or not ids or len(pieces) > _LONGEST or matcher.try_consume_tokens(ids) != len(ids):
                 return None
-            text, inside = text + piece, inside ^ (len(_QUOTE.findall(piece)) % 2 == 1)
-        return text
+            pieces.append(piece)
+            inside ^= len(_QUOTE.findall(piece)) % 2 == 1
+        return "".join(pieces)
 
     def _both(self, matcher: Any) -> bool:
         """Whether either bracket may come, which is so within a string alone."""
