@@ -8,6 +8,7 @@ closed, and nothing is opened for which there is no room. What is allowed depend
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ _MANY = 256
 """More allowed tokens than that are those of free text."""
 _SAMPLES = 8
 """So many of them, from first to last, speak for all that are plain text."""
-_LONGEST = 256
+_LONGEST = 600
 """Steps after which no way is looked for any further."""
-_PAUSE = 8
-"""Where none was found, it is looked for again at every eighth token."""
+_PAUSE = 32
+"""Where none was found that fits, it is looked for again at every token whose number this divides."""
+_HEAD = 16
+"""Characters of a way that are tried before all of them are."""
 _CHARACTER = 3
 """Most tokens that finish a character of which one holds the first byte."""
 
@@ -170,10 +173,14 @@ class WindUp:
         self._rests.clear()
 
     def _next(self, token: int) -> _Way:
-        """What is left of the way behind a new token, or a new one where that does not follow or takes too long."""
-        before = self._ways[-1]
-        left = next(self._parts(before.text, self._spelling.lengths[token]), None)
-        if left is not None and left.cost <= self._left or not (before.open or len(self._read) % _PAUSE == 0):
+        """What is left of the way behind a new token, or a new one where that does not follow or takes too long.
+
+        Where it had no room before, or was lost for longer than a character, that is looked at now and then.
+        """
+        before, due = self._ways[-1], len(self._read) % _PAUSE == 0
+        room = before.cost <= self._left + 1 + _CHARACTER
+        left = next(self._parts(before.text, self._spelling.lengths[token]), None) if room or due else None
+        if left is not None and left.cost <= self._left or not (due or room and before.open):
             return left or before._replace(open=False)
         found = self._found(self._matcher)
         return min((way for way in (left, found) if way), key=lambda way: way.cost, default=before._replace(open=False))
@@ -181,9 +188,11 @@ class WindUp:
     def _parts(self, text: str, most: int) -> Iterator[_Way]:
         """Those ends of the way that follow, the shortest first."""
         for start in range(min(most, len(text)), -1, -1):
-            rest = self._spelling.ending(text[start:])
-            if self._matcher.validate_tokens(rest) == len(rest):
-                yield _Way(text[start:], len(rest), True)
+            head = self._spelling.ending(text[start : start + _HEAD])[:-1]
+            if self._matcher.validate_tokens(head) == len(head):
+                rest = self._spelling.ending(text[start:])
+                if self._matcher.validate_tokens(rest) == len(rest):
+                    yield _Way(text[start:], len(rest), True)
 
     def _found(self, matcher: Any) -> _Way | None:
         """A way that begins within a string, or one that begins outside, whichever is shorter."""
@@ -202,11 +211,11 @@ class WindUp:
             inside: whether to begin within a string.
             turns: whether a string's characters take turns, as some patterns need to come to an end.
         """
-        singles, pieces = self._spelling.singles, list[str]()
+        singles, pieces, used = self._spelling.singles, list[str](), Counter[str]()
         while not matcher.is_accepting():
             piece = matcher.compute_ff_bytes().decode("utf-8", "ignore")
             if not piece:
-                order = sorted(_INSIDE, key=pieces.count) if inside and turns else _INSIDE if inside else _OUTSIDE
+                order = sorted(_INSIDE, key=used.__getitem__) if inside and turns else _INSIDE if inside else _OUTSIDE
                 able = (one for one in order if one in singles and matcher.validate_tokens([singles[one]]))
                 piece = next(able, "")
             ids = self._spelling.ending(piece)[:-1]
@@ -214,6 +223,7 @@ class WindUp:
             if astray or not ids or len(pieces) > _LONGEST or matcher.try_consume_tokens(ids) != len(ids):
                 return None
             pieces.append(piece)
+            used[piece] += 1
             inside ^= len(_QUOTE.findall(piece)) % 2 == 1
         return "".join(pieces)
 
