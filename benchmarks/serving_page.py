@@ -15,6 +15,9 @@ _STAGES = {
     "mixed": "Answers of random lengths",
     "arrivals": "Requests at random moments",
 }
+_HEADER = ["system", "load", "tokens/s", "TTFT p50, p90 ms", "TPOT p50, p90 ms", "failed", "cores"]
+_LOAD = "load-"
+"""How the names of reports begin that have other servers on the same GGUF file."""
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 
 
@@ -27,6 +30,7 @@ def section(reports: Mapping[str, Mapping[str, Any]], picture: str) -> str:
     """
     parts = [_summary(reports["gain"], picture)] if "gain" in reports else []
     parts += [_stage(title, reports[name]) for name, title in _STAGES.items() if name in reports]
+    parts += _files([report for name, report in reports.items() if name.startswith(_LOAD)])
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
 
 
@@ -55,10 +59,30 @@ def _stage(title: str, report: Mapping[str, Any]) -> str:
     head = (f"{title}: **{report['subject']['name']}**, {setting['dtype']}, {processor(machine)}, "
             f"{setting['threads']} threads, {rounds} round{'s' if rounds > 1 else ''}, {report['date'][:10]}, "
             f"commit {(report['commit'] or 'unknown')[:7]}:")
-    header = ["system", "load", "tokens/s", "TTFT p50, p90 ms", "TPOT p50, p90 ms", "failed", "cores"]
-    table = markdown(header, [_row(one) for one in report["results"]])
+    table = markdown(_HEADER, [_row(one) for one in report["results"]])
     absent = "".join(f"\nNot measured: {one['system']}: {one['reason']}.\n" for one in report["not_measured"])
     return f"{head}\n\n{table}\n{absent}\n{_FENCE}{current(report['command'])}\n```"
+
+
+def _files(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One table of all loads on GGUF files, those of a file by the number of clients."""
+    if not reports:
+        return []
+    found = sorted(reports, key=lambda report: (report["subject"]["name"], report["results"][0]["concurrency"]))
+    rows = [[report["subject"]["name"].removesuffix(".gguf"), *_row(one), _times(one)]
+            for report in found for one in report["results"]]
+    header = ["file", *_HEADER, "times the speed of"]
+    commands = "\n".join(current(report["command"]) for report in found)
+    head = (f"Beside other servers on the same GGUF file, {processor(found[0]['machine'])}, "
+            f"{found[0]['setting']['threads']} threads, {found[0]['date'][:10]}; transformers has the weights in "
+            f"{found[0]['setting']['dtype']}:")
+    return [f"{head}\n\n{markdown(header, rows)}\n\n{_FENCE}{commands}\n```"]
+
+
+def _times(one: Mapping[str, Any]) -> str:
+    """Of Shoal over the others."""
+    others = one["times_the_speed_of"] if one["system"] == "shoal" else {}
+    return ", ".join(f"{name.split()[0]} {spread(value, '{:.2f}')}" for name, value in others.items())
 
 
 def _row(one: Mapping[str, Any]) -> list[str]:

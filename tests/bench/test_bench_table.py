@@ -146,14 +146,18 @@ def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path)
             "in_phase": 1.4}
     plain = {"load": "1 a second", "policy": "join", "of": "mean latency", "measured": {"median": 1.07}}
     aim = {"what": "speed", "measured": 3.125, "aim": 3.0, "reached": True}
+    beside = {**one, "load": "4 at once", "concurrency": 4, "times_the_speed_of": {"peer serve": FIGURE}}
+    file = {**stage, "subject": {"name": "m.gguf"}, "results": [beside, {**beside, "system": "peer", "label": ""}]}
     (tmp_path / "serving").mkdir()
-    for name, found in (("streams", stage), ("gain", {"aims": [aim], "gains": [gain, plain]})):
+    for name, found in (("streams", stage), ("load-m-4", file), ("gain", {"aims": [aim], "gains": [gain, plain]})):
         (tmp_path / "serving" / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     text = tool.documents(tmp_path / "results")[ROOT / "docs" / "serving.md"]
     assert "| speed | 3.12 | 3 | yes |" in text
     assert "| 8 at once | waves | tokens/s | 2.00 (1.00-3.00) | 1.30 | 1.40 |" in text
     assert "| 1 a second | join | mean latency | 1.07 |  |  |" in text
     assert "| shoal full, waves | 8 at once | 2.0 (1.0-3.0) | 100, 250 |  | 1 of 16 | 1.90 |" in text
+    end = "4 at once | 2.0 (1.0-3.0) | 100, 250 |  | 1 of 16 | 1.90 |"
+    assert f"| m | shoal full, waves | {end} peer 2.00 (1.00-3.00) |" in text and f"| m | peer | {end}  |" in text
     assert "Not measured: x: why." in text and "shoal bench --shape 1b\n```" in text
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from shoal.bench.load import figures
 from shoal.bench.load.figures import Objective
 from shoal.bench.load.folder import tokenizer
 from shoal.bench.load.http import Address, Failed, get
+from shoal.bench.load.lineup import LoadTargets, Servers
 from shoal.bench.load.loops import Load, LoadPhase
 from shoal.bench.load.multi import _BatchLoop, _Sequence
 from shoal.bench.load.prompts import Prompts, recorded
@@ -29,7 +31,8 @@ from shoal.bench.load.soak import verdict
 from shoal.bench.load.targets import Form, Http, look, own_fields
 from shoal.bench.load.trace import Trace, ask, read
 from shoal.bench.load.watch import MemorySampler
-from shoal.bench.system import NotMeasured
+from shoal.bench.subject import MeasuredModel
+from shoal.bench.system import NotMeasured, Setting
 from shoal.methods import make
 
 
@@ -454,6 +457,49 @@ def test_a_server_that_ends_is_not_measured_and_its_last_words_are_told() -> Non
         Server([sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"], free_port())
     with pytest.raises(NotMeasured, match="not ready in time"):
         Server([sys.executable, "-c", "import time; time.sleep(60)"], free_port(), minutes=0.003)
+
+
+LLAMA = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+words, looks = sys.argv[1:], []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        looks.append(self.path)
+        self.send_response(200 if len(looks) > 2 else 503)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        right = body["ignore_eos"] and len(looks) == 3 and {{"-np", "4", "-t", "2", "--no-cache-prompt"}} <= set(words)
+        usage = {{"prompt_tokens": 3, "completion_tokens": body["max_tokens"]}}
+        self.send_response(200)
+        self.end_headers()
+        for choices in ([{{"text": "a", "finish_reason": "length" if right else None}}], []):
+            self.wfile.write(b"data: " + json.dumps({{"choices": choices, "usage": usage}}).encode() + b"\\n\\n")
+
+
+HTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_llama_cpps_own_server_is_started_on_the_file_and_waited_for(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(LLAMA.format(python=sys.executable), "utf-8")
+    program.chmod(0o755)
+    lineup = LoadTargets(peers=["llama-server"], max_rows=4, llama_server=str(program))
+    with Servers(lineup) as servers:
+        servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
+        (target,) = servers.targets
+        (found,) = target.run(LoadPhase(Load(concurrency=1), requests=1), Prompts(new_tokens=(7,)))
+    assert (found.error, found.tokens, found.prompt_tokens) == (None, 7, 3)
+    with Servers(lineup) as servers, pytest.raises(NotMeasured, match="GGUF files alone"):
+        servers._llama_server(MeasuredModel(model="folder"), Setting("bfloat16", threads=2))
+    with Servers(LoadTargets(llama_server="nobody")) as servers, pytest.raises(NotMeasured, match="'nobody'"):
+        servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
 
 
 # llama.cpp's rows

@@ -45,7 +45,10 @@ def add_arguments(parser: Parser) -> None:
     server.add_argument("--url", metavar="URL", help="a server that runs already; otherwise one is started")
     server.add_argument("--api-key", metavar="K", help="of that server; OPENAI_API_KEY if none is given")
     server.add_argument("--served-model", metavar="N", help="its name for the model; the first it lists if none")
-    server.add_argument("--peer", metavar="P", action="append", help="transformers or llama.cpp; can be repeated")
+    server.add_argument("--peer", metavar="P", action="append", help="transformers, llama.cpp or llama-server; can "
+                        "be repeated")
+    server.add_argument("--llama-server", metavar="FILE", default="llama-server", help="the program of that peer, "
+                        "which serves GGUF files")
     server.add_argument("--admission", metavar="A,...", default="join", help="policies of Shoal, each a server of its "
                         "own: join, waves, auto")
     server.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way in any server")
@@ -155,6 +158,7 @@ def _lineup(args: argparse.Namespace) -> LoadTargets:
         args.max_rows,
         not args.natural_ends,
         args.chat,
+        args.llama_server,
     )
 
 

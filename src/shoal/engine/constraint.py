@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,15 @@ import torch
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
+from shoal.engine.wind_up import Spelling, WindUp, common
 from shoal.errors import Unsupported, needs
 
 log = logging.getLogger(__name__)
 
 _KEPT = 64
+_RESERVE = 16, 128
+"""Least and most of what one token is held to add to the way to a text's end: in between, as a schema is long, which
+names all that can be opened at once, in more words than it takes."""
 _REMEDY = "Change the constraint, or leave it out"
 _OPTIONS = '\n%llguidance {"no_forcing": true}'
 """Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
@@ -48,9 +52,11 @@ class Constraint(ABC):
 
     Attributes:
         text: the schema, pattern or grammar.
+        wind_up: whether an answer is led to its end before the limit of its length cuts it: see `WindUp`.
     """
 
     text: str
+    wind_up: bool = False
 
     @abstractmethod
     def grammar(self) -> str:
@@ -66,15 +72,15 @@ class JsonSchema(Constraint):
 
     Attributes:
         text: the schema: JSON text, a mapping, or a pydantic model.
+        wind_up: see `Constraint`.
 
     Raises:
         ValueError: it is none of these.
     """
 
-    text: str
-
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, wind_up: bool = True) -> None:
         object.__setattr__(self, "text", _schema_text(schema))
+        object.__setattr__(self, "wind_up", wind_up)
 
     def grammar(self) -> str:
         """See the base class."""
@@ -208,8 +214,12 @@ class Compiler:
             raise Unsupported("a constraint with this model's tokenizer", f"llguidance cannot read it: {error}",
                               "Use a tokenizer of the `tokenizers` library") from error
 
-    def __call__(self, wanted: Constraint) -> Callable[[], Mask]:
+    def __call__(self, wanted: Constraint, limit: int | None = None) -> Callable[[], Mask]:
         """The part of a recipe for a constraint.
+
+        Args:
+            wanted: the constraint.
+            limit: most tokens of the answer, its end of sequence included; None for no limit.
 
         Raises:
             Unsupported: it cannot be compiled, or no text meets it.
@@ -218,7 +228,15 @@ class Compiler:
         self._known[wanted] = matcher
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return partial(Mask, matcher, wanted, self._eos, self._size)
+        end = None
+        if wanted.wind_up and limit is not None:
+            reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
+            end = partial(WindUp, matcher, self._spelling, limit, reserve)
+        return partial(Mask, matcher, wanted, self._eos, self._size, end)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self._words, self._size, self._eos)
 
     def _compiled(self, wanted: Constraint) -> Any:
         matcher = self._make(self._words, self._make.grammar_from_lark(wanted.grammar() + _OPTIONS), log_level=0)
@@ -238,14 +256,18 @@ class Mask(Allowed):
         wanted: the constraint, for messages.
         eos: ids that end an answer.
         size: V.
+        end: makes what leads the text to its end before a limit; None for nobody.
     """
 
-    def __init__(self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int) -> None:
+    def __init__(
+        self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int, end: Callable[[], WindUp] | None = None
+    ) -> None:
         self._matcher, self._wanted, self._size = matcher.deep_copy(), wanted, size
         self._ends = torch.zeros(size, dtype=torch.bool)
         self._ends[sorted(eos)] = True
         self._eos, self._read = eos, list[int]()
         self._mask: Tensor | None = None
+        self._end = None if end is None else end()
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Bool [V], not to be written to. Beyond an end of sequence, as in a draft, another one alone.
@@ -256,17 +278,26 @@ class Mask(Allowed):
         if not self._move(tokens):
             return self._ends
         if self._mask is None:
-            self._mask = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0)
-            ended = self._matcher.is_stopped() and not self._matcher.is_accepting()
-            if self._matcher.is_error() or ended:
-                raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
+            self._mask = self._all()
+            if self._end is not None and self._end.near(tokens):
+                self._mask = self._end.narrowed(self._mask)
         return self._mask
+
+    def _all(self) -> Tensor:
+        """What may come by the constraint alone."""
+        mask = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0)
+        ended = self._matcher.is_stopped() and not self._matcher.is_accepting()
+        if self._matcher.is_error() or ended:
+            raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
+        return mask
 
     def lets(self, tokens: Sequence[int], token: int) -> bool:
         """See the base class. A mask takes a walk over all tokens, on memory gone cold beside a model: one does not."""
         if token in self._eos or not self._move(tokens) or self._mask is not None:
             return super().lets(tokens, token)
-        return bool(self._matcher.validate_tokens([token]))
+        if not self._matcher.validate_tokens([token]):
+            return False
+        return self._end is None or not self._end.near(tokens) or self._end.lets(self._all(), token)
 
     def sole(self, tokens: Sequence[int]) -> int | None:
         """See the base class. Where no byte is settled, and the text may not end, there are several."""
@@ -279,11 +310,11 @@ class Mask(Allowed):
         read = self._read
         if read == tokens:
             return True
-        common = _common(read, tokens)
-        if common < len(read):
-            self._matcher.rollback(len(read) - common)
-            del read[common:]
-        for token in tokens[common:]:
+        same = common(read, tokens)
+        if same < len(read):
+            self._matcher.rollback(len(read) - same)
+            del read[same:]
+        for token in tokens[same:]:
             if token in self._eos:
                 self._mask = None
                 return False
@@ -294,10 +325,3 @@ class Mask(Allowed):
         self._mask = None
         return True
 
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    if left == right[: len(left)]:
-        return len(left)
-    return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
-                min(len(left), len(right)))

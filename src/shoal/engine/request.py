@@ -68,7 +68,7 @@ class Request:
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
             `shoal.JsonSchema`, `shoal.Regex` and `shoal.Grammar`; or a list with one, or None, for each prompt. An
-            answer that ends by `max_new_tokens` is the beginning of such a text.
+            answer that ends by `max_new_tokens` is the beginning of such a text; one under a schema seldom does.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.

@@ -50,7 +50,7 @@ class Tools:
         schema = {"anyOf": calls, "x-guidance": {"whitespace_pattern": "[ ]?"}}
         call = f'"{_OPEN}\\n" json "\\n{_CLOSE}"' if self.tagged else "json"
         rest = (f' ("\\n" {call})*' if self.tagged else f' ("; " {call})*') if self.several else ""
-        return Grammar(f"start: {call}{rest}\njson: %json {json.dumps(schema)}")
+        return Grammar(f"start: {call}{rest}\njson: %json {json.dumps(schema)}", wind_up=True)
 
 
 def _call_schema(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:

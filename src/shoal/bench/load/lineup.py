@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,15 +15,17 @@ from shoal.bench.load import folder
 from shoal.bench.load.http import Address
 from shoal.bench.load.multi import Multi
 from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, free_port, shoal_words, transformers_words
+from shoal.bench.load.servers import Server, free_port, llama_words, shoal_words, transformers_words
 from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
+from shoal.bench.speed import dequantised
 from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
+from shoal.engine.device import as_dtype
 from shoal.errors import unknown
 from shoal.methods import make
 
 OURS = "shoal"
-PEERS = ("transformers", "llama.cpp")
+PEERS = ("transformers", "llama.cpp", "llama-server")
 _WARM = 8
 """Tokens of an answer before anything is measured."""
 
@@ -41,6 +44,7 @@ class LoadTargets:
         max_rows: most answers under way in one server.
         equal_lengths: whether every answer is as long as it may be.
         chat: whether requests are chats.
+        llama_server: llama.cpp's own server: a path, or a name on PATH.
     """
 
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {"method": "full"}})
@@ -49,6 +53,7 @@ class LoadTargets:
     max_rows: int = 16
     equal_lengths: bool = True
     chat: bool = False
+    llama_server: str = "llama-server"
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -103,9 +108,11 @@ class Servers(ExitStack):
         for admission in self.lineup.admissions:
             self._or_absent(OURS, partial(self._shoal, model, setting, admission))
         if "transformers" in self.lineup.peers:
-            self._or_absent("transformers", partial(self._transformers, model, setting))
+            self._or_absent("transformers", partial(self._transformers, subject, model, setting))
         if "llama.cpp" in self.lineup.peers:
             self._or_absent("llama.cpp", partial(self._llama, model, setting))
+        if "llama-server" in self.lineup.peers:
+            self._or_absent("llama-server", partial(self._llama_server, subject, setting))
         self._warm_up(prompts)
 
     @property
@@ -143,17 +150,44 @@ class Servers(ExitStack):
             shown = f"{label}, {admission}" if len(lineup.admissions) > 1 or admission != "join" else label
             self.targets.append(Http(OURS, shown, Address(server.url), form, server))
 
-    def _transformers(self, model: Path, setting: Setting) -> None:
+    def _transformers(self, subject: MeasuredModel, model: Path, setting: Setting) -> None:
         if setting.quant is not None:
             raise NotMeasured(f"transformers serves these weights in {setting.dtype}, not in {setting.quant}")
+        if subject.is_file:
+            model = self._written(subject, setting)
         port = free_port()
         server = self._server(transformers_words(model, port, setting), port, setting)
         form = Form(str(model), self.lineup.chat)
         self.targets.append(Http("transformers", "serve, continuous batching", Address(server.url), form, server))
 
+    def _written(self, subject: MeasuredModel, setting: Setting) -> Path:
+        """A GGUF file's weights as a folder."""
+        whole, made = (Path(self.enter_context(tempfile.TemporaryDirectory(prefix="shoal-load-"))) for _ in range(2))
+        dequantised.write(subject, whole, as_dtype(setting.dtype))
+        self.notes.append(f"transformers runs the file's weights in {setting.dtype}: its server reads no GGUF file")
+        if not self._equal:
+            return whole
+        folder.endless(whole, made)
+        return made
+
+    def _llama_server(self, subject: MeasuredModel, setting: Setting) -> None:
+        binary = shutil.which(self.lineup.llama_server)
+        if binary is None:
+            raise NotMeasured(f"there is no program {self.lineup.llama_server!r}")
+        if not subject.is_file or setting.quant is not None:
+            raise NotMeasured("it is given GGUF files alone, in their own numbers")
+        model, port, rows = Path(str(subject.model)), free_port(), self.lineup.max_rows
+        server = self._server(llama_words(binary, model, port, setting, rows), port, setting)
+        server.until_healthy()
+        fields = {"stream_options": {"include_usage": True}, "ignore_eos": self._equal}
+        form = Form(str(model), self.lineup.chat, fields)
+        self.targets.append(Http("llama-server", "", Address(server.url), form, server))
+
     def _llama(self, model: Path, setting: Setting) -> None:
         from transformers import AutoTokenizer
 
+        if model.suffix == ".gguf":
+            raise NotMeasured("of a GGUF file there is llama.cpp's own server, the peer llama-server")
         words = AutoTokenizer.from_pretrained(model)
         target = Multi(MeasuredModel(model=str(model)), setting, self.lineup.max_rows, words)
         self.callback(target.stop)

@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from shoal.bench.load.http import Address, Failed, get
 from shoal.bench.system import NotMeasured, Setting
+
+_PLACE = 2048
+"""Positions of one row in llama.cpp's server, whose context is divided among them."""
 
 
 class Server:
@@ -54,6 +58,18 @@ class Server:
                     raise NotMeasured(f"its server ended with code {self._process.returncode}: {self.said()}") from None
                 if time.monotonic() > until:
                     raise NotMeasured(f"its server was not ready in time: {self.said()}") from None
+                time.sleep(0.1)
+
+    def until_healthy(self, minutes: float = 5.0) -> None:
+        """Wait until GET /health succeeds, for a server that listens while it loads; NotMeasured after that time."""
+        until = time.monotonic() + 60 * minutes
+        while True:
+            try:
+                get(Address(self.url), "/health")
+                return
+            except Failed as failure:
+                if not self.alive or time.monotonic() > until:
+                    raise NotMeasured(f"its server did not get ready ({failure}): {self.said()}") from None
                 time.sleep(0.1)
 
     def said(self) -> str:
@@ -117,3 +133,10 @@ def transformers_words(model: Path, port: int, setting: Setting) -> list[str]:
     start = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(model)]
     return [*start, "--continuous-batching", "--port", str(port), "--dtype", setting.dtype,
             "--device", setting.device, "--host", "127.0.0.1"]
+
+
+def llama_words(binary: str, model: Path, port: int, setting: Setting, rows: int) -> list[str]:
+    """The command line of llama.cpp's own server, with a place for every row and no memory of prompts."""
+    threads = str(setting.threads)
+    return [binary, "-m", str(model), "-a", str(model), "--host", "127.0.0.1", "--port", str(port), "-np", str(rows),
+            "-c", str(rows * _PLACE), "-t", threads, "-tb", threads, "--no-cache-prompt", "--cache-ram", "0"]

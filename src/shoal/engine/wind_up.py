@@ -1,0 +1,241 @@
+"""How a bound text comes to its end before a limit cuts it: a way to the end is known behind every token.
+
+The way is found by trying characters, those first that close JSON, so it is short and need not be the shortest. Once it
+takes nearly all the tokens that are left, a token may come if such a way still fits behind it: strings go on and are
+closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MANY = 256
+"""More allowed tokens than that are those of free text."""
+_SAMPLES = 8
+"""So many of them, from first to last, speak for all that are plain text."""
+_LONGEST = 600
+"""Steps after which no way is looked for any further."""
+_PAUSE = 32
+"""Where none was found that fits, it is looked for again at every token whose number this divides."""
+_HEAD = 16
+"""Characters of a way that are tried before all of them are."""
+_CHARACTER = 3
+"""Most tokens that finish a character of which one holds the first byte."""
+
+_PRINTABLE = "".join(map(chr, range(32, 127)))
+_INSIDE, _OUTSIDE = '"a0' + _PRINTABLE, '}]0ntf"[{,:' + _PRINTABLE
+"""What is tried first within a string, and outside."""
+_QUOTE = re.compile(r'(?<!\\)"')
+_NOT_PLAIN = re.compile(rb'["\\\x00-\x1f\x7f]')
+
+
+class Spelling:
+    """What the tokens of one model spell.
+
+    Args:
+        words: llguidance's tokenizer.
+        size: V.
+        eos: ids that end an answer.
+
+    Attributes:
+        lengths: bytes of each token.
+        plain: bool [V], tokens that are text within a JSON string and nothing else.
+        partial: the same of those that begin or end within a character.
+        singles: the token of each printable character that has one.
+    """
+
+    def __init__(self, words: Any, size: int, eos: frozenset[int]) -> None:
+        self._words, self.eos = words, eos
+        texts = [words.decode_bytes([token]) for token in range(size)]
+        free = np.array([bool(text) and _NOT_PLAIN.search(text) is None for text in texts])
+        whole = np.array([text.decode("utf-8", "ignore").encode() == text for text in texts])
+        self.lengths = [len(text) for text in texts]
+        self.plain, self.partial = free & whole, free & ~whole
+        known = {character: words.greedy_tokenize(character) for character in _PRINTABLE}
+        self.singles = {one: ids[0] for one, ids in known.items() if len(ids) == 1 and texts[ids[0]] == one.encode()}
+
+    def ending(self, text: str) -> list[int]:
+        """Tokens of a text, the longest first, and an end of sequence."""
+        return [*self._words.greedy_tokenize(text), min(self.eos)]
+
+
+class _Way(NamedTuple):
+    """How a text could end.
+
+    Attributes:
+        text: what would follow.
+        cost: tokens of that and of an end of sequence.
+        open: whether it does follow; else it did some tokens before, as in the middle of a character.
+    """
+
+    text: str
+    cost: int
+    open: bool
+
+
+class WindUp:
+    """Leads one row's text to its end within a limit.
+
+    Args:
+        matcher: of the constraint, at its beginning; it is not moved.
+        spelling: of the model's tokens.
+        limit: most tokens of the answer, its end of sequence included.
+        reserve: tokens are looked at once no more than that are left beside the way to the end; at least what one
+            token can add to it.
+    """
+
+    def __init__(self, matcher: Any, spelling: Spelling, limit: int, reserve: int) -> None:
+        self._matcher, self._spelling, self._limit, self._reserve = matcher.deep_copy(), spelling, limit, reserve
+        self._read: list[int] = []
+        self._ways = [self._found(self._matcher) or _Way("", 0, False)]
+        self._rests: dict[int, list[int]] = {}
+
+    def near(self, tokens: Sequence[int]) -> bool:
+        """Whether what may follow `tokens`, which meet the constraint and have no end, depends on the limit."""
+        self._move(tokens)
+        way = self._ways[-1]
+        return way.open and 0 <= self._left - way.cost <= self._reserve
+
+    def narrowed(self, mask: Tensor) -> Tensor:
+        """What of a mask, bool [V], leaves room for an end, behind the tokens last asked of."""
+        kept, others = self._sorted(mask)
+        kept[[token for token in others.tolist() if self._fits(token)]] = True
+        return torch.from_numpy(kept)
+
+    def lets(self, mask: Tensor, token: int) -> bool:
+        """The same for one token."""
+        kept, others = self._sorted(mask)
+        return bool(kept[token]) or (token in others and self._fits(token))
+
+    @property
+    def _left(self) -> int:
+        return self._limit - len(self._read)
+
+    def _sorted(self, mask: Tensor) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """What may come, bool [V], and ids that are to be looked at one by one."""
+        kept, others = np.zeros(len(mask), bool), np.flatnonzero(mask.numpy())
+        if len(others) > _MANY:
+            plain, partial = self._spelling.plain[others], self._spelling.partial[others]
+            texts, odd = others[plain], others[~(plain | partial)]
+            if all(map(self._goes_on, texts[:: len(texts) // _SAMPLES + 1].tolist())):
+                kept[texts] = True
+                kept[others[partial]] = self._left - self._ways[-1].cost > _CHARACTER
+                others = odd
+            else:
+                others = np.concatenate((texts[:_MANY], odd))
+        kept[self._rest(0)[0]] = True
+        return kept, others
+
+    def _fits(self, token: int) -> bool:
+        if token in self._spelling.eos:
+            return True
+        if (goes_on := self._goes_on(token)) is not None:
+            return goes_on
+        after = self._matcher.deep_copy()
+        after.try_consume_tokens([token])
+        way = self._found(after)
+        return way is not None and way.cost < self._left
+
+    def _goes_on(self, token: int) -> bool | None:
+        """Whether there is room for what is left of the way behind one more token; None where none of it follows."""
+        for start in range(min(self._spelling.lengths[token], len(self._ways[-1].text)), -1, -1):
+            rest = self._rest(start)
+            if self._matcher.validate_tokens([token, *rest]) == 1 + len(rest):
+                return len(rest) < self._left
+        return None
+
+    def _rest(self, start: int) -> list[int]:
+        """Tokens of the way from one of its characters on."""
+        if start not in self._rests:
+            self._rests[start] = self._spelling.ending(self._ways[-1].text[start:])
+        return self._rests[start]
+
+    def _move(self, tokens: Sequence[int]) -> None:
+        """Stand behind `tokens`, and know a way from there."""
+        same = common(self._read, tokens)
+        if same == len(tokens) == len(self._read):
+            return
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+            del self._read[same:], self._ways[same + 1 :]
+        for token in tokens[same:]:
+            self._matcher.try_consume_tokens([token])
+            self._read.append(token)
+            self._ways.append(self._next(token))
+        self._rests.clear()
+
+    def _next(self, token: int) -> _Way:
+        """What is left of the way behind a new token, or a new one where that does not follow or takes too long.
+
+        Where it had no room before, or was lost for longer than a character, that is looked at now and then.
+        """
+        before, due = self._ways[-1], len(self._read) % _PAUSE == 0
+        room = before.cost <= self._left + 1 + _CHARACTER
+        left = next(self._parts(before.text, self._spelling.lengths[token]), None) if room or due else None
+        if left is not None and left.cost <= self._left or not (due or room and before.open):
+            return left or before._replace(open=False)
+        found = self._found(self._matcher)
+        return min((way for way in (left, found) if way), key=lambda way: way.cost, default=before._replace(open=False))
+
+    def _parts(self, text: str, most: int) -> Iterator[_Way]:
+        """Those ends of the way that follow, the shortest first."""
+        for start in range(min(most, len(text)), -1, -1):
+            head = self._spelling.ending(text[start : start + _HEAD])[:-1]
+            if self._matcher.validate_tokens(head) == len(head):
+                rest = self._spelling.ending(text[start:])
+                if self._matcher.validate_tokens(rest) == len(rest):
+                    yield _Way(text[start:], len(rest), True)
+
+    def _found(self, matcher: Any) -> _Way | None:
+        """A way that begins within a string, or one that begins outside, whichever is shorter."""
+        for turns in (False, True):
+            texts = [self._tried(matcher.deep_copy(), inside, turns) for inside in (True, False)]
+            ways = [_Way(text, len(self._spelling.ending(text)), True) for text in texts if text is not None]
+            if ways:
+                return min(ways, key=lambda way: way.cost)
+        return None
+
+    def _tried(self, matcher: Any, inside: bool, turns: bool) -> str | None:
+        """What closes a text, character by character; None where that is not found, or was not begun where it was.
+
+        Args:
+            matcher: behind the text; it is moved.
+            inside: whether to begin within a string.
+            turns: whether a string's characters take turns, as some patterns need to come to an end.
+        """
+        singles, pieces, used = self._spelling.singles, list[str](), Counter[str]()
+        while not matcher.is_accepting():
+            piece = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+            if not piece:
+                order = sorted(_INSIDE, key=used.__getitem__) if inside and turns else _INSIDE if inside else _OUTSIDE
+                able = (one for one in order if one in singles and matcher.validate_tokens([singles[one]]))
+                piece = next(able, "")
+            ids = self._spelling.ending(piece)[:-1]
+            astray = not inside and piece in ("}", "]") and self._both(matcher)
+            if astray or not ids or len(pieces) > _LONGEST or matcher.try_consume_tokens(ids) != len(ids):
+                return None
+            pieces.append(piece)
+            used[piece] += 1
+            inside ^= len(_QUOTE.findall(piece)) % 2 == 1
+        return "".join(pieces)
+
+    def _both(self, matcher: Any) -> bool:
+        """Whether either bracket may come, which is so within a string alone."""
+        singles = self._spelling.singles
+        return all(one in singles and matcher.validate_tokens([singles[one]]) for one in "}]")
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    if left == right[: len(left)]:
+        return len(left)
+    return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
+                min(len(left), len(right)))
