@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 
-from shoal.draft.eagle import FUSE, NORMS
+from shoal.draft.eagle_head import FUSE, NORMS
 from shoal.draft.layer_head import LayerShape
 from shoal.draft.part_file import TOKENS
 from shoal.train.corpus import Corpus
