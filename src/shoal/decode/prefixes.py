@@ -13,8 +13,8 @@ from shoal.heap import give_back
 from shoal.model.kv import KVCache
 from shoal.model.kv_copy import RowCopy, copy_in, copy_out
 
-_CLOSE = 0.25
-"""The share of the limit that is dropped before memory is given back to the system."""
+_HOLES = 2**26
+"""Bytes that are dropped, or a quarter of the limit, before memory is given back: some milliseconds of work each time."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Prefixes:
     def _note_dropped(self, size: int) -> None:
         """What was dropped leaves holes of many sizes, into which new rows seldom fit; now and then they are closed."""
         self._dropped += size
-        if self._dropped > self.limit * _CLOSE:
+        if self._dropped > min(_HOLES, self.limit // 4):
             self._dropped = 0
             give_back()
 
