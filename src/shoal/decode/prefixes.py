@@ -14,7 +14,7 @@ from shoal.model.kv import KVCache
 from shoal.model.kv_copy import RowCopy, copy_in, copy_out
 
 _HOLES = 2**26
-"""Bytes that are dropped, or a quarter of the limit, before memory is given back: some milliseconds of work each time."""
+"""Bytes that are dropped, or a quarter of the limit, before memory is given back, which takes some milliseconds."""
 
 
 @dataclass(frozen=True)
