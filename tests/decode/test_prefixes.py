@@ -128,6 +128,20 @@ def test_memory_is_bounded_and_the_last_used_stays() -> None:
     assert scheduler.prefixes.bytes <= 2 * one
 
 
+def test_memory_of_what_is_dropped_is_given_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr("shoal.decode.prefixes.give_back", lambda: given.append(1))
+    scheduler = Scheduler(engine(), start=False)
+    answer(scheduler, prompt(10, 1), max_new_tokens=2)
+    scheduler = Scheduler(engine(), prefix_bytes=8 * scheduler.prefixes.bytes, start=False)
+    for seed in range(2):
+        answer(scheduler, prompt(10, seed), max_new_tokens=2)
+    assert not given, "an answer takes the place of its prompt, and two of these are less than a quarter"
+    for seed in range(2, 20):
+        answer(scheduler, prompt(10, seed), max_new_tokens=2)
+    assert 6 <= len(given) <= 18
+
+
 def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
     scheduler = Scheduler(engine(), start=False)
     answer(scheduler, prompt(10, 1), max_new_tokens=4)

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.heap import give_back
 from shoal.model.kv import KVCache
 from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+
+_HOLES = 2**26
+"""Bytes that are dropped, or a quarter of the limit, before memory is given back, which takes some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Prefixes:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: list[_Entry] = []
+        self._dropped = 0
 
     @property
     def bytes(self) -> int:
@@ -60,11 +65,19 @@ class Prefixes:
         held = copy_out(cache, row)
         if held is None or held.bytes > self.limit:
             return
-        new = _Entry(list(tokens[: held.length]), held)
+        new, before = _Entry(list(tokens[: held.length]), held), self.bytes + held.bytes
         self._entries = [entry for entry in self._entries if _common(entry.tokens, new.tokens) < len(entry.tokens)]
         self._entries.append(new)
         while self.bytes > self.limit:
             del self._entries[0]
+        self._note_dropped(before - self.bytes)
+
+    def _note_dropped(self, size: int) -> None:
+        """What was dropped leaves holes of many sizes, into which new rows seldom fit; now and then they are closed."""
+        self._dropped += size
+        if self._dropped > min(_HOLES, self.limit // 4):
+            self._dropped = 0
+            give_back()
 
     def clear(self) -> None:
         """Forget everything."""
