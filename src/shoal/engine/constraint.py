@@ -324,4 +324,3 @@ class Mask(Allowed):
             read.append(token)
         self._mask = None
         return True
-

@@ -226,19 +226,21 @@ class Engine:
         self.ranks.check(recipe)
         seed = self.ranks.agree(request.seed)
         rules = request.rules(self.eos_token_ids, self.stack.max_positions)
+        stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
+        asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
         return [
             Row(
                 number=number,
                 slot=number,
                 tokens=list(tokens),
                 prompt_length=len(tokens),
-                stop=(stop := StopState(rules, self.tokenizer, tokens)),
+                stop=stop,
                 recipe=recipe if wanted is None else replace(recipe, constraint=self.constraints(wanted, stop.room)),
                 sampling=request.sampling,
                 processors=(*self._told(tokens, request.max_new_tokens), *request.logits_processor),
                 seed=seed,
             )
-            for number, (tokens, wanted) in enumerate(zip(ids, request.constraints(len(ids)), strict=True))
+            for number, (tokens, stop, wanted) in enumerate(asked)
         ]
 
     @cached_property

@@ -14,8 +14,6 @@ from shoal.model.packed.native.weights import PackedWeight
 
 Path = tuple[list[int], list[float]]
 """Guesses one after the other, and the log-likelihood of the path up to each."""
-
-
 _COLDEST = 1e-30
 """A lower temperature draws the same, but overflows."""
 
