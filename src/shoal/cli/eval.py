@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
     from shoal.eval.evaluate import Evaluator
     from shoal.eval.outcomes import Outcomes
 
-    begun = time.monotonic()
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
     plan, warnings = _study(args, engine), list[str]()
     parts = []
@@ -110,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe)
         parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
     report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed, "suites": parts,
-              "minutes": round((time.monotonic() - begun) / 60, 1), "warnings": warnings}
+              "minutes": kept.minutes, "warnings": warnings}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:

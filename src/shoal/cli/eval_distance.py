@@ -40,6 +40,7 @@ def measure(
     except TimeoutError as error:
         print(error)
         return 0
+    report["minutes"] = kept.minutes
     read = report["distance"]["read"]
     if read < len(texts):
         report["distance"]["warning"] = (f"{read} of {len(texts)} texts are read; depths are equal over all of them "

@@ -1,17 +1,22 @@
 """Outcomes of single items, in a JSONL file that only grows, so that an interrupted evaluation goes on where it was.
 
 A line that starts a run says what it is: suite, method, model, settings, and how it is measured. Every later line with
-the run's id is one item of it. What was measured once is never measured again.
+the run's id is one item of it, and a line of seconds says what the items before it took. What was measured once is
+never measured again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+_TIMED_EVERY = 10.0
+"""Seconds between lines that say what items took."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class Outcomes:
         self._path = path
         self._runs: set[str] = set()
         self._found: dict[str, dict[str, dict[str, Any]]] = {}
+        self._seconds, self._timed = 0.0, 0
+        self._since = self._last = time.monotonic()
+        self._fresh = 0
         if path is not None and path.exists():
             self._load(path)
 
@@ -60,13 +68,27 @@ class Outcomes:
         """The outcomes of a run by item id."""
         return self._found.get(run.id, {})
 
+    @property
+    def minutes(self) -> float | None:
+        """What everything that is kept took to measure, by whatever processes.
+
+        Where only a part was timed, that part's pace over all of it; None where nothing was.
+        """
+        timed = self._timed + self._fresh
+        total = sum(len(found) for found in self._found.values())
+        return round((self._seconds + self._last - self._since) * total / timed / 60, 1) if timed else None
+
     def add(self, run: RunKey, outcomes: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Keep the outcomes of some items; they reach the file together."""
-        lines = [] if run.id in self._runs else [{"run": run.id, **asdict(run)}]
-        for item, outcome in outcomes:
-            self._found.setdefault(run.id, {})[item] = outcome
-            lines.append({"run": run.id, "item": item, **outcome})
+        lines: list[dict[str, Any]] = [] if run.id in self._runs else [{"run": run.id, **asdict(run)}]
+        kept = dict(outcomes)
+        self._found.setdefault(run.id, {}).update(kept)
+        lines += [{"run": run.id, "item": item, **outcome} for item, outcome in kept.items()]
         self._runs.add(run.id)
+        self._last, self._fresh = time.monotonic(), self._fresh + len(kept)
+        if self._last - self._since > _TIMED_EVERY:
+            lines.append({"seconds": round(self._last - self._since, 1), "items": self._fresh})
+            self._count(lines[-1])
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -87,6 +109,8 @@ class Outcomes:
             path.write_text(whole, encoding="utf-8")
 
     def _take(self, line: dict[str, Any]) -> None:
+        if "run" not in line:
+            return self._count(line)
         run = line.pop("run")
         if "item" in line:
             if run not in self._runs:
@@ -95,3 +119,7 @@ class Outcomes:
         else:
             line["suite"]
             self._runs.add(run)
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        self._seconds, self._timed = self._seconds + float(line["seconds"]), self._timed + int(line["items"])
+        self._since, self._fresh = self._last, 0
