@@ -36,6 +36,20 @@ def table(model: str, report: Report) -> str:
     return f"{head}\n\n{markdown(header, [_line(row) for row in rows])}"
 
 
+def short(reports: Mapping[tuple[str, str], Report]) -> str:
+    """What D3 and constant depth lose: a line per model, suite and speed-up."""
+    lines = []
+    for (model, name), report in reports.items():
+        full, rows = report["suites"][0]["answers"][0], report["suites"][0]["answers"][1:]
+        for d3 in (row for row in rows if row["label"] == "d3"):
+            constant = next(row for row in rows if row["label"] == "constant" and row["speedup"] == d3["speedup"])
+            lost = [f"{_points(_turned(row['difference']))}" for row in (d3, constant)]
+            lines.append([model, f"{name}, {full['n']:,}", _percent(full["accuracy"]), f"{d3['speedup']:g}x", *lost,
+                          _p(constant["versus_d3"]), _percent(d3["same"])])
+    return markdown(["model", "suite, items", "full depth: right %", "ideal", "D3: points lost [95 %]",
+                     "constant: points lost [95 %]", "p between them", "same text under D3, %"], lines)
+
+
 def _line(row: Row) -> list[str]:
     lost, rival = row["difference"], ["", ""]
     if "versus_d3" in row and row["label"] != "d3":

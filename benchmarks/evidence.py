@@ -1,11 +1,12 @@
-"""Tables and pictures of docs/evidence.md, and the evidence in the cards that ship, from the reports of benchmarks.
+"""Tables and pictures of docs/evidence.md and of benchmarks/evidence, and the evidence in the cards that ship.
 
     python benchmarks/evidence.py            writes them
     python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
 
 benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, MODEL-SUITE.json
 what it writes of checked answers, and benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such
-as `<!-- distance:begin -->` and `<!-- distance:end -->`; `shoal recommend` reads the cards.
+as `<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones beside the reports; `shoal
+recommend` reads the cards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pages import markdown
 from quality_tables import between
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORTS, PAGE = ROOT / "benchmarks" / "evidence", ROOT / "docs" / "evidence.md"
+REPORTS = ROOT / "benchmarks" / "evidence"
+PAGES = (ROOT / "docs" / "evidence.md", REPORTS / "README.md")
 CARDS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m",
          "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct"}
 """Model -> its card in src/shoal/cards."""
@@ -38,7 +40,8 @@ Row = Mapping[str, Any]
 def main(words: Sequence[str]) -> int:
     """Write the page's tables and the cards, or compare them; pictures are written only."""
     reports = load()
-    new = {PAGE: between(PAGE.read_text("utf-8"), tables(reports, answered())), **cards()}
+    found = tables(reports, answered())
+    new = {**{page: between(page.read_text("utf-8"), found) for page in PAGES}, **cards()}
     stale = [path for path, text in new.items() if path.read_text("utf-8") != text]
     for path in stale:
         print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
@@ -92,8 +95,10 @@ def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Repo
     every = {**reports, **{f"{model}, {suite}": report for (model, suite), report in answers.items()}}
     return {
         "answers": "\n\n".join(checked.table(model, report) for (model, _), report in answers.items()),
+        "answers-short": checked.short(answers),
         "bearable": checked.bearable(answers, {name: auto(name) for name in CARDS}),
         "distance": "\n\n".join(distance(name, report) for name, report in reports.items()),
+        "distance-short": short(reports),
         "orders": orders(reports),
         "positions": "\n\n".join(positions(name, report) for name, report in reports.items()),
         "commands": "\n\n".join(command(name, report) for name, report in every.items()),
@@ -109,6 +114,27 @@ def distance(name: str, report: Report) -> str:
     lines = [_distance_line(row) for speed in _speeds(rows) for label in SHOWN
              for row in rows if row.get("speedup") == speed and row["label"] == label]
     return f"{head}\n\n{markdown(header, lines)}"
+
+
+def short(reports: Mapping[str, Report]) -> str:
+    """D3, constant depth and the control that is nearest to the full model: a line per model and speed-up."""
+    header = ["model", "ideal", "D3: KL, nats [95 %]", "constant minus D3", "nearest control, minus D3",
+              "likeliest token kept by D3, %"]
+    lines = []
+    for name, report in reports.items():
+        for speed in _speeds(report["distance"]["rows"]):
+            at = {row["label"]: row for row in report["distance"]["rows"] if row.get("speedup") == speed}
+            best = min((row for label, row in at.items() if label != "d3"), key=lambda row: row["kl"]["mean"])
+            lines.append([name, f"{speed:g}x", _interval(at["d3"]["kl"], ".3f"), _gap(at["constant"]),
+                          f"{best['label']}: {_gap(best)}", f"{100 * at['d3']['kept']['mean']:.0f}"])
+    return markdown(header, lines)
+
+
+def _gap(row: Row) -> str:
+    """How much farther from the full model than D3, bold where that is beyond doubt."""
+    found = row["versus_d3"]["kl"]
+    text = f"{found['mean']:+.3f} [{found['low']:+.3f} to {found['high']:+.3f}]"
+    return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
 
 
 def _distance_line(row: Row) -> list[str]:
@@ -154,10 +180,11 @@ def _over(row: Row, measure: str, index: int, step: int) -> str:
 
 
 def command(name: str, report: Report) -> str:
-    """The command of a report, and where it ran."""
-    machine = report["machine"]
+    """The command of a report, where it ran and how long."""
+    machine, minutes = report["machine"], report.get("minutes")
     what = f"{machine['cpu']}, {machine['cpu_capability']}, {report['dtype']}, {report['date'][:10]}"
-    return f"{name} ({what}):\n\n<!-- not run: takes an hour -->\n```sh\n{report['command']}\n```"
+    took = "" if minutes is None else f", {minutes:.0f} minutes on {machine['torch_threads']} of {machine['cpu_count']} cores"
+    return f"{name} ({what}{took}):\n\n<!-- not run: takes an hour -->\n```sh\n{report['command']}\n```"
 
 
 def draw(reports: Mapping[str, Report], folder: Path) -> None:

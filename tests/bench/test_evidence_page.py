@@ -53,6 +53,25 @@ def test_the_largest_speedup_is_one_that_is_shown_to_lose_little(evidence: Modul
                      "| m | squad | constant | none | 1.05x: +2.0 [+1.0 to +3.0] | 1.20x [1.10] |"]
 
 
+def test_the_short_table_sets_constant_depth_beside_d3(evidence: ModuleType, report: dict[str, Any]) -> None:
+    lines = evidence.checked.short({("m", "squad"): report}).splitlines()[2:]
+    assert lines == [
+        "| m | squad, 1,000 | 50.0 | 1.05x | +0.5 [-0.2 to +1.2] | +2.0 [+1.0 to +3.0] | 0.200 | 25.0 |",
+        "| m | squad, 1,000 | 50.0 | 1.1x | +3.0 [+2.0 to +4.0] | +5.0 [+4.0 to +6.0] | 0.200 | 25.0 |"]
+
+
+def test_the_nearest_control_is_named_and_bold_where_it_is_beyond_doubt(evidence: ModuleType) -> None:
+    def one(label: str, kl: float, p: float) -> dict[str, Any]:
+        gap = {"mean": kl - 0.2, "low": kl - 0.21, "high": kl - 0.19, "p": 0.001, "p_holm": p}
+        return {"label": label, "speedup": 1.1, "kl": {"mean": kl, "low": kl - 0.01, "high": kl + 0.01},
+                "kept": {"mean": 0.876}, "versus_d3": {"kl": gap}}
+
+    rows = [{"label": "full"}, one("d3", 0.2, 1.0), one("constant", 0.3, 0.04), one("linear", 0.15, 0.06)]
+    lines = evidence.short({"m": {"distance": {"rows": rows}}}).splitlines()[2:]
+    assert lines == ["| m | 1.1x | 0.200 [0.190 to 0.210] | **+0.100 [+0.090 to +0.110]** "
+                     "| linear: -0.050 [-0.060 to -0.040] | 88 |"]
+
+
 def test_a_card_holds_what_was_timed(evidence: ModuleType, report: dict[str, Any]) -> None:
     assert evidence.checked.lossy(report) == [
         {"task": "retrieval", "suite": "squad", "label": "d3:alpha=0.990000", "ideal": 1.05, "time": 1.04, "full": 0.5,
