@@ -3,10 +3,11 @@
     python benchmarks/evidence.py            writes them
     python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
 
-benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, MODEL-SUITE.json
-what it writes of checked answers, and benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such
-as `<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones beside the reports; `shoal
-recommend` reads the cards.
+benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, MODEL-controls.json
+the same of fewer answers under all controls, MODEL-times.json the same with `--timed`, MODEL-SUITE.json what it writes of
+checked answers, MODEL-why.json what benchmarks/why.py writes, and benchmarks/auto/MODEL.json says what drafts brought.
+Tables go between lines such as `<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones
+beside the reports; `shoal recommend` reads the cards.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import checked
+import why_page
 from pages import markdown
 from quality_tables import between
 
@@ -72,10 +74,10 @@ def lossless(kind: str, row: Row) -> dict[str, Any]:
             "texts": row["texts"]}
 
 
-def load(folder: Path = REPORTS) -> dict[str, Report]:
-    """Reports of distance by model."""
-    return {path.stem.removesuffix("-distance"): json.loads(path.read_text("utf-8"))
-            for path in sorted(folder.glob("*-distance.json"))}
+def load(kind: str = "distance") -> dict[str, Report]:
+    """Reports of a kind by model."""
+    return {path.stem.removesuffix(f"-{kind}"): json.loads(path.read_text("utf-8"))
+            for path in sorted(REPORTS.glob(f"*-{kind}.json"))}
 
 
 def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
@@ -92,15 +94,21 @@ def auto(name: str) -> Report:
 
 def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report]) -> dict[str, str]:
     """Markdown by the name of its mark."""
-    every = {**reports, **{f"{model}, {suite}": report for (model, suite), report in answers.items()}}
+    some = {kind: load(kind) for kind in ("controls", "why", "times")}
+    every = {**reports, **{f"{model}, {suite}": report for (model, suite), report in answers.items()},
+             **{f"{model}, {kind}": report for kind, one in some.items() for model, report in one.items()}}
     return {
         "answers": "\n\n".join(checked.table(model, report) for (model, _), report in answers.items()),
         "answers-short": checked.short(answers),
         "bearable": checked.bearable(answers, {name: auto(name) for name in CARDS}),
         "distance": "\n\n".join(distance(name, report) for name, report in reports.items()),
         "distance-short": short(reports),
-        "orders": orders(reports),
+        "controls": "\n\n".join(distance(name, report) for name, report in some["controls"].items()),
+        "orders": orders({**reports, **some["controls"]}),
         "positions": "\n\n".join(positions(name, report) for name, report in reports.items()),
+        "why": "\n\n".join(why_page.long(name, report) for name, report in some["why"].items()),
+        "why-short": why_page.short(some["why"]),
+        "times": times(some["times"]),
         "commands": "\n\n".join(command(name, report) for name, report in every.items()),
     }
 
@@ -160,6 +168,18 @@ def orders(reports: Mapping[str, Report]) -> str:
     return markdown(["order", *(f"{name}, {speed:g}x" for name, speed in columns)], lines)
 
 
+def times(reports: Mapping[str, Report]) -> str:
+    """What an ideal speed-up is in time, for D3 and constant depth: measured, and as the cost card expects it."""
+    lines = []
+    for name, report in reports.items():
+        rows = {(row["label"], row["speedup"]): row for row in report["distance"]["times"]}
+        for speed in sorted({speed for label, speed in rows if label == "d3"}):
+            cells = [f"{rows[label, speed]['realised_speedup']:.3f}x ({rows[label, speed]['predicted_speedup']:.3f}x)"
+                     for label in ("d3", "constant")]
+            lines.append([name, f"{speed:g}x", *cells, str(rows["d3", speed]["items"])])
+    return markdown(["model", "ideal", "D3 (expected)", "constant (expected)", "answers"], lines)
+
+
 def positions(name: str, report: Report) -> str:
     """The full model's loss, and the KL of D3 and its like, by position."""
     rows, width = report["distance"]["rows"], report["distance"]["bin"]
@@ -183,7 +203,8 @@ def command(name: str, report: Report) -> str:
     """The command of a report, where it ran and how long."""
     machine, minutes = report["machine"], report.get("minutes")
     what = f"{machine['cpu']}, {machine['cpu_capability']}, {report['dtype']}, {report['date'][:10]}"
-    took = "" if minutes is None else f", {minutes:.0f} minutes on {machine['torch_threads']} of {machine['cpu_count']} cores"
+    cores = f"{machine['torch_threads']} of {machine['cpu_count']} cores"
+    took = "" if minutes is None else f", {minutes:.0f} minutes on {cores}"
     return f"{name} ({what}{took}):\n\n<!-- not run: takes an hour -->\n```sh\n{report['command']}\n```"
 
 

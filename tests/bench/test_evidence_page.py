@@ -72,6 +72,44 @@ def test_the_nearest_control_is_named_and_bold_where_it_is_beyond_doubt(evidence
                      "| linear: -0.050 [-0.060 to -0.040] | 88 |"]
 
 
+def test_times_stand_beside_what_the_cost_card_expects(evidence: ModuleType) -> None:
+    def one(label: str, speed: float | None, realised: float) -> dict[str, Any]:
+        return {"label": label, "speedup": speed, "predicted_speedup": 1.06, "realised_speedup": realised, "items": 8}
+
+    rows = [one("full", None, 1.0), one("d3", 1.05, 1.044), one("constant", 1.05, 1.051)]
+    lines = evidence.times({"m": {"distance": {"times": rows}}}).splitlines()[2:]
+    assert lines == ["| m | 1.05x | 1.044x (1.060x) | 1.051x (1.060x) | 8 |"]
+
+
+@pytest.fixture
+def why() -> dict[str, Any]:
+    """Three layers between two at each end."""
+    def kl(mean: float, **more: Any) -> dict[str, Any]:
+        return {"n": 9, "tokens": 1234, "mean_layers": 6.0, "kl": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+                **more}
+
+    parts = [kl(0.1 * layer * share, layer=layer, part=part, bytes=int(1000 * share))
+             for layer in range(7) for part, share in (("attention", 0.25), ("mlp", 0.75), ("layer", 1.0))]
+    plans = [kl(mean, speedup=1.1, label=label, versus_d3={"kl": {"mean": mean - 0.5, "low": -0.4, "high": 0.4}})
+             for label, mean in (("d3", 0.5), ("constant", 0.6), ("linear", 0.4), ("best falling", 0.3),
+                                 ("best of any", 0.2))]
+    return {"num_layers": 7, "sublayers": parts, "schedule": plans,
+            "depth": [kl(0.5, which="all", depth=6), kl(0.9, which="all", depth=5), kl(0.3, which="one", depth=6)],
+            "context": [kl(0.2, judged=7, context=6), kl(0.3, judged=6, context=7), kl(0.5, judged=6, context=6)]}
+
+
+def test_the_reasons_stand_in_tables(evidence: ModuleType, why: dict[str, Any]) -> None:
+    page = evidence.why_page
+    assert page.depth(why).splitlines()[2:] == ["| 6 | 0.500 [0.400 to 0.600] | 0.300 [0.200 to 0.400] |",
+                                                "| 5 | 0.900 [0.800 to 1.000] |  |"]
+    assert page.context(why).splitlines()[2:] == ["| 7 | 0 | 0.200 |", "| 6 | 0.300 | 0.500 |"]
+    assert page.sublayers(why).splitlines()[2:] == [
+        "| attention | 0.0750 | 25 | 300.0 |", "| mlp | 0.2250 | 75 | 300.0 |", "| layer | 0.3000 | 100 | 300.0 |"]
+    assert page.schedules(why).splitlines()[3] == ("| 1.1x | constant | 6.00 | 0.600 [0.500 to 0.700] "
+                                                   "| +0.100 [-0.400 to +0.400] |")
+    assert page.short({"m": why}).splitlines()[2:] == ["| m | 1.1x | 0.500 | 0.600 | 0.400 | 0.300 | 0.200 |"]
+
+
 def test_a_card_holds_what_was_timed(evidence: ModuleType, report: dict[str, Any]) -> None:
     assert evidence.checked.lossy(report) == [
         {"task": "retrieval", "suite": "squad", "label": "d3:alpha=0.990000", "ideal": 1.05, "time": 1.04, "full": 0.5,
