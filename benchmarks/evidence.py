@@ -3,11 +3,11 @@
     python benchmarks/evidence.py            writes them
     python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
 
-benchmarks/evidence/MODEL-distance.json is what `shoal eval --measure distance` writes as results.json, MODEL-controls.json
-the same of fewer answers under all controls, MODEL-times.json the same with `--timed`, MODEL-SUITE.json what it writes of
-checked answers, MODEL-why.json what benchmarks/why.py writes, and benchmarks/auto/MODEL.json says what drafts brought.
-Tables go between lines such as `<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones
-beside the reports; `shoal recommend` reads the cards.
+In benchmarks/evidence, MODEL-distance.json is what `shoal eval --measure distance` writes as results.json,
+MODEL-controls.json the same of fewer answers under all controls, MODEL-times.json the same with `--timed`,
+MODEL-SUITE.json what it writes of checked answers, and MODEL-why.json what benchmarks/why.py writes;
+benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as `<!-- distance:begin -->` and
+`<!-- distance:end -->`, short ones in the page, long ones beside the reports; `shoal recommend` reads the cards.
 """
 
 from __future__ import annotations
