@@ -33,6 +33,11 @@ def test_a_chat_equals_the_engine(server: Running) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids(server)), 12)
 
 
+def counts(usage: Any) -> tuple[int, int, int]:
+    """Without how much of the prompt was found in the KV of an earlier request, the first time nothing."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def test_a_stream_joins_to_the_whole(server: Running) -> None:
     client = server.client()
     options: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 2}
@@ -46,7 +51,7 @@ def test_a_stream_joins_to_the_whole(server: Running) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     assert texts[0] != texts[1]
     assert reasons == ["length", "length"]
-    assert last is not None and last.choices == [] and last.usage == whole.usage
+    assert last is not None and last.choices == [] and counts(last.usage) == counts(whole.usage)
 
 
 def test_a_stream_says_no_usage_unasked(server: Running) -> None:
