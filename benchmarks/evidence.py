@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
         return int(bool(stale))
     for path in stale:
         path.write_text(new[path], encoding="utf-8")
-    draw(reports, ROOT / "docs" / "pictures")
+    draw(reports, answered(), ROOT / "docs" / "pictures")
     return 0
 
 
@@ -208,10 +208,13 @@ def command(name: str, report: Report) -> str:
     return f"{name} ({what}{took}):\n\n<!-- not run: takes an hour -->\n```sh\n{report['command']}\n```"
 
 
-def draw(reports: Mapping[str, Report], folder: Path) -> None:
-    """For each model KL against mean depth, and by position."""
+def draw(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report], folder: Path) -> None:
+    """All models side by side; for each model KL against mean depth, and by position."""
+    import evidence_plots
     from shoal.eval import distance_plots
 
+    evidence_plots.draw_answers(answers, checked.TASKS, {name: auto(name) for name in CARDS}, folder / "lost.png")
+    evidence_plots.draw_distances(reports, folder / "distances.png")
     for name, report in reports.items():
         rows = report["distance"]["rows"]
         shown = [row for row in rows if row["label"] in SHOWN[:5]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -108,6 +109,20 @@ def test_the_reasons_stand_in_tables(evidence: ModuleType, why: dict[str, Any]) 
     assert page.schedules(why).splitlines()[3] == ("| 1.1x | constant | 6.00 | 0.600 [0.500 to 0.700] "
                                                    "| +0.100 [-0.400 to +0.400] |")
     assert page.short({"m": why}).splitlines()[2:] == ["| m | 1.1x | 0.500 | 0.600 | 0.400 | 0.300 | 0.200 |"]
+
+
+def test_the_picture_holds_what_is_lost_and_what_drafts_gain(
+    evidence: ModuleType, report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plots, seen = scripts.script("benchmarks/evidence_plots.py"), []
+    monkeypatch.setattr(plots, "_saved", lambda figure, panels, path: seen.extend(panels))
+    drafts = {"m": {"kinds": {"retrieval": {"ratio": 1.2, "low": 1.1}}}}
+    plots.draw_answers({("m", "squad"): report}, evidence.checked.TASKS, drafts, tmp_path / "lost.png")
+    assert len(seen) == 1 and seen[0].get_title() == "m, squad"
+    shown = [(line.get_label(), [list(map(float, values)) for values in line[0].get_data()])
+             for line in seen[0].containers]
+    assert shown == [("d3, ideal", [[1.05, 1.1], [0.5, 3.0]]), ("constant, ideal", [[1.05, 1.1], [2.0, 5.0]]),
+                     ("auto, in time", [[1.2], [0.0]])]
 
 
 def test_a_card_holds_what_was_timed(evidence: ModuleType, report: dict[str, Any]) -> None:
