@@ -21,6 +21,7 @@ class Case:
     layers: int = 3
     hidden: int = 48
     ffn: int = 80
+    ffns: tuple[int, ...] | None = None
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -40,6 +41,10 @@ class Case:
     kv_dtype: torch.dtype = torch.float32
     positions: int = 64
     apart: bool = False
+
+    def width(self, layer: int) -> int:
+        """Of a layer's MLP."""
+        return self.ffn if self.ffns is None else self.ffns[layer]
 
 
 @dataclass
@@ -164,12 +169,12 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
 
     query, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
     weights: list[dict[str, Tensor | None]] = []
-    for _ in range(case.layers):
+    for ffn in map(case.width, range(case.layers)):
         w: dict[str, Tensor | None] = {
             "qkv": draw(query + 2 * kv, case.hidden),
             "o": draw(case.hidden, query),
-            "gate_up": draw(2 * case.ffn, case.hidden),
-            "down": draw(case.hidden, case.ffn),
+            "gate_up": draw(2 * ffn, case.hidden),
+            "down": draw(case.hidden, ffn),
             "input_norm": vector(case.hidden, case.norms[0]),
             "post_norm": vector(case.hidden, case.norms[0]),
             "q_norm": vector(query if case.wide_norms else case.head_dim, case.head_norms),
@@ -177,7 +182,7 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
             "attention_out_norm": vector(case.hidden, case.norms[1]),
             "mlp_out_norm": vector(case.hidden, case.norms[1]),
         }
-        sizes = {"qkv": query + 2 * kv, "o": case.hidden, "gate_up": 2 * case.ffn, "down": case.hidden}
+        sizes = {"qkv": query + 2 * kv, "o": case.hidden, "gate_up": 2 * ffn, "down": case.hidden}
         w.update({f"{name}_bias": vector(size, case.biases) for name, size in sizes.items()})
         weights.append(w)
     angles = torch.arange(case.positions)[:, None] * 0.5 ** torch.arange(case.rotary_dim // 2)
@@ -186,7 +191,8 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     head_bias = vector(case.vocab, case.biases)
     embedding = draw(case.vocab, case.hidden) * 4 if case.embedding else None
     spec = NativeSpec(
-        hidden=case.hidden, ffn=case.ffn, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
+        hidden=case.hidden, ffn=max(map(case.width, range(case.layers))), heads=case.heads,
+        kv_heads=case.kv_heads, head_dim=case.head_dim,
         rotary_dim=case.rotary_dim, vocab=case.vocab, eps=1e-5, attention_scale=case.head_dim**-0.5,
         residual_scale=case.scales[0], embedding_scale=case.scales[1], logit_scale=case.scales[2],
         activation=case.activation, kv_dtype=case.kv_dtype, attention_cap=case.caps[0], logit_cap=case.caps[1],
@@ -195,7 +201,7 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     for index, w in enumerate(weights):
         parts = dict(w)
         for name in ("qkv", "o", "gate_up", "down"):
-            sizes = {"qkv": [query, kv, kv], "gate_up": [case.ffn] * 2}.get(name) if case.apart else None
+            sizes = {"qkv": [query, kv, kv], "gate_up": [case.width(index)] * 2}.get(name) if case.apart else None
             parts[name] = packed(w[name], case.kind, name == "gate_up", sizes)
             w[name] = torch.cat([part.unpack() for part in parts_of(parts[name])])
         rotary = {} if index in case.no_rotary else {"cos": cos, "sin": sin}

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shoal.methods.topk_oracle import TopKOracle
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
+    from shoal.model.narrow import NarrowMLPs
     from shoal.model.transform import DropLayers
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
@@ -70,6 +71,7 @@ __all__ = [
     "Medusa",
     "Method",
     "ModelInfo",
+    "NarrowMLPs",
     "PromptLookup",
     "Recipe",
     "Regex",
@@ -114,6 +116,7 @@ _HOME = {
     "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
+    "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",
     "Recipe": "shoal.decode.recipe",

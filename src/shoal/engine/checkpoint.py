@@ -78,8 +78,12 @@ class Checkpoint:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
 
+        from shoal.model.widths import WIDTHS, class_of
+
+        config = self.config()
+        kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
         with _no_bars_into_pipes():
-            return AutoModelForCausalLM.from_pretrained(self.place, dtype=dtype, **self._options, **options)
+            return kind.from_pretrained(self.place, dtype=dtype, **self._options, **options)
 
     def weights(self) -> Source | None:
         """The weights by name, or None where they lie neither in safetensors nor in a GGUF file that Shoal reads."""

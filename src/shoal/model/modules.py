@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.errors import Unsupported
+from shoal.model.widths import class_of
 
 
 def empty(config: Any) -> Any:
@@ -23,7 +24,7 @@ def empty(config: Any) -> Any:
         what = f"building the modules of model type {config.model_type!r}"
         raise Unsupported(what, "transformers itself has none", "Use a model whose code comes with transformers")
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+        return class_of(config)(copy.deepcopy(config))
 
 
 def expected(config: Any) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> An
     if getattr(config, "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # torch's own function knows no cap, and older releases leave it out
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not match is told below
-    model, told = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, **options)
+    model, told = class_of(config).from_pretrained(None, **options)
     wrong = [*sorted(told["missing_keys"]), *(name for name, *_ in sorted(told["mismatched_keys"]))]
     if wrong:
         what = f"weights in which {wrong[0]!r} is missing or of another shape"

@@ -64,6 +64,8 @@ CASES = {
     "head dim 128": Case(heads=8, kv_heads=1, head_dim=128, rotary_dim=128),
     "ragged head dim": Case(heads=4, kv_heads=2, head_dim=20, rotary_dim=12),
     "odd sizes": Case(hidden=50, ffn=37, vocab=71),
+    "widths of their own": Case(biases=True, ffns=(37, 112, 53)),
+    "widths of their own, gate and up apart": Case(biases=True, ffns=(112, 48, 80), apart=True),
     "biases": Case(biases=True, hidden=50, ffn=37, vocab=71),
     "head norms": Case(head_norms=True),
     "apart": Case(apart=True, biases=True),
@@ -92,7 +94,7 @@ def test_chains_of_one_row(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_quantised_weights_run_the_same_forward(kind: str) -> None:
-    session = Session(Case(kind=kind, hidden=64, ffn=96, head_dim=32, rotary_dim=32))
+    session = Session(Case(kind=kind, hidden=64, ffns=(96, 160, 64), head_dim=32, rotary_dim=32))
     session.tolerance = 0.05
     for count in (5, 1, 9):
         session.step(chain(0, session.bases[0], count))

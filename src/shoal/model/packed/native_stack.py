@@ -239,7 +239,7 @@ class NativeStack(PackedStack):
         shape, weights = self.shape, self.weights
         spec = native.NativeSpec(
             hidden=shape.hidden,
-            ffn=shape.ffn,
+            ffn=max(shape.ffns),
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,

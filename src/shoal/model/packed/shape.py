@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 
 from shoal.errors import Unsupported
 from shoal.model.packed.rotary import head_dim_of, ropes_of
+from shoal.model.widths import widths_of
 from shoal.model.windows import windows_of
 
 FAMILIES = (
@@ -60,8 +61,9 @@ class Shape:
     """Sizes and constants of a Llama-shaped decoder.
 
     Attributes:
-        hidden, ffn, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; `rotary_dim` leading dimensions
-            of a head are rotated.
+        hidden, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; `rotary_dim` leading dimensions of a
+            head are rotated.
+        ffns: neurons of each layer's MLP.
         eps: of the RMSNorms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
@@ -80,7 +82,7 @@ class Shape:
     """
 
     hidden: int
-    ffn: int
+    ffns: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -138,7 +140,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     head_dim = head_dim_of(text)
     return Shape(
         hidden=text.hidden_size,
-        ffn=text.intermediate_size,
+        ffns=widths_of(text),
         heads=text.num_attention_heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,

@@ -134,16 +134,16 @@ class Packer:
 
     def layer(self, index: int) -> Layer:
         """Block `index`."""
-        shape, name = self._shape, f"{self._root}layers.{index}."
+        shape, ffn, name = self._shape, self._shape.ffns[index], f"{self._root}layers.{index}."
         attention, mlp = name + "self_attn.", name + "mlp."
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         qkv = {attention + "q_proj": query, attention + "k_proj": key, attention + "v_proj": key}
-        gate_up = {mlp + "gate_proj": shape.ffn, mlp + "up_proj": shape.ffn}
+        gate_up = {mlp + "gate_proj": ffn, mlp + "up_proj": ffn}
         return Layer(
             qkv=self._joined(attention + "qkv_proj", qkv, "matrix"),
             out=self._pack({attention + "o_proj.weight": shape.hidden}, query, "matrix"),
             gate_up=self._joined(mlp + "gate_up_proj", gate_up, "pair"),
-            down=self._pack({mlp + "down_proj.weight": shape.hidden}, shape.ffn, "matrix"),
+            down=self._pack({mlp + "down_proj.weight": shape.hidden}, ffn, "matrix"),
             attention_norm=self._norm(name, shape.norms.attention),
             mlp_norm=self._norm(name, shape.norms.mlp),
             q_norm=self._head_norm(attention + "q_norm.weight", query),

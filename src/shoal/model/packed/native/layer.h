@@ -27,12 +27,12 @@ static void multiply_all(const Worker *w, const ShoalWeight *weight, const Chose
 }
 
 /* Two matrices of equal size whose row blocks alternate, as in a paired one. */
-static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish) {
+static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish, void *to) {
     const int step = c->count * 2 * LANES;
     for (int first, taken; (first = take(&w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
         for (int block = first; block < first + taken; block++) {
             for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
-            finish(w, c, bias, 2 * block, 2, NULL);
+            finish(w, c, bias, 2 * block, 2, to);
         }
 }
 
@@ -95,8 +95,7 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
 
 static void finish_gated(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int ffn = r->m->ffn;
-    (void)to;
+    const int ffn = *(const int32_t *)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b += 2) {
             const int row = (block + b) / 2 * LANES;
@@ -159,8 +158,9 @@ static void run_mlp(const Worker *w, int entry) {
     if (!c.count) return;
     for (int i = 0; i < c.count; i++)
         prepare(&w->acts, layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
-    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, NULL);
-    else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated);
+    int32_t ffn = layer->down.cols;
+    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
+    else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
     meet(&r->team, w->id);
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);
     multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);

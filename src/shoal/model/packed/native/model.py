@@ -40,7 +40,7 @@ class NativeSpec:
     """Sizes and constants of a decoder.
 
     Attributes:
-        ffn: inputs of the MLP's second matrix.
+        ffn: inputs of the MLP's second matrix, in the widest layer.
         head_dim: even, at most 256.
         rotary_dim: leading dimensions of a head that turn; dimension j together with j + rotary_dim / 2.
         attention_scale: what scores are multiplied with, usually head_dim ** -0.5.
@@ -340,9 +340,10 @@ class NativeModel:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         struct.qkv = self._stack(parts_of(layer.qkv), query + 2 * kv)
         struct.o = self._matrix("o", layer.o, spec.hidden, query)
-        struct.gate_up = self._gate_up(parts_of(layer.gate_up))
-        struct.down = self._matrix("down", layer.down, spec.hidden, spec.ffn)
-        lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * spec.ffn}
+        ffn = min(layer.down.cols, spec.ffn)
+        struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
+        struct.down = self._matrix("down", layer.down, spec.hidden, ffn)
+        lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * ffn}
         struct.wide_norms = wide = layer.q_norm is not None and spec.heads > 1 and len(layer.q_norm) == query
         lengths |= {"q_norm": query if wide else spec.head_dim, "k_norm": kv if wide else spec.head_dim}
         for name in (field.name for field in fields(layer)[4:12]):
@@ -396,9 +397,9 @@ class NativeModel:
         structs = [self._matrix("qkv", part, part.rows, hidden) for part in parts]
         return (Weight * 3)(*structs)
 
-    def _gate_up(self, parts: Sequence[PackedWeight]) -> Array[Weight]:
+    def _gate_up(self, parts: Sequence[PackedWeight], ffn: int) -> Array[Weight]:
         """The structures of a paired matrix, or of two."""
-        hidden, ffn = self.spec.hidden, self.spec.ffn
+        hidden = self.spec.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
         if len(parts) != 2 or not share_inputs(parts[0].kind, parts[1].kind):

@@ -40,7 +40,7 @@ typedef struct {
 } ShoalLayer;
 
 typedef struct {
-    int32_t hidden, ffn, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers, activation, kv_dtype;
+    int32_t hidden, ffn /* of the widest layer */, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers, activation, kv_dtype;
     int32_t embedding_dtype;
     float eps, attention_scale, residual_scale, embedding_scale, logit_scale;
     float attention_cap, logit_cap; /* soft caps of scores and logits; 0: none */
