@@ -136,7 +136,7 @@ def test_models_without_gated_mlps_are_refused(tmp_path: Path, family: str) -> N
 
 
 def test_a_list_of_widths_that_fits_no_model_is_refused(tmp_path: Path) -> None:
-    model = tiny("llama")
+    model = copy.deepcopy(tiny("llama"))
     model.config.layer_intermediate_sizes = [16] * 5
     model.save_pretrained(tmp_path / "odd")
     for backend in ("packed", "hf"):
