@@ -31,7 +31,7 @@ COMMANDS = {
     "recommend": "say which method to use for a model, from what was measured of it",
     "calibrate": "find the schedule of a model that saves most for a given loss of quality",
     "train": "train a small part that guesses ahead, on the model's own answers",
-    "prune": "write a smaller checkpoint of a model, with fewer layers",
+    "prune": "write a smaller checkpoint of a model, with fewer layers or neurons",
     "models": "list the models on this machine, and what is known of them",
     "completion": "print a script that completes commands and options in a shell",
     "env": "print versions and hardware for a bug report",

@@ -1,36 +1,52 @@
 """Write a smaller checkpoint of a model, which Shoal and transformers load as any other.
 
 `depth` leaves out whole layers, for the prompt too, as ShortGPT does (arXiv 2403.03853). Which ones go follows from
-the model's calibration card; a model that has none is measured first, a minute at most.
+the model's calibration card; a model that has none is measured first, a minute at most. `cfsp` and `ppm` leave out
+neurons of the MLPs (`prune_width`).
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
 from shoal.cli.parser import Parser
 from shoal.errors import Unsupported
 
+if TYPE_CHECKING:
+    from shoal.engine.checkpoint import Checkpoint
+
 EXAMPLES = """examples:
   shoal prune depth --model path/to/model --layers 2 --out smaller
   shoal prune depth --model path/to/model --share 0.1 --by influence --out smaller
   shoal prune depth --model path/to/model --drop 21,22,24 --out smaller
+  shoal prune cfsp --model path/to/model --share 0.2 --out smaller
+  shoal prune ppm --model path/to/model --share 0.2 --dtype bfloat16 --out smaller
 """
+WIDTH = ("cfsp", "ppm", "maw")
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("what", choices=("depth",), help="depth: leave out whole layers")
+    parser.add_argument("what", choices=("depth", *WIDTH), help="depth: leave out whole layers. cfsp: neurons of the "
+                        "MLPs, by weights and activations. ppm, alias maw: neurons, by the range of their weights")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder that is new or empty")
     much = parser.add_mutually_exclusive_group(required=True)
     much.add_argument("--layers", metavar="N", type=int, help="how many layers go; the first and the last stay")
-    much.add_argument("--share", metavar="S", type=float, help="the share of the layers that goes, such as 0.1")
+    much.add_argument("--share", metavar="S", type=float, help="the share of the layers or neurons that goes, as 0.1")
     much.add_argument("--drop", metavar="I,J,...", type=_numbers, help="these layers go, the first being 0")
     parser.add_argument("--by", choices=("order", "leave_one_out", "influence"), help="what tells who goes first: the "
                         "card's own order, what is lost without a layer, or its influence, as in ShortGPT and if none")
+    group = parser.add_argument_group("neurons")
+    group.add_argument("--multiple", metavar="N", type=int, default=64, help="layers keep multiples of so many neurons")
+    group.add_argument("--uniform", action="store_true", help="cfsp: the same number in every layer, which "
+                       "transformers loads too; ppm always does so")
+    group.add_argument("--form", choices=("stated", "released"), help="cfsp: scores as the paper states them, which is "
+                       "the default, or as its code computes them: by activations alone")
+    group.add_argument("--text", metavar="FILE", type=Path, help="cfsp: a text to watch the model on; what the model "
+                       "itself says to prompts of Shoal's if none")
     common.add_model(parser)
     common.add_json(parser)
     parser.set_defaults(no_card=False)
@@ -44,24 +60,52 @@ def run(args: argparse.Namespace) -> int:
     from shoal.engine.checkpoint import NOTE, Checkpoint, shown_name
     from shoal.engine.device import as_dtype
     from shoal.engine.transformed import Transformed
-    from shoal.model.transform import DropLayers
 
-    if args.drop and args.by:
-        raise ValueError("--by chooses among the layers and --drop names them; leave one of them out")
+    _check(args)
     write_checkpoint.check_free(args.out)
     place = (catalog.find(args.model), args.revision, args.trust_remote_code)
-    count = int(Checkpoint(*place).config().get_text_config().num_hidden_layers)
-    dropped, why = (args.drop, {"by": "hand"}) if args.drop else _choose(args, _wanted(args, count))
-    files = Transformed(*place, DropLayers(dropped))
-    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]),
-            "num_layers": count, "dropped": sorted(dropped), **why}
-    write_checkpoint.write(files, args.out, args.dtype and as_dtype(args.dtype), **{NOTE: done})
+    change, why, words = (_neurons if args.what in WIDTH else _layers)(args, Checkpoint(*place))
+    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]), **why}
+    write_checkpoint.write(Transformed(*place, change), args.out, args.dtype and as_dtype(args.dtype), **{NOTE: done})
     if args.json:
         common.print_json({**done, "out": str(args.out)})
     else:
-        print(f"{count - len(dropped)} of {count} layers written to {args.out}, without "
-              f"{', '.join(map(str, sorted(dropped)))}")
+        print(words)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that do not fit each other."""
+    from shoal.cli import prune_width
+
+    args.what = "ppm" if args.what == "maw" else args.what
+    if args.what in WIDTH:
+        prune_width.check(args)
+    elif args.uniform or args.form or args.text:
+        raise ValueError("--uniform, --form and --text are about neurons, and depth leaves out layers; leave them out")
+    elif args.drop and args.by:
+        raise ValueError("--by chooses among the layers and --drop names them; leave one of them out")
+
+
+def _layers(args: argparse.Namespace, files: Checkpoint) -> tuple[Any, dict[str, Any], str]:
+    """The change that leaves out layers, what its note says, and what a person is told."""
+    from shoal.model.transform import DropLayers
+
+    count = int(files.config().get_text_config().num_hidden_layers)
+    dropped, why = (args.drop, {"by": "hand"}) if args.drop else _choose(args, _wanted(args, count))
+    gone = ", ".join(map(str, sorted(dropped)))
+    return (DropLayers(dropped), {"num_layers": count, "dropped": sorted(dropped), **why},
+            f"{count - len(dropped)} of {count} layers written to {args.out}, without {gone}")
+
+
+def _neurons(args: argparse.Namespace, files: Checkpoint) -> tuple[Any, dict[str, Any], str]:
+    """The same of a change that leaves out neurons."""
+    from shoal.cli import prune_width
+
+    change, why = prune_width.choose(args, files)
+    kept, widest = sum(why["widths"]) / len(why["widths"]), max(why["widths"])
+    spread = "each" if min(why["widths"]) == widest else f"on average, {min(why['widths'])} to {widest}"
+    return change, why, f"layers with {kept:.0f} of {why['of']} neurons {spread}, written to {args.out}"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -48,7 +48,9 @@ class Checkpoint:
         """What was done to another model to make this one, in words; empty where nothing says so."""
         try:
             note = json.loads((Path(self.place) / f"{NOTE}.json").read_text(encoding="utf-8"))
-            return f"layers {', '.join(map(str, note['dropped']))} of {note['source']} were left out"
+            gone = f"layers {', '.join(map(str, note['dropped']))}" if "dropped" in note else (
+                f"{1 - sum(note['widths']) / len(note['widths']) / note['of']:.0%} of the neurons")
+            return f"{gone} of {note['source']} were left out"
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 

@@ -45,7 +45,7 @@ class NarrowMLPs:
 
     def __call__(self, config: Any, source: Source) -> tuple[Any, Source]:
         """See `shoal.model.transform.Transform`."""
-        widths = _check(config, source)
+        widths = gated_widths(config, source)
         if len(self.kept) != len(widths):
             raise ValueError(f"kept names the neurons of {len(self.kept)} layers; the model has {len(widths)}")
         for number, (layer, width) in enumerate(zip(self.kept, widths, strict=True)):
@@ -86,8 +86,12 @@ class NarrowSource:
         return torch.cat([half[kept] for half in tensor.chunk(2)]) if part == "gate_up_proj" else tensor[kept]
 
 
-def _check(config: Any, source: Source) -> tuple[int, ...]:
-    """The widths of a model that is made of gated MLPs; others are refused."""
+def gated_widths(config: Any, source: Source) -> tuple[int, ...]:
+    """Neurons of each layer of a model that is made of gated MLPs.
+
+    Raises:
+        Unsupported: it is not, or its weights are quantised by another library.
+    """
     text = config.get_text_config()
     found = [match for match in map(_MATRIX.fullmatch, source.names()) if match]
     gated, down = ({int(match[1]) for match in found if match[2] in names}
