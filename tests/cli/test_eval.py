@@ -164,6 +164,22 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
     assert len(suite["answers"]) == 2 and "loss" not in suite
 
 
+def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, problems):
+    for share in ("0.25", "0"):
+        assert main(["prune", "ppm", "--model", tiny_folder, "--share", share, "--multiple", "8", "--json", "--out",
+                     str(tmp_path / f"less-{share}")]) == 0
+    others = f"{tmp_path}/less-0.25,{tmp_path}/less-0"
+    words = ["--model", tiny_folder, "--suite", problems, "--n", "4", "--max-new-tokens", "20", "--dtype", "float32",
+             "--json", "--others", others]
+    capsys.readouterr()
+    found = evaluated(capsys, *words, "--measure", "distance", "--out", str(tmp_path / "out"))
+    full, narrow, same = found["distance"]["rows"]
+    assert [full["label"], narrow["label"], same["label"]] == ["full", "less-0.25", "less-0"]
+    assert narrow["kl"]["mean"] > 0.01 and same["kl"]["mean"] == 0 and same["ideal_speedup"] == 1
+    assert 1 < narrow["ideal_speedup"] < 1.34 and narrow["tokens"] == full["tokens"]
+    assert "--others are compared by distance" in fails(capsys, *words, "--measure", "answers")
+
+
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
     from shoal.eval import distance
     from shoal.eval.distance import Distances, FullReading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from families import tiny
-from oracle import prefix_counts, prefix_oracle
+from oracle import decoder_layers, prefix_counts, prefix_oracle
 from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
+from shoal.errors import Unsupported
 from shoal.eval import distance
 from shoal.eval.controls import GROUPS, controls, setting
 from shoal.eval.decoders import Contender, Decoder, contender
@@ -45,6 +47,24 @@ def slow_log_probs(model: Any, text: Told, plan: Any) -> Tensor:
     tokens = [*prompt, *answer[:-1]]
     counts = [prefix_counts(drops, len(prompt), len(tokens)) for drops in (plan.attention, plan.mlp)]
     return prefix_oracle(model, torch.tensor([tokens]), *counts)[len(prompt) :].log_softmax(-1)
+
+
+def test_another_model_is_read_with_all_its_layers(tiny_engine: Engine) -> None:
+    read = texts(9, 14)
+    smaller = copy.deepcopy(tiny_engine.model)
+    with torch.no_grad():
+        for layer in decoder_layers(smaller):
+            layer.mlp.down_proj.weight[:, ::3] = 0
+    other = engine_for(smaller)
+    found = Distances(tiny_engine).measure(read, [distance.other_model(other, tiny_engine)])[0]
+    for text in read:
+        truth, said = (slow_log_probs(model, text, FULL) for model in (tiny_engine.model, smaller))
+        row = found[f"s/{text.id}"]
+        assert sum(row["kl"]) == pytest.approx(float((truth.exp() * (truth - said)).sum()), rel=1e-3)
+        assert row["layers"] == 6 * len(text.answer)
+    assert sum(found["s/0"]["kl"]) > 0.01
+    with pytest.raises(Unsupported, match="they have different tokens"):
+        distance.other_model(engine_for(tiny("llama", vocab_size=50)), tiny_engine)
 
 
 def check(model: Any, found: list[distance.Readings], read: list[Told], plan: Any, error: float = 1e-4) -> None:

@@ -60,6 +60,8 @@ def add_arguments(parser: Parser) -> None:
     rivals.add_argument("--card", metavar="CARD.json", type=Path, help="a calibration card, whose schedules "
                         "are compared as well")
     rivals.add_argument("--seeds", metavar="N,...", default="0,1,2", help="of the random orders")
+    rivals.add_argument("--others", metavar="M,...", help="distance: other models of the same tokens, such as what "
+                        "shoal prune wrote of this one, with all their layers")
     how = parser.add_argument_group("procedure")
     how.add_argument("--out", metavar="DIR", type=Path, help="keep outcomes and results here, and go on from them")
     how.add_argument("--plot", metavar="DIR", type=Path, help="draw pictures into this folder (needs matplotlib)")
@@ -172,6 +174,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.others and args.measure != "distance":
+        raise ValueError("--others are compared by distance; add --measure distance, or evaluate each by itself")
     check_groups(_words(args.groups) + _words(args.loss_groups))
     for measure in _words(args.measure):
         if measure not in ("answers", "loss") and args.measure != "distance":

@@ -36,7 +36,7 @@ def measure(
     try:
         texts = distance_study.texts_of(distances, suites)
         report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "seed": args.seed,
-                                  "distance": distance_study.run(distances, texts, study)}
+                                  "distance": distance_study.run(distances, texts, study, _others(args))}
     except TimeoutError as error:
         print(error)
         return 0
@@ -67,3 +67,12 @@ def measure(
             print(f"\n{times_table(report['distance']['times'])}")
     common.print_json(report)
     return 0
+
+
+def _others(args: argparse.Namespace) -> dict[str, Engine]:
+    """The models of `--others`, loaded as `--model` is, by what they are called."""
+    from shoal.engine.checkpoint import shown_name
+
+    names = [name for name in (args.others or "").split(",") if name]
+    return {shown_name(name): common.load_engine(argparse.Namespace(**{**vars(args), "model": name, "method": None}))
+            for name in names}

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
 from shoal.eval.decoders import Contender
 from shoal.eval.evaluate import BIN, precision
 from shoal.eval.outcomes import Outcomes, RunKey
@@ -114,6 +116,12 @@ class FullReading:
     def under(self, how: Way) -> list[Readings]:
         """Every text under a plan."""
         return self._found(lambda take: self._reread.under(how, take))
+
+    def beside(self, stack: Stack) -> list[Readings]:
+        """Every text as another model reads it, prompts included, with all its layers."""
+        reread = Reread(stack, [(text.prompt, text.answer) for text in self._texts])
+        how = way(stack, DepthPlan.full(stack.num_layers))
+        return self._found(lambda take: reread.under(how, take))
 
     def apart(self, how: Way) -> list[Readings]:
         """Every text where step 1 of a plan makes what later tokens see, and step 2 what is judged."""
@@ -215,6 +223,25 @@ def subject(stack: Stack, who: Contender) -> Subject:
     how = way(stack, who.plan)
     whole = who.spec["method"] == "full"
     return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how), who.plan.layer_tokens)
+
+
+def other_model(engine: Engine, beside: Engine) -> Subject:
+    """Another model of the same tokens as what is measured.
+
+    Args:
+        engine: the other one, such as a smaller model that was made of `beside`.
+        beside: the model that it is compared with.
+
+    Raises:
+        Unsupported: it has other tokens.
+    """
+    mine, theirs = (one.stack.vocab_size if one.tokenizer is None else one.tokenizer.get_vocab()
+                    for one in (engine, beside))
+    if mine != theirs or engine.stack.vocab_size != beside.stack.vocab_size:
+        raise Unsupported(f"the distance of {engine.model_name!r} from {beside.model_name!r}",
+                          "they have different tokens", "Name models with the tokenizer of --model")
+    spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
+    return Subject(spec, lambda judge: judge.beside(engine.stack), lambda count: float(count * engine.stack.num_layers))
 
 
 @dataclass

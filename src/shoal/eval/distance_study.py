@@ -14,9 +14,10 @@ from typing import Any
 
 from shoal.depth.plan import DepthPlan
 from shoal.depth.speedup import ideal_speedup
+from shoal.engine.engine import Engine
 from shoal.eval.controls import controls, setting
 from shoal.eval.decoders import Contender, contender
-from shoal.eval.distance import Distances, Told, bin_sizes, subject
+from shoal.eval.distance import Distances, Told, bin_sizes, other_model, subject
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.evaluate import BIN
 from shoal.eval.items import Item, Sample, encode
@@ -28,6 +29,7 @@ from shoal.eval.summary import Found, adjust
 from shoal.eval.timing import alone
 from shoal.methods.full import Full
 from shoal.model.cost import CostCard
+from shoal.model.packed.stack import PackedStack
 
 _MEASURES = ("kl", "kept", "nll")
 
@@ -53,22 +55,39 @@ def texts_of(distances: Distances, suites: Sequence[tuple[Suite, Sequence[Item]]
     return [text for row in zip_longest(*found) for text in row if text is not None]
 
 
-def run(distances: Distances, texts: Sequence[Told], study: Study) -> dict[str, Any]:
-    """The comparison on some texts: a row of figures per contender, over all suites and for each of them."""
+def run(
+    distances: Distances, texts: Sequence[Told], study: Study, others: Mapping[str, Engine] | None = None
+) -> dict[str, Any]:
+    """The comparison on some texts: a row of figures per contender, over all suites and for each of them.
+
+    Args:
+        distances: for the model.
+        texts: what is read.
+        study: what is compared.
+        others: other models by label, which run all their layers.
+
+    Raises:
+        Unsupported: another model has other tokens.
+        TimeoutError: no text was read in time.
+    """
+    beside = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
     groups = contenders_of(distances, texts, study)
-    everyone = [who for _, rivals in groups for who in rivals]
-    found = distances.measure(texts, [subject(distances.engine.stack, who) for who in everyone])
+    everyone = [subject(distances.engine.stack, who) for _, rivals in groups for who in rivals]
+    found = distances.measure(texts, [*everyone, *(who for *_, who in beside)])
     if not found[0]:
         raise TimeoutError("no time was left to read any text; the same command goes on from here")
     layers, head = distances.engine.stack.num_layers, distances.engine.stack.head_layers
     rows = []
-    for (speed, who), outcomes, first in zip(_labelled(groups), found, _firsts(groups, found), strict=True):
+    for (speed, who), outcomes, first in zip(_labelled(groups), found, _firsts(groups, found), strict=False):
         row = {"label": who.label, "method": who.spec, **figures(outcomes, found[0], layers, head)}
         if speed is not None:
             row |= {"speedup": speed, "versus_d3": compared(first, outcomes)}
         row["by_suite"] = {suite: _short(part, _of_suite(found[0], suite), _of_suite(first, suite), layers, head)
                            for suite, part in _suites(outcomes).items()}
         rows.append(row)
+    for (label, other, one), outcomes in zip(beside, found[len(everyone) :], strict=True):
+        size = {"step_bytes": step_bytes(other), "ideal_speedup": step_bytes(distances.engine) / step_bytes(other)}
+        rows.append({"label": label, "method": one.spec, **figures(outcomes, found[0], layers, head), **size})
     for measure in ("kl", "kept", "prefix"):
         adjust([row["versus_d3"] for row in rows if row["label"] not in ("d3", "full") and "versus_d3" in row], measure)
     return {
@@ -78,6 +97,14 @@ def run(distances: Distances, texts: Sequence[Told], study: Study) -> dict[str, 
         "bin": BIN,
         "rows": rows,
     }
+
+
+def step_bytes(engine: Engine) -> int:
+    """Bytes of the weights that a decoding step reads: layers and head; of the modules' own all that there are."""
+    stack = engine.stack
+    if isinstance(stack, PackedStack):
+        return sum(layer.nbytes for layer in stack.weights.layers) + stack.weights.head.nbytes
+    return sum(weights.nbytes for weights in engine.model.parameters())
 
 
 def contenders_of(
