@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def test_more_texts_are_put_together_otherwise_and_only_they_are_measured(tmp_pa
 def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
     clock = iter(range(100))
-    monkeypatch.setattr(distance.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(distance, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     who = distance.subject(tiny_engine.stack, Contender("d", {"method": "d"}, PLANS["d3"]))
     (found,) = Distances(tiny_engine, until=1.5).measure(texts(18, 7, 12, 15), [who])
     assert list(found) == ["s/0", "s/1", "s/2"]
