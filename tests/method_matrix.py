@@ -31,6 +31,7 @@ from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.swift import Swift
+from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
@@ -91,4 +92,6 @@ MATRIX: tuple[Method, ...] = (
     KVInt8(),
     TopKOracle(k=None),
     TopKOracle(k=3, first=1),
+    Tidal(k=None),
+    Tidal(k=2, select=2, reselect=6),
 )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.streaming_llm import StreamingLLM
     from shoal.methods.swift import Swift
+    from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
@@ -81,6 +82,7 @@ __all__ = [
     "Step",
     "StreamingLLM",
     "Swift",
+    "Tidal",
     "TokenLogprob",
     "TopKOracle",
     "UnifiedLayerSkipping",
@@ -126,6 +128,7 @@ _HOME = {
     "Step": "shoal.types",
     "StreamingLLM": "shoal.methods.streaming_llm",
     "Swift": "shoal.methods.swift",
+    "Tidal": "shoal.methods.tidal",
     "TokenLogprob": "shoal.types",
     "TopKOracle": "shoal.methods.topk_oracle",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",

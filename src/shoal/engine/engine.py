@@ -109,6 +109,7 @@ class Engine:
             bears=self.card.bears,
             skips=self.card.skips,
             can_split=self.stack.can_split,
+            windows=self.stack.windows,
             shows_queries=self.stack.shows_queries,
             tokenizer=self.tokenizer,
             draft_engine=self._draft_models,

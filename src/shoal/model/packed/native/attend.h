@@ -2,13 +2,13 @@
 #ifndef SHOAL_ATTEND_H
 #define SHOAL_ATTEND_H
 
-#include "run.h"
+#include "choose.h"
 
 typedef struct {
     const Segment *segment;
     const ShoalLayer *layer;
     const Chosen *chosen;
-    int number, head, split; /* of the layer, of the KV heads, of the segment's splits */
+    int entry, number, head, split; /* of the batch's layers, of all layers, of the KV heads, of the segment's splits */
     int low, high;           /* columns low..high-1 */
 } Task;
 
@@ -102,13 +102,11 @@ INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t
     return ~seen;
 }
 
-INLINE int selects(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
-
 /* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
 INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
-    if (selects(r->b, t)) return (Seen){0};
+    if (reads_of(r, task->entry, t).count) return (Seen){0};
     const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
     const int high = min_int(min_int(task->high, base + CHUNK), s->stored + r->b->node[t] + 1);
     Seen seen = {.low = max_int(low - base, 0), .high = high - base, .first_node = s->stored - base};
@@ -132,6 +130,8 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             q[j] = w->queries + (k + j - before * group) * query_bytes(m);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first);
+            w->chunk.tops[j] = tops_of(r, task->entry, task->chosen->token[i], task->head, next - CHUNK);
+            w->chunk.begins[j] = head == 0;
         }
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + 2 * QUERIES;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
@@ -160,11 +160,14 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
 
 /* What was selected for token number i among the task's columns, brought together chunk by chunk. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const ShoalBatch *b = w->run->b;
-    const int t = task->chosen->token[i];
-    if (!selects(b, t)) return;
-    const int32_t *from = b->columns[t] + (int64_t)task->head * b->counts[t], *end = from + b->counts[t];
-    while (from < end && *from < task->low) from++;
+    const Reads reads = reads_of(w->run, task->entry, task->chosen->token[i]);
+    if (!reads.count) return;
+    const int32_t *from = reads.columns + (int64_t)task->head * reads.count, *end = from + reads.count;
+    for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
+        const int64_t half = size / 2;
+        if (from[half] < task->low) from += half + 1, size -= half + 1;
+        else size = half;
+    }
     while (from < end && *from < task->high) {
         int32_t columns[CHUNK];
         Seen seen = {0};
@@ -192,7 +195,7 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
     const int number = r->b->layers[entry];
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < count * m->kv_heads; k += w->threads) {
-        Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .number = number};
+        Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .entry = entry, .number = number};
         all.head = k % m->kv_heads, all.high = INT32_MAX;
         store_new(w, &all);
     }
@@ -217,7 +220,7 @@ static void attend_layer(Worker *w, int entry, const Chosen *c, const Segment *s
         int before = 0; /* tasks of earlier segments */
         for (int k = first; k < first + taken; k++) {
             while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
-            Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .number = number};
+            Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .entry = entry, .number = number};
             one.head = (k - before) / s->splits, one.split = (k - before) % s->splits;
             one.low = max_int(0, (s->first_split + one.split) * SPLIT - s->start);
             one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);

@@ -46,6 +46,11 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
         if (own && own->bias && column >= own->bias_capacity)
             REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
+        const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
+        if (choice && !WITHIN(choice->roles[entry], READS_ALL, layer->window ? READS_ALL : READS_CHOSEN))
+            REFUSE("token %d has role %d in layer %d; it must be in [0, %d]", t, choice->roles[entry], number, layer->window ? READS_ALL : READS_CHOSEN);
+        if (choice && choice->room < column + 1 + ROOM_BESIDE)
+            REFUSE("there is room for %d scores of token %d; it needs %d", choice->room, t, column + 1 + ROOM_BESIDE);
         if (layer->cos && b->position[t] >= layer->positions)
             REFUSE("position[%d] is %d; layer %d's rotary table has %d rows", t, b->position[t], number, layer->positions);
     }

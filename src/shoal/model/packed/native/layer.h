@@ -146,7 +146,9 @@ static void run_attention(Worker *w, int entry) {
     attend_layer(w, entry, &c, segments, count);
     meet(&r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, s);
+    if (r->b->choices) choose_columns(w, entry, &c);
     meet(&r->team, w->id);
+    if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* until the next layer nobody asks what was chosen */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->o, r->attended + i * line, NULL, 0, i, c.count);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
