@@ -29,6 +29,7 @@ from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.swift import Swift
 from shoal.methods.tidal import Tidal
@@ -94,4 +95,6 @@ MATRIX: tuple[Method, ...] = (
     TopKOracle(k=3, first=1),
     Tidal(k=None),
     Tidal(k=2, select=2, reselect=6),
+    SnapKV(budget=None),
+    SnapKV(budget=3, window=1, pool=1),
 )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
+    from shoal.methods.snapkv import SnapKV
     from shoal.methods.streaming_llm import StreamingLLM
     from shoal.methods.swift import Swift
     from shoal.methods.tidal import Tidal
@@ -78,6 +79,7 @@ __all__ = [
     "Sampling",
     "ShortGPT",
     "SkipDecode",
+    "SnapKV",
     "Stats",
     "Step",
     "StreamingLLM",
@@ -124,6 +126,7 @@ _HOME = {
     "Sampling": "shoal.types",
     "ShortGPT": "shoal.methods.shortgpt",
     "SkipDecode": "shoal.methods.skipdecode",
+    "SnapKV": "shoal.methods.snapkv",
     "Stats": "shoal.types",
     "Step": "shoal.types",
     "StreamingLLM": "shoal.methods.streaming_llm",

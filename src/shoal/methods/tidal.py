@@ -98,6 +98,8 @@ _ALL, _SELECTS, _READS = range(3)
 class Tides:
     """The part `select`; see `Tidal`."""
 
+    across_layers: ClassVar[bool] = True
+
     k: int
     roles: tuple[int, ...]
 
