@@ -52,6 +52,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     scores = query[0].view(heads, -1, size, query.shape[3]) @ keys[:, None].mT * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if hasattr(module, "shown"):
+        module.shown(module, layer, query, key)
     seen = attention_mask[0, 0] == 0
     allowed = reading.sees(layer, scores.masked_fill(~seen, -torch.inf), seen)
     scores = scores + reading.bias(layer, scores)

@@ -15,6 +15,7 @@ from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
+from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
@@ -37,6 +38,8 @@ from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
 from trained_parts import part_for
+
+CHANNELS = (((3, 7, 0, 4, 1, 5, 2, 6), (1, 5, 3, 7, 2, 6, 0, 4)),) * 6
 
 MATRIX: tuple[Method, ...] = (
     Full(),
@@ -97,4 +100,6 @@ MATRIX: tuple[Method, ...] = (
     Tidal(k=2, select=2, reselect=6),
     SnapKV(budget=None),
     SnapKV(budget=3, window=1, pool=1),
+    DoubleSparsity(CHANNELS, k=None),
+    DoubleSparsity(CHANNELS, k=2, width=2, first=0),
 )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
+    from shoal.methods.double_sparsity import DoubleSparsity
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.eagle import Eagle
@@ -57,6 +58,7 @@ __all__ = [
     "BestOf",
     "D3Spec",
     "DepthPlan",
+    "DoubleSparsity",
     "DraftAndVerify",
     "DraftModel",
     "DropLayers",
@@ -103,6 +105,7 @@ _HOME = {
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
+    "DoubleSparsity": "shoal.methods.double_sparsity",
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "DropLayers": "shoal.model.transform",

@@ -143,7 +143,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if getattr(self.select, "across_layers", False) and getattr(self.keep, "differs", False):
             raise Unsupported(
-                f"layers that share a choice of columns ({type(self.select).__name__}) beside {type(self.keep).__name__}",
+                f"layers that share a choice of columns, {type(self.select).__name__}, "
+                f"beside {type(self.keep).__name__}",
                 "what stays differs from layer to layer, so a column's number says nothing in the next one",
                 "Leave one of them out",
             )

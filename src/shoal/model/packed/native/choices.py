@@ -7,8 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shoal.model.packed.native.structs import ROOM_BESIDE, BatchStruct, ChoiceStruct
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLabels:
+    """Some dimensions of the keys of one row; the library fills in those of columns that are not known.
+
+    Attributes:
+        dims: int32 [running layers, kv_heads, width].
+        buffers: per running layer [kv_heads, groups of 16 columns, width, 16] in the type of keys, all of one size;
+            None for a layer that does not choose by labels.
+        known: per running layer, the columns whose labels are there.
+    """
+
+    dims: Tensor
+    buffers: Sequence[Tensor | None]
+    known: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +37,13 @@ class ColumnChoice:
         roles: per running layer 0 (reads all), 1 (reads all and chooses) or 2 (reads what was chosen last, or chooses
             where that is nothing that fits); 0 in layers with a window.
         columns: the most that a layer has of the token's row when the forward is done.
+        labels: by which some layers choose, with role 3; None where there is none.
     """
 
     count: int
     roles: bytes
     columns: int
+    labels: ColumnLabels | None = None
 
 
 class ChoicesAtWork:
@@ -58,4 +77,18 @@ class ChoicesAtWork:
         columns = torch.empty(kv_heads, choice.count, dtype=torch.int32)
         to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), columns.data_ptr()
         to.count, to.room, to.stored = choice.count, room, -1
-        return roles, scores, columns
+        return roles, scores, columns, None if choice.labels is None else _label(choice.labels, to, layers)
+
+
+def _label(labels: ColumnLabels, to: ChoiceStruct, layers: int) -> tuple[object, ...]:
+    rooms = {16 * buffer.shape[1] for buffer in labels.buffers if buffer is not None}
+    sizes = len(labels.dims), len(labels.buffers), len(labels.known)
+    if sizes != (layers,) * 3 or len(rooms) > 1 or labels.dims.dtype != torch.int32:
+        raise ValueError(f"labels of {sizes} layers with room for {sorted(rooms)} columns; there must be {layers} "
+                         "layers, one size of room, and int32 dimensions")
+    dims = labels.dims.contiguous()
+    buffers = (ctypes.c_void_p * layers)(*(one if one is None else one.data_ptr() for one in labels.buffers))
+    known = (ctypes.c_int32 * layers)(*labels.known)
+    to.width, to.label_room, to.dims = dims.shape[2], max(rooms, default=0), dims.data_ptr()
+    to.labels, to.known = ctypes.addressof(buffers), ctypes.addressof(known)
+    return dims, buffers, known, labels

@@ -19,13 +19,13 @@ INLINE int role_of(const Run *r, int entry, int t) {
     if (!c || !c->count || c->roles[entry] == READS_ALL) return READS_ALL;
     const int stored = stored_of(r, entry, t);
     if (stored + r->b->node[t] + 1 <= c->count) return READS_ALL;
-    return c->stored == stored ? c->roles[entry] : CHOOSES;
+    return c->roles[entry] == READS_LABELED || c->stored == stored ? c->roles[entry] : CHOOSES;
 }
 
 INLINE Reads reads_of(const Run *r, int entry, int t) {
     const ShoalBatch *b = r->b;
     if (b->select) return (Reads){b->columns[t], b->counts[t]};
-    if (role_of(r, entry, t) != READS_CHOSEN) return (Reads){0};
+    if (role_of(r, entry, t) < READS_CHOSEN) return (Reads){0};
     return (Reads){b->choices[t].columns, b->choices[t].count};
 }
 
@@ -78,13 +78,13 @@ static void list_largest(const Run *r, int t, int head, int stored) {
     while (to > first) *--to = -1;
 }
 
-/* This thread's share of what the tokens of a layer choose. */
-static void choose_columns(const Worker *w, int entry, const Chosen *c) {
+/* This thread's share of what those tokens of a layer choose that have this role in it. */
+static void choose_columns(const Worker *w, int entry, const Chosen *c, int role) {
     const Run *r = w->run;
     const int kv_heads = r->m->kv_heads;
     for (int k = w->id; k < c->count * kv_heads; k += w->threads) {
         const int t = c->token[k / kv_heads];
-        if (role_of(r, entry, t) == CHOOSES) list_largest(r, t, k % kv_heads, stored_of(r, entry, t));
+        if (role_of(r, entry, t) == role) list_largest(r, t, k % kv_heads, stored_of(r, entry, t));
     }
 }
 

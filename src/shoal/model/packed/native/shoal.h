@@ -61,8 +61,9 @@ typedef struct {
     int32_t capacity, bias_capacity;
 } ShoalOwn;
 
-/* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last. */
-enum { READS_ALL, CHOOSES, READS_CHOSEN };
+/* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by
+   labels and reads that. */
+enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
 
 /* What a token reads where the kernels choose it: per KV head the columns with the largest scores, its own among them. A column's
    score is that of the query that wants it most. */
@@ -72,6 +73,12 @@ typedef struct {
     int32_t *columns;     /* [kv_heads][count], ascending, -1s first: what was chosen last */
     int32_t count, room;  /* count 0: the token reads all in every layer */
     int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
+    int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
+    const int32_t *dims;  /* [active_count][kv_heads][width] */
+    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], as keys are stored, or in bf16 for bytes. Column
+                             c has place c + (positions not stored any more) % 16; tokens of one row share them */
+    const int32_t *known; /* [active_count]: columns whose labels are there; those of the others are filled in */
+    int32_t label_room;
 } ShoalChoice;
 
 /* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns

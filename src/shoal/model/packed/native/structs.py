@@ -118,6 +118,11 @@ class ChoiceStruct(ctypes.Structure):
         ("count", c_int32),
         ("room", c_int32),
         ("stored", c_int32),
+        ("width", c_int32),
+        ("dims", c_void_p),
+        ("labels", c_void_p),
+        ("known", c_void_p),
+        ("label_room", c_int32),
     ]
 
 
