@@ -12,6 +12,7 @@ from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.calibrated import Calibrated
+from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
@@ -102,4 +103,6 @@ MATRIX: tuple[Method, ...] = (
     SnapKV(budget=3, window=1, pool=1),
     DoubleSparsity(CHANNELS, k=None),
     DoubleSparsity(CHANNELS, k=2, width=2, first=0),
+    CentroidKV(removed=0.0),
+    CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
     from shoal.methods.best_of import BestOf
+    from shoal.methods.centroid_kv import CentroidKV
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
@@ -56,6 +57,7 @@ __all__ = [
     "RSD",
     "Auto",
     "BestOf",
+    "CentroidKV",
     "D3Spec",
     "DepthPlan",
     "DoubleSparsity",
@@ -101,6 +103,7 @@ _HOME = {
     "ADED": "shoal.methods.aded",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",
+    "CentroidKV": "shoal.methods.centroid_kv",
     "D3": "shoal.methods.d3",
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",

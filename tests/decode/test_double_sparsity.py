@@ -283,4 +283,5 @@ def test_a_calibration_of_another_model() -> None:
         DoubleSparsity(CHANNELS).recipe(replace(INFO, shows_queries=False))
     assert DoubleSparsity(CHANNELS, k=None).recipe(INFO).exact_to == "full"
     assert DoubleSparsity(CHANNELS, first=6).recipe(INFO).exact_to == "full"
-    assert DoubleSparsity(CHANNELS).recipe(replace(INFO, windows=(8,) * LAYERS)).exact_to == "full"
+    with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
+        DoubleSparsity(CHANNELS).recipe(replace(INFO, windows=(8,) * LAYERS))

@@ -188,3 +188,5 @@ def test_layers_that_keep_different_columns_share_no_choice_of_them() -> None:
 def test_a_model_that_does_not_show_its_queries() -> None:
     with pytest.raises(Unsupported, match="does not show its queries"):
         SnapKV().recipe(replace(INFO, shows_queries=False))
+    with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
+        SnapKV().recipe(replace(INFO, windows=(8,) * LAYERS))

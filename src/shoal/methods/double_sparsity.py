@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
-from shoal.methods.base import SHOWN_QUERIES, Method
+from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class DoubleSparsity(Method):
         channels: per layer and KV head the dimensions of a head, those that matter most first: from a calibration of
             the model.
         k: columns that a query reads; None for all.
-        width: dimensions by which columns are scored; None for an eighth of a head's.
+        width: dimensions by which columns are scored; None for a quarter of a head's.
         first: layers below this one read all columns.
     """
 
@@ -71,12 +70,9 @@ class DoubleSparsity(Method):
             ValueError: the calibration is of a model with other layers or heads.
             Unsupported: attention does not show its queries.
         """
-        if not info.shows_queries:
-            raise Unsupported("double_sparsity", "this model's attention does not show its queries", "Use another one")
         self._check_sizes(info)
-        later = range(self.first, info.num_layers)
-        whole = [layer for layer in later if not info.windows or info.windows[layer] is None]
-        part = None if self.k is None or not whole else Outlined(self, tuple(whole))
+        whole = [] if self.k is None else [layer for layer in whole_layers(self.name, info) if layer >= self.first]
+        part = None if not whole else Outlined(self, tuple(whole))
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
     def _check_sizes(self, info: ModelInfo) -> None:
@@ -108,7 +104,7 @@ class OutlinedSelector(Selector):
         from shoal.model.choice import LABELED
 
         knobs = part.knobs
-        width = knobs.width or max(1, len(knobs.channels[0][0]) // 8)
+        width = knobs.width or max(1, len(knobs.channels[0][0]) // 4)
         self._dims = tuple(tuple(tuple(sorted(head[:width])) for head in layer) for layer in knobs.channels)
         self._roles = tuple(LABELED if layer in part.layers else 0 for layer in range(stack.num_layers))
         self._count, self._cache = knobs.k or 0, cache

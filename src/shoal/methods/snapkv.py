@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.errors import Unsupported
-from shoal.methods.base import SHOWN_QUERIES, Method
+from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ class SnapKV(Method):
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """Every layer, and a part of the prompt's KV."""
-        if not info.shows_queries:
-            raise Unsupported("snapkv", "this model's attention does not show its queries", "Use streaming_llm")
+        if self.budget is not None:
+            whole_layers(self.name, info)
         return Recipe(DepthPlan.full(info.num_layers), keep=None if self.budget is None else Snap(self))
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
-from shoal.methods.base import SHOWN_QUERIES, Method
+from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -65,18 +64,13 @@ class Tidal(Method):
             ValueError: a layer that shall select has a sliding window, or selects before the first one.
             Unsupported: attention does not show its queries, or no layer sees all of the text.
         """
-        if not info.shows_queries:
-            raise Unsupported("tidal", "this model's attention does not show its queries", "Use another method")
         roles = None if self.k is None else self.roles(info)
         part = None if roles is None or _READS not in roles else Tides(self.k or 0, roles)
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
         """What each layer does: see `shoal.model.choice`."""
-        whole = [layer for layer in range(info.num_layers) if not info.windows or info.windows[layer] is None]
-        if not whole:
-            raise Unsupported("tidal", "every layer of this model has a sliding window, and none sees all of the text",
-                              "Use a method that leaves windows as they are, such as kv_int8")
+        whole = whole_layers(self.name, info)
         first = whole[min(2, (len(whole) - 1) // 3)] if self.select is None else self.select
         later = [layer for layer in whole[:-1] if layer > first and layer >= 2 * info.num_layers // 5]
         again = self.reselect if self.reselect is not None else [*later, max(info.num_layers, first + 1)][0]
