@@ -6,6 +6,7 @@ A `Reading` says, from positions alone or from all scores, which keys a query se
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 _NAME = "reading_of_a_test"
+
+Scaled = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Reading:
     def bias(self, layer: int, scores: Tensor) -> Tensor | float:
         """What is added to the scores."""
         return 0.0
+
+    def mixed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaled: Scaled) -> Tensor | None:
+        """The outputs [kv_heads, heads per KV head, T, head_dim], where they are made by hand; None for the usual way.
+
+        Args:
+            queries: [kv_heads, heads per KV head, T, head_dim].
+            scaled: scores of products of queries and keys.
+        """
+        return None
 
 
 def reading_model(model: PreTrainedModel, reading: Reading) -> PreTrainedModel:
@@ -52,6 +64,14 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     scores = query[0].view(heads, -1, size, query.shape[3]) @ keys[:, None].mT * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if hasattr(module, "shown"):
+        module.shown(module, layer, query, key)
+    def scaled(products: Tensor) -> Tensor:
+        return products * scaling if softcap is None else torch.tanh(products * scaling / softcap) * softcap
+
+    own = reading.mixed(layer, query[0].view(heads, -1, size, query.shape[3]), key[0], value[0], scaled)
+    if own is not None:
+        return own.reshape(1, -1, size, own.shape[3]).transpose(1, 2).contiguous(), None
     seen = attention_mask[0, 0] == 0
     allowed = reading.sees(layer, scores.masked_fill(~seen, -torch.inf), seen)
     scores = scores + reading.bias(layer, scores)

@@ -12,9 +12,11 @@ from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.calibrated import Calibrated
+from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
+from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
@@ -29,12 +31,16 @@ from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
+from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.swift import Swift
+from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
 from trained_parts import part_for
+
+CHANNELS = (((3, 7, 0, 4, 1, 5, 2, 6), (1, 5, 3, 7, 2, 6, 0, 4)),) * 6
 
 MATRIX: tuple[Method, ...] = (
     Full(),
@@ -91,4 +97,12 @@ MATRIX: tuple[Method, ...] = (
     KVInt8(),
     TopKOracle(k=None),
     TopKOracle(k=3, first=1),
+    Tidal(k=None),
+    Tidal(k=2, select=2, reselect=6),
+    SnapKV(budget=None),
+    SnapKV(budget=3, window=1, pool=1),
+    DoubleSparsity(CHANNELS, k=None),
+    DoubleSparsity(CHANNELS, k=2, width=2, first=0),
+    CentroidKV(removed=0.0),
+    CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
 )

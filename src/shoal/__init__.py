@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
     from shoal.methods.best_of import BestOf
+    from shoal.methods.centroid_kv import CentroidKV
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
+    from shoal.methods.double_sparsity import DoubleSparsity
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.eagle import Eagle
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
+    from shoal.methods.snapkv import SnapKV
     from shoal.methods.streaming_llm import StreamingLLM
     from shoal.methods.swift import Swift
+    from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
@@ -54,8 +58,10 @@ __all__ = [
     "RSD",
     "Auto",
     "BestOf",
+    "CentroidKV",
     "D3Spec",
     "DepthPlan",
+    "DoubleSparsity",
     "DraftAndVerify",
     "DraftModel",
     "DropLayers",
@@ -79,10 +85,12 @@ __all__ = [
     "Sampling",
     "ShortGPT",
     "SkipDecode",
+    "SnapKV",
     "Stats",
     "Step",
     "StreamingLLM",
     "Swift",
+    "Tidal",
     "TokenLogprob",
     "TopKOracle",
     "UnifiedLayerSkipping",
@@ -97,10 +105,12 @@ _HOME = {
     "ADED": "shoal.methods.aded",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",
+    "CentroidKV": "shoal.methods.centroid_kv",
     "D3": "shoal.methods.d3",
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
+    "DoubleSparsity": "shoal.methods.double_sparsity",
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "DropLayers": "shoal.model.transform",
@@ -125,10 +135,12 @@ _HOME = {
     "Sampling": "shoal.types",
     "ShortGPT": "shoal.methods.shortgpt",
     "SkipDecode": "shoal.methods.skipdecode",
+    "SnapKV": "shoal.methods.snapkv",
     "Stats": "shoal.types",
     "Step": "shoal.types",
     "StreamingLLM": "shoal.methods.streaming_llm",
     "Swift": "shoal.methods.swift",
+    "Tidal": "shoal.methods.tidal",
     "TokenLogprob": "shoal.types",
     "TopKOracle": "shoal.methods.topk_oracle",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",

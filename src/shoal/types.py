@@ -87,6 +87,8 @@ class ModelInfo:
         bears: the mean depth in layers that the model bears by its calibration card, if it has one that says so.
         skips: layers whose attention, and layers whose MLP, drafts best leave out, by the card.
         can_split: whether attention and MLP of a layer can be dropped apart.
+        windows: sliding window of each layer in positions, or None; empty where no layer has one.
+        kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty where they are not known.
         shows_queries: whether a part may see the queries of attention, and choose what they read.
         tokenizer: the model's tokenizer, where it has one.
         draft_engine: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
@@ -107,6 +109,8 @@ class ModelInfo:
     bears: float | None = None
     skips: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     can_split: bool = False
+    windows: tuple[int | None, ...] = ()
+    kv_sizes: tuple[tuple[int, int, int], ...] = ()
     shows_queries: bool = True
     tokenizer: Any = None
     draft_engine: Callable[[Any], Any] | None = None

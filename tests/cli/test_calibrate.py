@@ -54,6 +54,25 @@ def test_two_runs_with_one_seed_give_the_same_card(capsys, words, tmp_path):
     assert other["data"]["hash"] != first["data"]["hash"]
 
 
+def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
+    """The card is the method's, runs as it is, and is bound to its model."""
+    out = tmp_path / "channels.json"
+    words = ["--model", tiny_folder, "--suite", problems, "--out", str(out), "--loss-n", "3", "--dtype", "float32"]
+    made = calibrated(capsys, "--for", "double_sparsity", *words, "--json")
+    assert json.loads(out.read_text()) == made and made["data"]["items"] == 3
+    again = calibrated(capsys, "--for", "double_sparsity", *words, "--json", "--seed", "1")
+    assert again["data"]["hash"] != made["data"]["hash"]
+    engine = shoal.load(tiny_folder, dtype="float32")
+    method = make(str(out))
+    assert engine.generate("Tom has 15 cups.", method=method, max_new_tokens=4).stats.new_tokens == 4
+    inner = method.inner
+    assert [sorted(head) for layer in inner.channels for head in layer] == [[*range(8)]] * 12
+    few = make({**inner.to_dict(), "method_args": {**inner.to_dict()["method_args"], "k": 2, "first": 0}})
+    assert engine.recipe(few, 4).parts == ("select",)
+    main(["calibrate", "--for", "double_sparsity", *words])
+    assert f"ranked on 3 texts; it is run by --method {out}" in capsys.readouterr().out
+
+
 def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
     card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
     good = [point for point in card["curve"] if math.exp(point["loss_rise"]) - 1 <= 0.5]

@@ -54,6 +54,7 @@ def test_each_of_a_list_must_be_allowed() -> None:
 
 def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:
     own = {"full", "shortgpt", "topk_oracle", "streaming_llm", "kv_int8", "best_of", "jacobi"}
+    own |= {"tidal", "snapkv", "centroid_kv"}
     assert own <= set(policy.allowed(Settings()))
     assert policy.choose("topk_oracle", {"k": 8}, Settings()) == TopKOracle(k=8)
     assert not {"draft_model", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))

@@ -1,5 +1,7 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
+With --for double_sparsity: rank the dimensions of keys instead, which that method needs.
+
 The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items
 than an evaluation does. Two runs with one seed write the same card, measured times aside.
 """
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
+  shoal calibrate --for double_sparsity --suite wikitext2 --data DIR --out channels.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
 """
 
@@ -31,6 +34,9 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
+    aim.add_argument("--for", dest="purpose", choices=("depth", "double_sparsity"), default="depth", help="a depth "
+                     "schedule, or what that method needs: then only --suite, --data, --loss-n, --seed, --threads and "
+                     "--out count")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
@@ -67,17 +73,20 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
     suite = suites.get(_suite(args))
-    if suite.kind == "text" and aim.metric != "perplexity":
+    if args.purpose == "depth" and suite.kind == "text" and aim.metric != "perplexity":
         raise ValueError(f"suite {suite.name} has no answers to judge; take --metric perplexity, or another suite")
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {str(args.out.resolve().parent)!r} to write {args.out.name} to")
-    items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
+    most = max(args.loss_n, args.answer_n) if args.purpose == "depth" else args.loss_n
+    items = suite.items(args.data, "calibration", most, args.seed)
     if args.threads is not None:
         import torch
 
         torch.set_num_threads(args.threads)
     _tell("reading the model")
     engine = common.load_engine(args)
+    if args.purpose == "double_sparsity":
+        return _channels(args, engine, items, suite.name)
     _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
@@ -93,6 +102,18 @@ def run(args: argparse.Namespace) -> int:
         draw_layers(made, args.plot)
     if not args.json:
         print(_text(made, args.out))
+    common.print_json(made)
+    return 0
+
+
+def _channels(args: argparse.Namespace, engine: Engine, items: list[Item], suite: str) -> int:
+    """Rank dimensions, and write the card of the method that scores by them."""
+    from shoal.calibrate.channels import channel_card
+
+    made = channel_card(engine, items, suite, args.seed)
+    args.out.write_text(json.dumps(made) + "\n", encoding="utf-8")
+    if not args.json:
+        print(f"the dimensions of keys, ranked on {len(items)} texts; it is run by --method {args.out}")
     common.print_json(made)
     return 0
 

@@ -141,6 +141,13 @@ class Recipe:
     self_metered: bool = False
 
     def __post_init__(self) -> None:
+        if getattr(self.select, "across_layers", False) and getattr(self.keep, "differs", False):
+            raise Unsupported(
+                f"layers that share a choice of columns, {type(self.select).__name__}, "
+                f"beside {type(self.keep).__name__}",
+                "what stays differs from layer to layer, so a column's number says nothing in the next one",
+                "Leave one of them out",
+            )
         beside = [part for part in self.parts if part in self.excludes]
         if beside:
             raise Unsupported(

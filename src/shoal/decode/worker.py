@@ -148,7 +148,11 @@ Select = Part[Selector]
 
 
 class Keep(Part[Keeper], Protocol):
-    """Chooses which of a row's KV stays."""
+    """Chooses which of a row's KV stays.
+
+    One that keeps other columns in each layer says so by a class attribute `differs`, and a `Select` whose layers share
+    what they choose by `across_layers`: the two are refused beside each other.
+    """
 
     def most_columns(self, length: int) -> int:
         """The most columns that a layer stores of a row that comes to so many positions, guesses apart."""

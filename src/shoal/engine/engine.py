@@ -109,6 +109,8 @@ class Engine:
             bears=self.card.bears,
             skips=self.card.skips,
             can_split=self.stack.can_split,
+            windows=self.stack.windows,
+            kv_sizes=self.stack.kv_sizes,
             shows_queries=self.stack.shows_queries,
             tokenizer=self.tokenizer,
             draft_engine=self._draft_models,

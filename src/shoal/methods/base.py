@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from shoal.errors import unknown
+from shoal.errors import Unsupported, unknown
 from shoal.methods._knobs import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
@@ -24,6 +24,21 @@ LAYER_SCORES, SHOWN_QUERIES = "layer scores", "attention that shows its queries"
 """Needs that a loaded model meets or does not; others make a method read files or load another model."""
 _KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
+
+
+def whole_layers(name: str, info: ModelInfo) -> list[int]:
+    """The layers that see all of the text, for a method that works on them alone and on their queries.
+
+    Raises:
+        Unsupported: there are none, or attention does not show its queries.
+    """
+    if not info.shows_queries:
+        raise Unsupported(name, "this model's attention does not show its queries", "Use streaming_llm or kv_int8")
+    whole = [layer for layer in range(info.num_layers) if not info.windows or info.windows[layer] is None]
+    if not whole:
+        raise Unsupported(name, "every layer of this model has a sliding window, and none sees all of the text",
+                          "Use a method that leaves windows as they are, such as kv_int8")
+    return whole
 
 
 @dataclass(frozen=True)

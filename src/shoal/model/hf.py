@@ -71,6 +71,9 @@ class HFStack:
         self._additive = model.config._attn_implementation != "sdpa"
         self.prepacks = self.shows_queries = all(map(can_ask_by_rows, layers))
         self.alone = False
+        scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
+        self.score_scale = next((one for one in scales if isinstance(one, float)), self.kv_sizes[0][1] ** -0.5)
+        self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @cached_property

@@ -24,6 +24,8 @@ from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, move
 from shoal.model.kv_memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
+GIVEN_BACK = 1024
+"""Columns from which on it is worth it to give back the memory of those that a row has given up."""
 ENDLESS = 1 << 62
 
 
@@ -47,7 +49,7 @@ class KVLayer:
         starts: positions per row that are not stored any more. Where a window left them behind, or nothing was
             rewritten, column c of row r holds position `starts[r] + c`.
         scratch: entries per row that await commit or rollback.
-        reached: columns per row that its slot held before it gave some up; their memory is not given back.
+        reached: columns per row that its slot held before it gave some up; only that of many is given back.
         rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
         encoded: per row, what holds its columns in a form of its own; None for the slot.
         bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
@@ -335,6 +337,10 @@ class KVLayer:
     def _note_rewrite(self, row: int, count: int) -> None:
         self._note_reach(row)
         self.starts[row], self.rewritten[row] = self.lengths[row] - count, self.lengths[row]
+        if self.encoded[row] is None and self.reached[row] >= count + GIVEN_BACK:
+            for head in (head for store in (self.keys, self.values) if store is not None for head in store[row]):
+                clear(head[count:])
+            self.reached[row] = count
 
     def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
         """In what form an empty row is to be stored; None for the slot.

@@ -142,6 +142,8 @@ class Stack(Protocol):
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
         shows_queries: whether chunks may have a `query_hook`.
+        score_scale: what products of queries and keys are multiplied with before softmax.
+        score_cap: c of the soft cap c * tanh(x / c) that they then get, or None.
         activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
             multiply integers, else `dtype`.
     """
@@ -158,6 +160,8 @@ class Stack(Protocol):
     dtype: torch.dtype
     activation_dtype: torch.dtype
     shows_queries: bool
+    score_scale: float
+    score_cap: float | None
 
     @property
     def can_split(self) -> bool:

@@ -192,10 +192,10 @@ def test_wrong_operands() -> None:
 
 
 def test_structures_have_the_size_that_the_library_expects() -> None:
-    sizes = (ctypes.c_int64 * 6)()
+    sizes = (ctypes.c_int64 * 7)()
     library.require().shoal_sizes(sizes)
     mirrors = (structs.Weight, structs.LayerStruct, structs.Model, structs.BatchStruct, structs.Own,
-               structs.ChainStruct)
+               structs.ChainStruct, structs.ChoiceStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

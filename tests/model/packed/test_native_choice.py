@@ -75,6 +75,36 @@ def test_what_cannot_be_read_is_refused(bound: tuple[NativeModel, KVBinding], na
     assert torch.equal(logits(bound), plain)
 
 
+BAD_CHOICES: dict[str, tuple[Any, str]] = {
+    "tokens": ([None], "1 tokens choose columns; there are 3"),
+    "count": ([native.ColumnChoice(0, b"\1\2\2", 9)] * 3, "0 columns in 3 layers are chosen; .* at least 1, in 3"),
+    "layers": ([native.ColumnChoice(2, b"\1\2", 9)] * 3, "2 columns in 2 layers are chosen"),
+    "role": ([None, None, native.ColumnChoice(2, b"\1\2\3", 9)], r"token 2 has role 3 in layer 2; it must be in \[0"),
+    "room": ([native.ColumnChoice(2, b"\1\2\2", 8)] * 3, "there is room for 264 scores of token 2; it needs 265"),
+}
+
+
+def labels(groups: int = 2, known: int = 0, dim: int = 0, layers: int = LAYERS) -> Any:
+    """Of all tokens in all layers."""
+    dims, buffers = torch.full((layers, HEADS, 2), dim, dtype=torch.int32), [torch.zeros(HEADS, groups, 2, 16)] * layers
+    return [native.ColumnChoice(2, b"\3\3\3", 9, native.ColumnLabels(dims, buffers, [known] * layers))] * TOKENS
+
+
+BAD_CHOICES |= {
+    "label room": (labels(groups=1), "there is room for 16 labels; token 0 needs 22"),
+    "known": (labels(known=7), r"known labels of layer 0 are 7; they must be in \[0, 6\]"),
+    "dimension": (labels(dim=99), "a label of layer 0 is of dimension 99; it must be in"),
+    "label layers": (labels(layers=2), r"labels of \(2, 2, 2\) layers .* there must be 3 layers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHOICES)
+def test_what_cannot_choose_is_refused(bound: tuple[NativeModel, KVBinding], name: str) -> None:
+    (model, kv), (choices, message) = bound, BAD_CHOICES[name]
+    with pytest.raises(ValueError, match=message):
+        model.forward(NativeBatch.chain(range(10, 10 + TOKENS), BASE), kv, choices=choices)
+
+
 def test_a_forward_within_a_forward_is_refused(bound: tuple[NativeModel, KVBinding]) -> None:
     """It would wait for itself forever."""
     def choose(entry: int, queries: Tensor) -> Chosen:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
+from shoal.model.choice import LABELED, TopColumns
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import native
@@ -120,12 +121,17 @@ class NativeStack(PackedStack):
             self._extend_tables(max(batch.positions) + 1)
         size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
         taps = None if hook is None else torch.empty(size)
-        choose = _chooser(self.dtype, chunks, work, cache) if any(chunk.query_hook for chunk in chunks) else None
-        logits = self._model.forward(batch, self._binding(cache), taps=taps, choose=choose)
+        choices = _choices(chunks, work, batch, cache, self.dtype)
+        asked = choices is None and any(chunk.query_hook for chunk in chunks)
+        choose = _chooser(self.dtype, chunks, work, cache) if asked else None
+        logits = self._model.forward(batch, self._binding(cache), taps=taps, choose=choose, choices=choices)
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
             for chunk, count in zip(chunks, counts, strict=True):
                 scratch[chunk.row] += count
+        for chunk in chunks:
+            if choices is not None and isinstance(chunk.query_hook, TopColumns):
+                chunk.query_hook.ran(work.layers)
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
@@ -339,6 +345,37 @@ def _own(store: KVLayer, row: int) -> native.OwnColumns:
     if own is None or not own.capacity or own.form.kernel != "int8":
         return native.OwnColumns(bias=store.bias[row])
     return native.OwnColumns(own.keys, own.values, store.bias[row])
+
+
+def _choices(
+    chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache, dtype: torch.dtype
+) -> list[native.ColumnChoice | None] | None:
+    """How each token chooses what it reads, where kernels can do that for all; None where they need not or cannot."""
+    hooks = [chunk.query_hook for chunk in chunks if chunk.query_hook is not None]
+    if not hooks or not all(isinstance(hook, TopColumns) for hook in hooks):
+        return None
+    at, choices = 0, list[native.ColumnChoice | None]()
+    for chunk in chunks:
+        hook, at = chunk.query_hook, at + len(chunk.tokens)
+        one = None
+        if isinstance(hook, TopColumns):
+            columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
+            labels = None if hook.labels is None else _labels(hook, work.layers, cache, chunk.row, columns, dtype)
+            one = native.ColumnChoice(hook.count, bytes(hook.roles[layer] for layer in work.layers), columns, labels)
+        choices += [one] * len(chunk.tokens)
+    return choices
+
+
+def _labels(
+    hook: TopColumns, layers: Sequence[int], cache: KVCache, row: int, columns: int, dtype: torch.dtype
+) -> native.ColumnLabels:
+    """The row's labels in the layers that run; `columns` is the most that one of them has."""
+    assert hook.labels is not None
+    labels, wanted = hook.labels, [hook.roles[layer] == LABELED for layer in layers]
+    known = [labels.prepare(layer, cache.layers[layer], row, columns, dtype) if some else 0
+             for layer, some in zip(layers, wanted, strict=True)]
+    buffers = [labels.buffers[layer] if some else None for layer, some in zip(layers, wanted, strict=True)]
+    return native.ColumnLabels(labels.dims[list(layers)].int(), buffers, known)
 
 
 def _chooser(

@@ -52,6 +52,7 @@ class PackedStack:
         self.shape, self.weights, self.rotary, self.dtype, self.device = shape, weights, rotary, dtype, device
         self.activation_dtype = dtype
         self.num_layers, self.windows = shape.num_layers, shape.windows
+        self.score_scale, self.score_cap = shape.attention_scale, shape.attention_cap
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
         self.kv_sizes = ((shape.kv_heads, shape.head_dim, shape.head_dim),) * shape.num_layers
         self.position_bytes = (2 * shape.kv_heads * shape.head_dim * dtype.itemsize,) * shape.num_layers

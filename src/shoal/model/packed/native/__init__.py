@@ -9,6 +9,7 @@ from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.build import layout_version, vector_set
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
+from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
 from shoal.model.packed.native.library import available, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES
@@ -28,6 +29,8 @@ __all__ = [
     "ATTENTION",
     "Arena",
     "ChainWish",
+    "ColumnChoice",
+    "ColumnLabels",
     "KVBinding",
     "Kind",
     "LANES",

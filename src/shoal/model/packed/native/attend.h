@@ -2,78 +2,7 @@
 #ifndef SHOAL_ATTEND_H
 #define SHOAL_ATTEND_H
 
-#include "run.h"
-
-typedef struct {
-    const Segment *segment;
-    const ShoalLayer *layer;
-    const Chosen *chosen;
-    int number, head, split; /* of the layer, of the KV heads, of the segment's splits */
-    int low, high;           /* columns low..high-1 */
-} Task;
-
-INLINE int64_t kv_line(const ShoalModel *m) { return (int64_t)m->head_dim * (m->kv_dtype == DTYPE_BF16 ? 2 : 4); }
-
-INLINE const ShoalOwn *own_of(const ShoalBatch *b, int number, int row) {
-    return b->own ? b->own + (int64_t)number * b->rows + row : NULL;
-}
-
-/* The index of column 0 of the task's head, in lines of the slot or of what the row has of its own. */
-INLINE int64_t first_line(const Run *r, const Task *task, const ShoalOwn *own) {
-    const int kv_heads = r->m->kv_heads;
-    if (own && own->keys) return (int64_t)task->head * own->capacity;
-    return ((int64_t)task->segment->row * kv_heads + task->head) * r->b->capacity[task->number];
-}
-
-/* The largest becomes 127. */
-static void store_bytes(int8_t *to, float *scale, const float *x, int count) {
-    float top = 0;
-    for (int j = 0; j < count; j++) top = fmaxf(top, fabsf(x[j]));
-    *scale = top / 127;
-    for (int j = 0; j < count; j++) to[j] = top > 0 ? (int8_t)lrintf(x[j] / *scale) : 0;
-}
-
-/* Every column belongs to one split, so the task that reads a new key is the one that writes it. */
-static void store_new(const Worker *w, const Task *task) {
-    const Run *r = w->run;
-    const ShoalModel *m = r->m;
-    const int dim = m->head_dim;
-    const Segment *s = task->segment;
-    const ShoalOwn *own = own_of(r->b, task->number, s->row);
-    const int64_t line0 = first_line(r, task, own);
-    float line[MAX_HEAD_DIM] ALIGNED;
-    for (int i = s->first; i < s->last; i++) {
-        int t = task->chosen->token[i], column = s->stored + r->b->node[t];
-        if (column < task->low || column >= task->high) continue;
-        const float *keys = r->qkv + i * r->qkv_line + m->heads * dim, *value = keys + (m->kv_heads + task->head) * dim;
-        int64_t at = line0 + column;
-        ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
-        if (own && own->keys) {
-            store_bytes(own->keys + at * dim, own->key_scales + at, line, dim);
-            store_bytes(own->values + at * dim, own->value_scales + at, value, dim);
-        } else {
-            store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
-            store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
-        }
-    }
-}
-
-static Source source_of(const Run *r, const Task *task) {
-    const ShoalModel *m = r->m;
-    const ShoalOwn *own = own_of(r->b, task->number, task->segment->row);
-    const int64_t first = first_line(r, task, own);
-    Source s = {.dim = m->head_dim, .scale = m->attention_scale, .cap = m->attention_cap};
-    if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
-    if (own && own->keys) {
-        s.form = STORED_INT8, s.keys = (const char *)own->keys + first * s.dim, s.values = (const char *)own->values + first * s.dim;
-        s.key_scales = own->key_scales + first, s.value_scales = own->value_scales + first;
-    } else {
-        s.form = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
-        s.keys = (const char *)r->b->keys[task->number] + first * kv_line(m);
-        s.values = (const char *)r->b->values[task->number] + first * kv_line(m);
-    }
-    return s;
-}
+#include "label.h"
 
 INLINE int multiplies_bf16(const ShoalModel *m) { return BF16_PRODUCTS && m->kv_dtype == DTYPE_BF16; }
 
@@ -102,13 +31,11 @@ INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t
     return ~seen;
 }
 
-INLINE int selects(const ShoalBatch *b, int t) { return b->select && b->counts[t] > 0; }
-
 /* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
 INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
-    if (selects(r->b, t)) return (Seen){0};
+    if (reads_of(r, task->entry, t).count) return (Seen){0};
     const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
     const int high = min_int(min_int(task->high, base + CHUNK), s->stored + r->b->node[t] + 1);
     Seen seen = {.low = max_int(low - base, 0), .high = high - base, .first_node = s->stored - base};
@@ -132,6 +59,8 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             q[j] = w->queries + (k + j - before * group) * query_bytes(m);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first);
+            w->chunk.tops[j] = tops_of(r, task->entry, task->chosen->token[i], task->head, next - CHUNK);
+            w->chunk.begins[j] = head == 0;
         }
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + 2 * QUERIES;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
@@ -160,11 +89,14 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
 
 /* What was selected for token number i among the task's columns, brought together chunk by chunk. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const ShoalBatch *b = w->run->b;
-    const int t = task->chosen->token[i];
-    if (!selects(b, t)) return;
-    const int32_t *from = b->columns[t] + (int64_t)task->head * b->counts[t], *end = from + b->counts[t];
-    while (from < end && *from < task->low) from++;
+    const Reads reads = reads_of(w->run, task->entry, task->chosen->token[i]);
+    if (!reads.count) return;
+    const int32_t *from = reads.columns + (int64_t)task->head * reads.count, *end = from + reads.count;
+    for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
+        const int64_t half = size / 2;
+        if (from[half] < task->low) from += half + 1, size -= half + 1;
+        else size = half;
+    }
     while (from < end && *from < task->high) {
         int32_t columns[CHUNK];
         Seen seen = {0};
@@ -176,7 +108,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
     }
 }
 
-static void run_task(Worker *w, const Task *task) {
+static void attend_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
     const Source source = source_of(w->run, task);
     if (!w->run->b->select) store_new(w, task);
@@ -192,7 +124,7 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
     const int number = r->b->layers[entry];
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < count * m->kv_heads; k += w->threads) {
-        Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .number = number};
+        Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .entry = entry, .number = number};
         all.head = k % m->kv_heads, all.high = INT32_MAX;
         store_new(w, &all);
     }
@@ -207,7 +139,7 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const S
 }
 
 /* The tasks of a layer, as many as this thread comes to. */
-static void attend_layer(Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
+static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segments, int count, void (*run)(Worker *, const Task *)) {
     const Run *r = w->run;
     const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
     int total = 0;
@@ -217,11 +149,11 @@ static void attend_layer(Worker *w, int entry, const Chosen *c, const Segment *s
         int before = 0; /* tasks of earlier segments */
         for (int k = first; k < first + taken; k++) {
             while (k - before >= s->splits * kv_heads) before += s++->splits * kv_heads;
-            Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .number = number};
+            Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .entry = entry, .number = number};
             one.head = (k - before) / s->splits, one.split = (k - before) % s->splits;
             one.low = max_int(0, (s->first_split + one.split) * SPLIT - s->start);
             one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);
-            run_task(w, &one);
+            run(w, &one);
         }
     }
 }

@@ -49,6 +49,8 @@ typedef struct {
     char *keys, *values;
     float *factors, *weights, *bias; /* [CHUNK]: of scores, of softmax's weights, beside scores */
     int scaled, biased;              /* whether there are the last two */
+    float *tops[QUERIES];            /* where the largest scores of a few queries are noted by column; or NULL */
+    int begins[QUERIES];             /* whether nothing was noted there yet */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
     int dim;
     float cap;
@@ -204,6 +206,14 @@ INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], i
     }
 }
 
+/* Note scores of places first..last-1 where they are the largest so far. */
+INLINE void note_scores(float *tops, const float *scores, int first, int last, int begins) {
+    for (int i = first; i < last; i += LANES) {
+        const Vf score = vf_load(scores + i);
+        vf_store_some(tops + i, 0xffff, begins ? score : vf_max(vf_loadu(tops + i), score));
+    }
+}
+
 /* Hide what the token does not see of places first..last-1. */
 INLINE void hide(const Seen *seen, float *scores, int first, int last) {
     for (int i = first; i < min_int(seen->low, last); i++) scores[i] = -INFINITY;
@@ -279,6 +289,7 @@ INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s
     score(c, q, scores, first, last, queries, bf16);
     UNROLL for (int h = 0; h < queries; h++) {
         float *mine = scores[h];
+        if (c->tops[h]) note_scores(c->tops[h], mine, first * LANES, last * LANES, c->begins[h]);
         for (int i = first * LANES; c->cap > 0 && i < last * LANES; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
         for (int i = first * LANES; c->biased && i < last * LANES; i += LANES)
             vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));

@@ -46,6 +46,21 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
         if (own && own->bias && column >= own->bias_capacity)
             REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
+        const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
+        const int most = !choice || layer->window ? READS_ALL : choice->width ? READS_LABELED : READS_CHOSEN;
+        if (choice && !WITHIN(choice->roles[entry], READS_ALL, most))
+            REFUSE("token %d has role %d in layer %d; it must be in [0, %d]", t, choice->roles[entry], number, most);
+        if (choice && choice->roles[entry] == READS_LABELED) {
+            if (choice->label_room < column + 16) REFUSE("there is room for %d labels; token %d needs %d", choice->label_room, t, column + 16);
+            if (!WITHIN(choice->known[entry], 0, b->base[t] - start))
+                REFUSE("known labels of layer %d are %d; they must be in [0, %d]", number, choice->known[entry], b->base[t] - start);
+            for (int i = 0; i < m->kv_heads * choice->width; i++)
+                if (!WITHIN(choice->dims[entry * m->kv_heads * choice->width + i], 0, m->head_dim - 1))
+                    REFUSE("a label of layer %d is of dimension %d; it must be in [0, %d]", number,
+                           choice->dims[entry * m->kv_heads * choice->width + i], m->head_dim - 1);
+        }
+        if (choice && choice->room < column + 1 + ROOM_BESIDE)
+            REFUSE("there is room for %d scores of token %d; it needs %d", choice->room, t, column + 1 + ROOM_BESIDE);
         if (layer->cos && b->position[t] >= layer->positions)
             REFUSE("position[%d] is %d; layer %d's rotary table has %d rows", t, b->position[t], number, layer->positions);
     }

@@ -181,7 +181,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that their mirrors in Python agree. */
-void shoal_sizes(int64_t sizes[6]) {
+void shoal_sizes(int64_t sizes[7]) {
+    sizes[6] = sizeof(ShoalChoice);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);
 }

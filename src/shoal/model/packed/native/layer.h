@@ -142,10 +142,18 @@ static void run_attention(Worker *w, int entry) {
     }
     meet(&r->team, w->id);
     if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
-    attend_layer(w, entry, &c, segments, count);
+    if (labels_in(r, entry, &c)) {
+        for_tasks(w, entry, &c, segments, count, score_labels);
+        meet(&r->team, w->id);
+        choose_columns(w, entry, &c, READS_LABELED);
+        meet(&r->team, w->id);
+    }
+    for_tasks(w, entry, &c, segments, count, attend_task);
     meet(&r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, s);
+    if (r->b->choices) choose_columns(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
+    if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* until the next layer nobody asks what was chosen */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
     for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->o, r->attended + i * line, NULL, 0, i, c.count);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
+from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import (
     ACTIVATIONS,
@@ -229,7 +230,7 @@ class NativeModel:
 
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
-        choose: Choose | None = None,
+        choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
     ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
 
@@ -243,6 +244,7 @@ class NativeModel:
                 [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
                 Returns for each token the columns that it reads, int32 [kv_heads, any number], ascending, -1s first, or
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
+            choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
@@ -259,8 +261,10 @@ class NativeModel:
             check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
         asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
+        at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.kv_heads)
         self._check(struct)
         logits = self._run(struct, threads, asked)
+        del at_work
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits

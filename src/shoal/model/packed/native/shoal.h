@@ -15,6 +15,7 @@ enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
+#define ROOM_BESIDE 256 /* scores that there is room for before and behind those of a token's columns, together */
 #define GROUP_K 256   /* inputs of a super-block of the K kinds: it has a scale (and minimum) for 8 (Q6_K: 16) pairs of small ones */
 
 /* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
@@ -60,6 +61,26 @@ typedef struct {
     int32_t capacity, bias_capacity;
 } ShoalOwn;
 
+/* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by
+   labels and reads that. */
+enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
+
+/* What a token reads where the kernels choose it: per KV head the columns with the largest scores, its own among them. A column's
+   score is that of the query that wants it most. */
+typedef struct {
+    const uint8_t *roles; /* [active_count]; READS_CHOSEN turns into CHOOSES where nothing was chosen that fits */
+    float *scores;        /* [kv_heads][room] */
+    int32_t *columns;     /* [kv_heads][count], ascending, -1s first: what was chosen last */
+    int32_t count, room;  /* count 0: the token reads all in every layer */
+    int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
+    int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
+    const int32_t *dims;  /* [active_count][kv_heads][width] */
+    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], as keys are stored, or in bf16 for bytes. Column
+                             c has place c + (positions not stored any more) % 16; tokens of one row share them */
+    const int32_t *known; /* [active_count]: columns whose labels are there; those of the others are filled in */
+    int32_t label_room;
+} ShoalChoice;
+
 /* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns
    already. Rows ascend. */
 typedef struct {
@@ -79,6 +100,7 @@ typedef struct {
                                   fills in what follows. NULL: all columns are read */
     const int32_t *const *columns; /* [tokens] of [kv_heads][counts[token]]: ascending, -1 for none: what a token reads */
     const int32_t *counts;         /* [tokens], 0: all that it sees */
+    ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
 } ShoalBatch;
 

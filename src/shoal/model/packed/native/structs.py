@@ -15,6 +15,7 @@ PANEL_ROWS = 4 * LANES
 """Rows that lie together: a multiple of as many can be packed for itself."""
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
+ROOM_BESIDE = 256
 
 
 class Weight(ctypes.Structure):
@@ -107,6 +108,24 @@ class Own(ctypes.Structure):
 SELECT = ctypes.CFUNCTYPE(None, c_int32)
 
 
+class ChoiceStruct(ctypes.Structure):
+    """What a token reads where the library chooses it."""
+
+    _fields_ = [
+        ("roles", c_void_p),
+        ("scores", c_void_p),
+        ("columns", c_void_p),
+        ("count", c_int32),
+        ("room", c_int32),
+        ("stored", c_int32),
+        ("width", c_int32),
+        ("dims", c_void_p),
+        ("labels", c_void_p),
+        ("known", c_void_p),
+        ("label_room", c_int32),
+    ]
+
+
 class BatchStruct(ctypes.Structure):
     """The tokens of one forward and the cache they go into. `memory` keeps alive what the pointers point to."""
 
@@ -135,6 +154,7 @@ class BatchStruct(ctypes.Structure):
         ("select", SELECT),
         ("columns", c_void_p),
         ("counts", c_void_p),
+        ("choices", c_void_p),
         ("taps", c_void_p),
     ]
 

@@ -1,0 +1,123 @@
+"""CentroidKV: similar columns of the KV that stand near each other become one, which counts for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Keeper
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.model.kv_layer import KVLayer
+
+
+@dataclass(frozen=True)
+class CentroidKV(Method):
+    """Within short chunks, columns with similar keys become their mean, with the logarithm of their number as a bias.
+
+    Per layer and KV head, every other column of a chunk is linked to the most similar one between them, and the
+    strongest links are merged; see `shoal.model.merging`. The prompt is read in full and merged at its end; what is
+    generated is merged whenever it has grown by some tokens. A column that is merged is not merged again. The paper
+    was not at hand when this was written: the sizes of chunk, window and sinks are guesses, and that a cluster weighs
+    as much as its members is what makes merging equal columns exact. Keys are averaged as they are stored, with their
+    positions turned in. Layers with a sliding window keep what that says.
+
+    Attributes:
+        removed: share of the columns that are merged away, in [0, 1), of those between the sinks and the window.
+        chunk: columns within which one is merged; it must be divisible by 2, by 4 if more than half is removed, by 8
+            if more than three quarters, and so on.
+        window: positions at the end that stay as they are, at least.
+        sinks: positions at the beginning that stay as they are.
+        every: merging is due whenever the text has grown by so many tokens, so up to that many more stay.
+    """
+
+    name: ClassVar[str] = "centroid_kv"
+    paper: ClassVar[str] = "arXiv 2506.11418"
+    needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
+
+    removed: float = 0.5
+    chunk: int = 32
+    window: int = 32
+    sinks: int = 4
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.removed < 1:
+            raise ValueError(f"removed is {self.removed}; it must be in [0, 1), the share of columns that go")
+        for knob, least in (("chunk", 2), ("window", 1), ("sinks", 0), ("every", 1)):
+            if getattr(self, knob) < least:
+                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least {least}")
+        parts = 1
+        while parts * (1 - self.removed) < 1:
+            parts *= 2
+        if self.chunk % parts:
+            raise ValueError(f"chunk is {self.chunk}; to remove {self.removed:g} of it, it must be divisible by {parts}"
+                             ", since half of the columns can be linked to the other half at a time")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and centroids of the KV."""
+        if self.removed:
+            whole_layers(self.name, info)
+        return Recipe(DepthPlan.full(info.num_layers), keep=Centroids(self) if self.removed else None)
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """The part `keep`; see `CentroidKV`."""
+
+    differs: ClassVar[bool] = True
+
+    knobs: CentroidKV
+
+    def begin(self, stack: Any, cache: Any) -> CentroidKeeper:
+        """A keeper; what it has merged before follows from the text's length."""
+        return CentroidKeeper(self.knobs, stack.dtype)
+
+    def most_columns(self, length: int) -> int:
+        """The prompt is there as a whole before it is merged."""
+        return length
+
+
+class CentroidKeeper(Keeper):
+    """See `Centroids`."""
+
+    def __init__(self, knobs: CentroidKV, dtype: Any) -> None:
+        self._knobs, self._dtype = knobs, dtype
+
+    def next_length(self, row: Row, length: int) -> int:
+        """The prompt's end, and then every so many tokens."""
+        grown = max(0, length - row.prompt_length + self._knobs.every) // self._knobs.every
+        return row.prompt_length + grown * self._knobs.every
+
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        """Merge the whole chunks that have left the window."""
+        from shoal.model.merging import compact
+
+        before, left = self.compacted(row.prompt_length, layers[0][1].lengths[row.slot] - 1) if layers else (0, 0)
+        for _, layer in layers:
+            count = self._due(layer.lengths[row.slot], before)
+            if count:
+                keys, values = layer.read(row.slot, layer.stored(row.slot), self._dtype)
+                first, removed = self._knobs.sinks + left, int(count * self._knobs.removed)
+                parts = compact(keys, values, layer.bias[row.slot], first, count, self._knobs.chunk, removed)
+                layer.rewrite(row.slot, *parts)
+
+    def compacted(self, prompt: int, length: int) -> tuple[int, int]:
+        """How many tokens of a text of that length were merged, and how many columns they have become."""
+        tokens = columns = 0
+        for due in range(prompt, length + 1, self._knobs.every):
+            count = self._due(due, tokens)
+            tokens, columns = tokens + count, columns + count - int(count * self._knobs.removed)
+        return tokens, columns
+
+    def _due(self, length: int, merged: int) -> int:
+        """Tokens that are to be merged at that length, of which so many were."""
+        knobs = self._knobs
+        return max(0, length - knobs.window - knobs.sinks - merged) // knobs.chunk * knobs.chunk

@@ -1,0 +1,130 @@
+"""The columns with the largest scores, chosen in some layers and read in others: a hook that kernels need not call.
+
+What is here in torch is the twin of `packed/native/choose.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.model.kv import KVCache
+from shoal.model.kv_form import GROWTH
+from shoal.model.kv_layer import KVLayer
+
+ALL, CHOOSES, CHOSEN, LABELED = range(4)
+"""What a query reads in a layer: all that it sees; the same, and then it chooses; what it chose last; what it chooses
+by labels, some dimensions of the keys."""
+
+
+class Labels:
+    """Some dimensions of the keys that one row stores, by which kernels score columns; they fill them in themselves.
+
+    Args:
+        dims: int64 [layers, kv_heads, width], the dimensions of each head.
+
+    Attributes:
+        dims: as given.
+        buffers: per layer, for columns in groups of 16, [kv_heads, groups, width, 16] in `dtype`; none before they are
+            wanted. Column c stands at c + start % 16, start being the positions that are not stored any more.
+    """
+
+    def __init__(self, dims: Tensor) -> None:
+        self.dims = dims
+        self.buffers: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[int, int, int]] = {}  # columns with labels, and of which state of the layer
+
+    def prepare(self, layer: int, store: KVLayer, row: int, columns: int, dtype: torch.dtype) -> int:
+        """Make room for the labels of so many columns of a layer; returns how many of them are there."""
+        known, *state = self._known.get(layer, (0, -1, -1))
+        held, groups = self.buffers.get(layer), -(-(columns + 16) // 16)
+        if state != [store.starts[row], store.rewritten[row]]:
+            known = 0
+        if held is None or held.shape[1] < groups:
+            _, heads, width = self.dims.shape
+            grown = torch.zeros(heads, int(groups * GROWTH), width, 16, dtype=dtype)
+            if held is not None:
+                grown[:, : held.shape[1]] = held
+            self.buffers[layer] = grown
+        return min(known, store.stored(row))
+
+    def filled(self, layer: int, store: KVLayer, row: int) -> None:
+        """A forward has run the layer: the labels of all committed columns are there."""
+        self._known[layer] = store.stored(row), store.starts[row], store.rewritten[row]
+
+
+def labels_for(dims: Sequence[Sequence[Sequence[int]]]) -> Labels:
+    """Of a row that has stored nothing yet, or nothing that was labelled."""
+    return Labels(torch.tensor(dims))
+
+
+class TopColumns:
+    """What the queries of one row read in one forward.
+
+    Per KV head a query chooses the `count` columns with the largest scores, its own among them. The queries that share
+    the head choose together: a column counts as much as it does to the one that wants it most. What was chosen is read
+    in layers that store as many columns as the one that chose; in another one, and where nothing was chosen since
+    the choosing layers did not run, a query chooses anew. Where it sees no more than `count`, it reads all.
+
+    Args:
+        count: columns that are chosen.
+        roles: per layer `ALL`, `CHOOSES` or `CHOSEN`.
+        cache: holds the row.
+        row: its number there.
+        labels: the row's, where a layer chooses by them.
+    """
+
+    def __init__(
+        self, count: int, roles: Sequence[int], cache: KVCache, row: int, labels: Labels | None = None
+    ) -> None:
+        self.count, self.roles, self.labels = count, roles, labels
+        self._cache, self._row = cache, row
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # by node and stored columns: [kv_heads, count]
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+        """See `QueryHook`."""
+        if self.roles[layer] == ALL or keys.shape[1] <= self.count:
+            return None
+        stored = self._cache.positions[self._row] - self._cache.layers[layer].starts[self._row]
+        own = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
+        if self.roles[layer] == LABELED and self.labels is not None:
+            return largest(self.count, *_labeled(self.labels.dims[layer], queries, keys), seen, own)
+        nodes = [(int(column) - stored, stored) for column in own]
+        reads = self.roles[layer] == CHOSEN
+        fresh = [i for i, node in enumerate(nodes) if not (reads and node in self._chosen)]
+        if fresh:
+            found = largest(self.count, queries[:, fresh], keys, seen[fresh], own[fresh])
+            everything = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
+        columns = [everything if i in fresh else self._chosen[node] for i, node in enumerate(nodes)]
+        self._chosen |= {nodes[i]: found[:, place] for place, i in enumerate(fresh)}
+        return None if len(fresh) == len(nodes) else torch.nn.utils.rnn.pad_sequence(
+            [one.mT for one in columns], padding_value=-1).permute(2, 1, 0)
+
+    def ran(self, layers: Sequence[int]) -> None:
+        """Kernels have run a forward of the row through these layers."""
+        for layer in layers:
+            store = self._cache.layers[layer]
+            if self.labels is not None and self.roles[layer] == LABELED and store.stored(self._row) >= self.count:
+                self.labels.filled(layer, store, self._row)
+
+
+def _labeled(dims: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The dimensions [kv_heads, width] of queries and keys."""
+    index = dims.to(keys.device)[:, None]
+    of_queries = index.repeat_interleave(len(queries) // len(keys), 0).expand(-1, queries.shape[1], -1)
+    return queries.gather(2, of_queries), keys.gather(2, index.expand(-1, keys.shape[1], -1))
+
+
+def largest(count: int, queries: Tensor, keys: Tensor, seen: Tensor, own: Tensor) -> Tensor:
+    """The columns that are chosen, int64 [kv_heads, nodes, count], -1 for none; arguments as of a `QueryHook`.
+
+    Args:
+        own: int64 [nodes], each node's own column.
+    """
+    grouped = queries.view(len(keys), -1, *queries.shape[1:])
+    scores = (grouped @ keys[:, None].mT).amax(1).masked_fill(~seen, -torch.inf)
+    scores.scatter_(2, own.expand(len(keys), -1)[..., None], torch.inf)
+    best = scores.topk(count, -1)
+    return best.indices.where(best.values > -torch.inf, -1)

@@ -1,0 +1,94 @@
+"""What the tokens of a forward read where the library chooses it: see choose.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.model.packed.native.structs import ROOM_BESIDE, BatchStruct, ChoiceStruct
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLabels:
+    """Some dimensions of the keys of one row; the library fills in those of columns that are not known.
+
+    Attributes:
+        dims: int32 [running layers, kv_heads, width].
+        buffers: per running layer [kv_heads, groups of 16 columns, width, 16] in the type of keys, all of one size;
+            None for a layer that does not choose by labels.
+        known: per running layer, the columns whose labels are there.
+    """
+
+    dims: Tensor
+    buffers: Sequence[Tensor | None]
+    known: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """How one token chooses columns.
+
+    Attributes:
+        count: how many, per KV head.
+        roles: per running layer 0 (reads all), 1 (reads all and chooses) or 2 (reads what was chosen last, or chooses
+            where that is nothing that fits); 0 in layers with a window.
+        columns: the most that a layer has of the token's row when the forward is done.
+        labels: by which some layers choose, with role 3; None where there is none.
+    """
+
+    count: int
+    roles: bytes
+    columns: int
+    labels: ColumnLabels | None = None
+
+
+class ChoicesAtWork:
+    """Memory for what the tokens of one batch choose; it must live as long as the forward.
+
+    Args:
+        choices: per token, None for one that reads all.
+        struct: the batch, which is told of them.
+        kv_heads: of the model.
+
+    Raises:
+        ValueError: a number of tokens, layers or columns is not the batch's.
+    """
+
+    def __init__(self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, kv_heads: int) -> None:
+        if len(choices) != struct.tokens:
+            raise ValueError(f"{len(choices)} tokens choose columns; there are {struct.tokens}, some of them with None")
+        self._choices = choices
+        self._structs = (ChoiceStruct * len(choices))()
+        self._memory = [self._fill(one, to, struct.active_count, kv_heads)
+                        for one, to in zip(choices, self._structs, strict=True) if one is not None]
+        struct.choices = ctypes.addressof(self._structs)
+
+    def _fill(self, choice: ColumnChoice, to: ChoiceStruct, layers: int, kv_heads: int) -> tuple[object, ...]:
+        if choice.count < 1 or len(choice.roles) != layers:
+            raise ValueError(f"{choice.count} columns in {len(choice.roles)} layers are chosen; there must be at least "
+                             f"1, in {layers}")
+        roles = ctypes.create_string_buffer(choice.roles, layers)
+        room = choice.columns + ROOM_BESIDE
+        scores = torch.empty(kv_heads, room)
+        columns = torch.empty(kv_heads, choice.count, dtype=torch.int32)
+        to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), columns.data_ptr()
+        to.count, to.room, to.stored = choice.count, room, -1
+        return roles, scores, columns, None if choice.labels is None else _label(choice.labels, to, layers)
+
+
+def _label(labels: ColumnLabels, to: ChoiceStruct, layers: int) -> tuple[object, ...]:
+    rooms = {16 * buffer.shape[1] for buffer in labels.buffers if buffer is not None}
+    sizes = len(labels.dims), len(labels.buffers), len(labels.known)
+    if sizes != (layers,) * 3 or len(rooms) > 1 or labels.dims.dtype != torch.int32:
+        raise ValueError(f"labels of {sizes} layers with room for {sorted(rooms)} columns; there must be {layers} "
+                         "layers, one size of room, and int32 dimensions")
+    dims = labels.dims.contiguous()
+    buffers = (ctypes.c_void_p * layers)(*(one if one is None else one.data_ptr() for one in labels.buffers))
+    known = (ctypes.c_int32 * layers)(*labels.known)
+    to.width, to.label_room, to.dims = dims.shape[2], max(rooms, default=0), dims.data_ptr()
+    to.labels, to.known = ctypes.addressof(buffers), ctypes.addressof(known)
+    return dims, buffers, known, labels

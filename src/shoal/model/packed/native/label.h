@@ -1,0 +1,98 @@
+/* Columns scored by labels: a few dimensions of each key, kept side by side for 16 columns, so that little is read. */
+#ifndef SHOAL_LABEL_H
+#define SHOAL_LABEL_H
+
+#include "task.h"
+
+/* Whether a token of the layer chooses by labels. */
+INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
+    for (int i = 0; r->b->choices && i < c->count; i++)
+        if (role_of(r, entry, c->token[i]) == READS_LABELED) return 1;
+    return 0;
+}
+
+/* A number of a stored key. */
+INLINE float key_number(const Source *s, int64_t column, int dim) {
+    const int64_t at = column * s->dim + dim;
+    if (s->form == STORED_FP32) return ((const float *)s->keys)[at];
+    if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)s->keys)[at]);
+    return s->keys[at] * s->key_scales[column];
+}
+
+/* The labels of one KV head in a layer: of columns by place, see ShoalChoice. */
+typedef struct {
+    char *labels;
+    const int32_t *dims;
+    int width, bytes, shift; /* of a number; places before column 0 */
+} Labels;
+
+static Labels labels_of(const Run *r, const Task *task, const ShoalChoice *c) {
+    const int bytes = r->m->kv_dtype == DTYPE_BF16 ? 2 : 4;
+    Labels l = {.width = c->width, .bytes = bytes, .shift = task->segment->start % 16};
+    l.dims = c->dims + ((int64_t)task->entry * r->m->kv_heads + task->head) * c->width;
+    l.labels = (char *)c->labels[task->entry] + (int64_t)task->head * (c->label_room / 16) * 16 * c->width * bytes;
+    return l;
+}
+
+INLINE char *label_at(const Labels *l, int place, int number) {
+    return l->labels + ((int64_t)(place / 16) * l->width + number) * 16 * l->bytes + place % 16 * l->bytes;
+}
+
+static void fill_labels(const Labels *l, const Source *source, int first, int last) {
+    for (int column = first; column < last; column++)
+        for (int j = 0; j < l->width; j++) {
+            const float x = key_number(source, column, l->dims[j]);
+            char *to = label_at(l, column + l->shift, j);
+            if (l->bytes == 2) store_bf16((uint16_t *)to, vf_all(x), 1);
+            else memcpy(to, &x, 4);
+        }
+}
+
+/* Scores of a token's columns low..high-1, the largest of its query heads': `q` [heads][width]. */
+static void score_columns(const Labels *l, const float *q, int heads, int low, int high, float *scores) {
+    for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16) {
+        float tops[16] ALIGNED;
+        Vf top = vf_all(-INFINITY);
+        for (int h = 0; h < heads; h++) {
+            Vf sum = vf_zero();
+            for (int j = 0; j < l->width; j++) {
+                const char *at = label_at(l, place, j);
+                const Vf label = l->bytes == 2 ? load_bf16((const uint16_t *)at, 0xffff) : vf_loadu(at);
+                sum = vf_fma(vf_all(q[h * l->width + j]), label, sum);
+            }
+            top = vf_max(top, sum);
+        }
+        vf_store(tops, top);
+        for (int i = max_int(place, low + l->shift); i < min_int(place + 16, high + l->shift); i++)
+            memcpy(scores + i - l->shift, tops + i - place, 4);
+    }
+}
+
+/* A task's share of a layer that chooses by labels: the columns it owns are labelled and scored. */
+static void score_labels(Worker *w, const Task *task) {
+    const Run *r = w->run;
+    const ShoalModel *m = r->m;
+    const Segment *s = task->segment;
+    const int group = m->heads / m->kv_heads;
+    int begun = 0;
+    for (int i = s->first; i < s->last; i++) {
+        const int t = task->chosen->token[i], own = s->stored + r->b->node[t];
+        if (role_of(r, task->entry, t) != READS_LABELED) continue;
+        const ShoalChoice *c = r->b->choices + t;
+        const Labels labels = labels_of(r, task, c);
+        if (!begun++) {
+            const Source source = source_of(r, task);
+            store_new(w, task);
+            fill_labels(&labels, &source, max_int(task->low, c->known[task->entry]), task->high);
+        }
+        float line[MAX_HEAD_DIM] ALIGNED, *q = (float *)w->queries;
+        for (int h = 0; h < group; h++) {
+            ready_head(m, task->layer, r->qkv + i * r->qkv_line, task->head * group + h, m->heads, task->layer->q_norm, r->b->position[t], line);
+            for (int j = 0; j < c->width; j++) q[h * c->width + j] = line[labels.dims[j]];
+        }
+        float *scores = c->scores + (int64_t)task->head * c->room + CHUNK;
+        score_columns(&labels, q, group, task->low, min_int(task->high, own + 1), scores);
+    }
+}
+
+#endif

@@ -1,0 +1,78 @@
+/* A task of attention: some columns of one KV head, for the tokens of one row. Where those columns lie, and what is put there. */
+#ifndef SHOAL_TASK_H
+#define SHOAL_TASK_H
+
+#include "choose.h"
+
+typedef struct {
+    const Segment *segment;
+    const ShoalLayer *layer;
+    const Chosen *chosen;
+    int entry, number, head, split; /* of the batch's layers, of all layers, of the KV heads, of the segment's splits */
+    int low, high;           /* columns low..high-1 */
+} Task;
+
+INLINE int64_t kv_line(const ShoalModel *m) { return (int64_t)m->head_dim * (m->kv_dtype == DTYPE_BF16 ? 2 : 4); }
+
+INLINE const ShoalOwn *own_of(const ShoalBatch *b, int number, int row) {
+    return b->own ? b->own + (int64_t)number * b->rows + row : NULL;
+}
+
+/* The index of column 0 of the task's head, in lines of the slot or of what the row has of its own. */
+INLINE int64_t first_line(const Run *r, const Task *task, const ShoalOwn *own) {
+    const int kv_heads = r->m->kv_heads;
+    if (own && own->keys) return (int64_t)task->head * own->capacity;
+    return ((int64_t)task->segment->row * kv_heads + task->head) * r->b->capacity[task->number];
+}
+
+/* The largest becomes 127. */
+static void store_bytes(int8_t *to, float *scale, const float *x, int count) {
+    float top = 0;
+    for (int j = 0; j < count; j++) top = fmaxf(top, fabsf(x[j]));
+    *scale = top / 127;
+    for (int j = 0; j < count; j++) to[j] = top > 0 ? (int8_t)lrintf(x[j] / *scale) : 0;
+}
+
+/* Every column belongs to one split, so the task that reads a new key is the one that writes it. */
+static void store_new(const Worker *w, const Task *task) {
+    const Run *r = w->run;
+    const ShoalModel *m = r->m;
+    const int dim = m->head_dim;
+    const Segment *s = task->segment;
+    const ShoalOwn *own = own_of(r->b, task->number, s->row);
+    const int64_t line0 = first_line(r, task, own);
+    float line[MAX_HEAD_DIM] ALIGNED;
+    for (int i = s->first; i < s->last; i++) {
+        int t = task->chosen->token[i], column = s->stored + r->b->node[t];
+        if (column < task->low || column >= task->high) continue;
+        const float *keys = r->qkv + i * r->qkv_line + m->heads * dim, *value = keys + (m->kv_heads + task->head) * dim;
+        int64_t at = line0 + column;
+        ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
+        if (own && own->keys) {
+            store_bytes(own->keys + at * dim, own->key_scales + at, line, dim);
+            store_bytes(own->values + at * dim, own->value_scales + at, value, dim);
+        } else {
+            store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
+            store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
+        }
+    }
+}
+
+static Source source_of(const Run *r, const Task *task) {
+    const ShoalModel *m = r->m;
+    const ShoalOwn *own = own_of(r->b, task->number, task->segment->row);
+    const int64_t first = first_line(r, task, own);
+    Source s = {.dim = m->head_dim, .scale = m->attention_scale, .cap = m->attention_cap};
+    if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
+    if (own && own->keys) {
+        s.form = STORED_INT8, s.keys = (const char *)own->keys + first * s.dim, s.values = (const char *)own->values + first * s.dim;
+        s.key_scales = own->key_scales + first, s.value_scales = own->value_scales + first;
+    } else {
+        s.form = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
+        s.keys = (const char *)r->b->keys[task->number] + first * kv_line(m);
+        s.values = (const char *)r->b->values[task->number] + first * kv_line(m);
+    }
+    return s;
+}
+
+#endif

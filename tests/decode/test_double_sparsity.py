@@ -1,0 +1,287 @@
+"""Double Sparsity: columns are chosen by some dimensions, on every executor; labels follow what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_oracle import Reading, reading_model
+from backends import HF, NATIVE, Backend, each_backend, on_backends, reference
+from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
+from families import tiny
+from planted import Planted
+from shoal.calibrate.channels import BLOCK, rank_channels
+from shoal.decode.recipe import Recipe
+from shoal.decode.search import Branch
+from shoal.depth.plan import DepthPlan
+from shoal.engine.load import engine_for
+from shoal.errors import Unsupported
+from shoal.methods.calibrated import Calibrated
+from shoal.methods.d3 import D3
+from shoal.methods.double_sparsity import DoubleSparsity, Ranking
+from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.topk_oracle import TopKOracle
+from shoal.model.choice import Labels, TopColumns
+from shoal.model.packed import native
+from shoal.types import ModelInfo
+
+NEW, LAYERS, K = 24, 6, 6
+PROMPTS = [*SHORT, prompt(37, 3)]
+INFO = ModelInfo(LAYERS, max_new_tokens=NEW)
+D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
+plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=["full", "d3"])
+
+
+def method_for(backend: Backend, name: str, width: int = 3) -> tuple[DoubleSparsity, ModelInfo]:
+    stack = backend.stack(name)
+    heads, dim, _ = stack.kv_sizes[0]
+    draw = torch.Generator().manual_seed(1)
+    channels = tuple(tuple(tuple(torch.randperm(dim, generator=draw).tolist()) for _ in range(heads))
+                     for _ in range(LAYERS))
+    info = replace(INFO, windows=stack.windows, kv_sizes=stack.kv_sizes)
+    return DoubleSparsity(channels, K, width, first=1), info
+
+
+@dataclass(frozen=True)
+class Outline(Reading):
+    """The k largest scores by some dimensions, which are kept where the keys and queries pass by."""
+
+    knobs: DoubleSparsity
+    windows: tuple[int | None, ...]
+    begin: int
+    shown: dict[int, Tensor]
+
+    def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
+        if layer < self.knobs.first or self.windows[layer] is not None:
+            return seen
+        best = self.shown[layer].amax(1)
+        best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+        rank = best.masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
+        return (rank < K) | ~(torch.arange(len(seen))[:, None] >= self.begin)
+
+
+def outlined_model(name: str, knobs: DoubleSparsity, windows: tuple[int | None, ...], begin: int) -> Any:
+    """A `reading_model` that is also shown scores by the first dimensions alone."""
+    shown: dict[int, Tensor] = {}
+    model = reading_model(reference(name), Outline(knobs, windows, begin, shown))
+
+    def before(module: Any, layer: int, query: Tensor, key: Tensor) -> None:
+        keep = torch.zeros(len(key[0]), 1, 1, key.shape[3], dtype=key.dtype)
+        for head, dims in enumerate(knobs.channels[layer]):
+            keep[head, ..., list(dims[: knobs.width])] = 1
+        grouped = query[0].view(len(key[0]), -1, *query.shape[2:])
+        shown[layer] = (grouped * keep) @ key[0][:, None].mT
+
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.shown = before
+    return model
+
+
+@plans
+@on_backends("gemma2", "hybrid", "olmo2")
+def test_what_is_read_is_what_some_dimensions_say(backend: Backend, name: str, plan: DepthPlan) -> None:
+    method, info = method_for(backend, name)
+    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, stack=backend.stack(name))
+    for number, ids in enumerate(PROMPTS):
+        model = outlined_model(name, method, info.windows, len(ids))
+        expected = oracle_logits(model, ids, plan, run.tokens[number])
+        assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
+    plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
+    assert gap(run.logits(3).to(plain.dtype), plain) > 0.05, "k was too large to matter"
+
+
+@on_backends("llama", "qwen3")
+def test_all_dimensions_are_the_oracle(backend: Backend, name: str) -> None:
+    method, info = method_for(backend, name, width=8)
+    oracle = TopKOracle(K, first=1).recipe(info)
+    for ids in PROMPTS:
+        found, expected = (decode(None, [ids], one, NEW, stack=backend.stack(name))
+                           for one in (method.recipe(info), oracle))
+        assert gap(found.logits(0), expected.logits(0)) <= max(1e-4 if backend == NATIVE else 0, backend.exact)
+
+
+@on_backends("llama", "hybrid")
+def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
+    method, info = method_for(backend, name)
+    part = replace(method, k=64).recipe(info)
+    for ids in PROMPTS:
+        plain, parted = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (part.plan, part))
+        assert torch.equal(plain.logits(0), parted.logits(0))
+
+
+RECIPES = {
+    "d3": lambda part: Recipe(D3_PLAN, select=part),
+    "of bytes": lambda part: Recipe(DepthPlan.full(LAYERS), select=part, store=KVInt8().recipe(INFO).store),
+    "of ends": lambda part: replace(StreamingLLM(window=12, sinks=1, every=3).recipe(INFO), select=part),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_backends("llama", "hybrid")
+def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: str) -> None:
+    method, info = method_for(backend, name)
+    full, stack = RECIPES[recipe](method.recipe(info).select), backend.stack(name)
+    alone = [decode(None, [ids], full, NEW, stack=stack) for ids in PROMPTS]
+    mates = [full, Recipe(DepthPlan.full(LAYERS)), full, full]
+    for chunk in (2048, 4):
+        together = decode(None, PROMPTS, mates, NEW, stack=stack, chunk=chunk)
+        for number in (0, 2, 3):
+            most = 1e-6 if backend == NATIVE else backend.exact
+            assert gap(together.logits(number), alone[number].logits(0)) <= most
+    for ids, plain in zip(PROMPTS, alone, strict=True):
+        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
+        assert decode(None, [ids], replace(full, proposer=guesses), NEW, stack=stack).tokens == plain.tokens
+        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+
+
+@dataclass(frozen=True)
+class Forking:
+    """A search whose answer is a fork that is made in the middle of the text."""
+
+    def most(self, greedy: bool) -> int:
+        return 2
+
+    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+        root.advance(9)
+        yield [root]
+        (twin,) = root.fork(1)
+        for branch in (root, twin):
+            branch.advance()
+        yield [root, twin]
+        return twin
+
+
+@each_backend
+def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
+    method, info = method_for(backend, "llama")
+    recipe = method.recipe(info)
+    alone = decode(None, [PROMPTS[3]], recipe, NEW, stack=backend.stack("llama"))
+    run = decode(None, [PROMPTS[3]], replace(recipe, search=Forking()), NEW, stack=backend.stack("llama"))
+    assert run.tokens == alone.tokens
+
+
+kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+
+
+@kernels
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After appends, guesses that were taken back, and columns that moved; and nothing is asked of Python."""
+    made: list[Labels] = []
+    first = Labels.__init__
+
+    def noted(self: Labels, dims: Tensor) -> None:
+        first(self, dims)
+        made.append(self)
+
+    monkeypatch.setattr(Labels, "__init__", noted)
+    monkeypatch.setattr(TopColumns, "__call__", None)
+    method, info = method_for(NATIVE, "llama")
+    full = RECIPES[recipe](method.recipe(info).select)
+    plain = decode(None, [PROMPTS[3]], full, NEW, stack=NATIVE.stack("llama")).tokens[0]
+    made.clear()
+    guesses = Planted({0: plain}, depth=4, tree=True)
+    run = make_run(None, [PROMPTS[3]], replace(full, proposer=guesses), NEW, stack=NATIVE.stack("llama"))
+    checked = 0
+    for _ in run.steps():
+        for number, layer in enumerate(run.cache.layers if made and run.cache.rows else ()):
+            known, starts, rewritten = made[0]._known.get(number, (0, -1, -1))
+            if (starts, rewritten) == (layer.starts[0], layer.rewritten[0]):
+                keys, _ = layer.read(0, known, torch.float32)
+                labels = made[0].buffers[number].permute(0, 1, 3, 2).flatten(1, 2)[:, starts % 16 :][:, :known]
+                dims = made[0].dims[number][:, None].expand(-1, known, -1)
+                assert torch.equal(labels, keys.gather(2, dims))
+                checked += known
+    assert checked > 200
+
+
+@kernels
+def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
+    method, info = method_for(NATIVE, "llama")
+    recipe = replace(method, k=150).recipe(info)
+    found = decode(None, [ids], recipe, 6, stack=stack)
+    monkeypatch.setattr("shoal.model.packed.native_stack._choices", lambda *_: None)
+    expected = decode(None, [ids], recipe, 6, stack=stack)
+    assert gap(found.logits(0), expected.logits(0)) <= 1e-4
+    assert gap(found.logits(0), decode(None, [ids], recipe.plan, 6, stack=stack).logits(0)) > 1e-2
+
+
+def by_hand(texts: Sequence[Sequence[int]]) -> Ranking:
+    """All tokens of all texts, in one pass each, looked at in transformers' own attention."""
+    shown: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(LAYERS)]
+    model = reading_model(reference("llama"), Reading())
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.shown = lambda module, layer, query, key: shown[layer].append((query[0], key[0]))
+    for text in texts:
+        model(torch.tensor([list(text[:BLOCK])]), use_cache=False)
+    ranking = []
+    for pieces in shown:
+        sums = torch.stack([sum(abs(q.view(2, 2, -1, 8)[head] * k[head]).sum((0, 1)) for q, k in pieces)
+                            for head in range(2)])
+        pairs = [sorted(range(4), key=lambda j, s=s: -float(s[j] + s[j + 4])) for s in sums]
+        ranking.append(tuple(tuple(d for j in order for d in (j, j + 4)) for order in pairs))
+    return tuple(ranking)
+
+
+def test_channels_are_ranked_over_all_texts() -> None:
+    """The released code keeps those of the last block alone: here the last text says something else than all."""
+    texts = [prompt(size, seed) for seed, size in enumerate((90, 70, BLOCK + 40, 6))]
+    for backend in (HF, NATIVE):
+        engine = engine_for(tiny("llama")) if backend == HF else engine_for(tiny("llama", dtype=torch.float32))
+        assert rank_channels(engine, texts, progress=False) == by_hand(texts)
+    assert by_hand(texts) != by_hand(texts[-1:])
+    with pytest.raises(ValueError, match="there is no text to read"):
+        rank_channels(engine, [[]])
+
+
+def test_planted_dimensions_are_ranked_first() -> None:
+    model = tiny("llama")
+    attention = [layer.self_attn for layer in model.model.layers]
+    with torch.no_grad():
+        for part in attention:
+            for weight in (part.q_proj.weight, part.k_proj.weight):
+                weight.view(-1, 8, weight.shape[1])[:, [2, 6]] *= 20
+    for layer in rank_channels(engine_for(model), [prompt(60)], progress=False):
+        assert [set(head[:2]) for head in layer] == [{2, 6}] * 2
+
+
+CHANNELS: Ranking = (((0, 1, 2, 3),),) * LAYERS
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "k": ({"k": 0}, "k is 0; it must be at least 1 column, or None for all"),
+    "first": ({"first": -1}, "first is -1; it must be at least 0"),
+    "width": ({"width": 0}, r"width is 0; it must be in \[1, 4\]"),
+    "wide": ({"width": 5}, r"width is 5; it must be in \[1, 4\]"),
+    "no channels": ({"channels": ()}, "channels must rank all dimensions of a head"),
+    "twice": ({"channels": (((0, 0, 1),),)}, "channels must rank all dimensions of a head"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options(name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        DoubleSparsity(**{"channels": CHANNELS, **options})
+
+
+def test_a_calibration_of_another_model() -> None:
+    with pytest.raises(ValueError, match="channels are of 6 layers with 1 KV heads of 4 .* model has 8 with 1 of 4"):
+        DoubleSparsity(CHANNELS).recipe(ModelInfo(8))
+    with pytest.raises(ValueError, match="this model has 6 with 2 of 8; calibrate it"):
+        DoubleSparsity(CHANNELS).recipe(replace(INFO, kv_sizes=((2, 8, 8),) * LAYERS))
+    with pytest.raises(Unsupported, match="as calibrated for model abc"):
+        Calibrated(DoubleSparsity(CHANNELS), "abc").recipe(replace(INFO, fingerprint=lambda: "def"))
+    with pytest.raises(Unsupported, match="does not show its queries"):
+        DoubleSparsity(CHANNELS).recipe(replace(INFO, shows_queries=False))
+    assert DoubleSparsity(CHANNELS, k=None).recipe(INFO).exact_to == "full"
+    assert DoubleSparsity(CHANNELS, first=6).recipe(INFO).exact_to == "full"
+    with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
+        DoubleSparsity(CHANNELS).recipe(replace(INFO, windows=(8,) * LAYERS))

@@ -1,0 +1,228 @@
+"""TidalDecode: what each layer reads, on every executor, against a sort of all scores; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_oracle import Reading, reading_model
+from backends import NATIVE, Backend, each_backend, on_backends, reference
+from drive import SHORT, decode, gap, oracle_logits, prompt
+from oracle import prefix_counts
+from planted import Planted
+from shoal.decode.recipe import Recipe
+from shoal.decode.search import Branch
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.d3 import D3
+from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.tidal import Tidal
+from shoal.model.choice import ALL, CHOOSES, CHOSEN, TopColumns
+from shoal.model.kv import KVCache
+from shoal.model.packed import native
+from shoal.types import ModelInfo
+
+NEW, LAYERS, K = 24, 6, 6
+PROMPTS = [*SHORT, prompt(37, 3)]
+INFO = ModelInfo(LAYERS, max_new_tokens=NEW)
+D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
+FAMILIES = ("gemma2", "hybrid", "olmo2")
+LOW_PLAN = D3(alpha=0.9, core=2, order="low_first").recipe(INFO).plan
+plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN, LOW_PLAN], ids=["full", "d3", "low first"])
+
+
+@dataclass(frozen=True)
+class Tides(Reading):
+    """What each position chose, layer by layer; one that a layer does not run chooses nothing there."""
+
+    roles: tuple[int, ...]
+    plan: DepthPlan
+    begin: int
+    passes: list[Tensor] = field(default_factory=list)
+
+    def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
+        size = len(seen)
+        if layer == 0:
+            self.passes[:] = [torch.zeros(len(scores), size, size, dtype=torch.bool)]
+        if self.roles[layer] == ALL:
+            return seen
+        best = scores.amax(1)
+        best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+        top = best.masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1) < K
+        chosen, late = self.passes[0], torch.arange(size)[:, None] >= self.begin
+        known = chosen.any(-1, keepdim=True)
+        reads = known if self.roles[layer] == CHOSEN else torch.zeros_like(known)
+        ran = torch.arange(size)[:, None] < prefix_counts(self.plan.attention, self.begin, size)[layer]
+        read = torch.where(reads & late, chosen, seen)
+        self.passes[0] = torch.where(~reads & ran, top, chosen)
+        return read
+
+
+def method_for(backend: Backend, name: str) -> tuple[Tidal, ModelInfo]:
+    """One whose layers that select have no sliding window."""
+    windows = backend.stack(name).windows
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    select, reselect = (1, 3) if len(whole) == LAYERS else (whole[0], whole[1] if len(whole) > 2 else LAYERS)
+    return Tidal(K, select, reselect), replace(INFO, windows=windows)
+
+
+@plans
+@on_backends(*FAMILIES)
+def test_layers_read_what_was_selected_last(backend: Backend, name: str, plan: DepthPlan) -> None:
+    """Under a plan that drops them, too: the role of a layer goes to the one before, or to the next that runs."""
+    method, info = method_for(backend, name)
+    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, stack=backend.stack(name))
+    for number, ids in enumerate(PROMPTS):
+        model = reading_model(reference(name), Tides(method.roles(info), plan, len(ids)))
+        expected = oracle_logits(model, ids, plan, run.tokens[number])
+        assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
+    plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
+    assert gap(run.logits(3).to(plain.dtype), plain) > 0.05, "k was too large to matter"
+
+
+def test_the_plan_drops_layers_that_select() -> None:
+    """Else the test above would not show who takes their role."""
+    assert any({1, 4} <= {*D3_PLAN.layers(step)} and 3 not in D3_PLAN.layers(step) for step in range(NEW))
+    assert any({2, 3} <= {*LOW_PLAN.layers(step)} and 1 not in LOW_PLAN.layers(step) for step in range(NEW))
+
+
+RECIPES = {
+    "d3": lambda part: Recipe(D3_PLAN, select=part),
+    "d3 by sublayers": lambda part: Recipe(replace(D3_PLAN, mlp=tuple(reversed(D3_PLAN.mlp))), select=part),
+    "of bytes": lambda part: Recipe(DepthPlan.full(LAYERS), select=part, store=KVInt8().recipe(INFO).store),
+    "of ends": lambda part: replace(StreamingLLM(window=12, sinks=1, every=3).recipe(INFO), select=part),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@recipes
+@on_backends("llama", "hybrid")
+def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: str) -> None:
+    """Each node of a tree chooses for itself; a row's mates and the pieces of its prompt do not matter."""
+    method, info = method_for(backend, name)
+    full = RECIPES[recipe](method.recipe(info).select)
+    stack = backend.stack(name)
+    alone = [decode(None, [ids], full, NEW, stack=stack) for ids in PROMPTS]
+    mates = [full, Recipe(DepthPlan.full(LAYERS)), full, full]
+    for chunk in (2048, 4):
+        together = decode(None, PROMPTS, mates, NEW, stack=stack, chunk=chunk)
+        for number in (0, 2, 3):
+            most = 1e-6 if backend == NATIVE else backend.exact
+            assert gap(together.logits(number), alone[number].logits(0)) <= most
+    for ids, plain in zip(PROMPTS, alone, strict=True):
+        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
+        fast = decode(None, [ids], replace(full, proposer=guesses), NEW, stack=stack)
+        assert plain.tokens == fast.tokens
+        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+
+
+@on_backends("llama", "hybrid")
+def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
+    method, info = method_for(backend, name)
+    part = replace(method, k=64).recipe(info)
+    for ids in PROMPTS:
+        plain, parted = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (part.plan, part))
+        assert torch.equal(plain.logits(0), parted.logits(0))
+
+
+def test_neutral_settings_have_no_part() -> None:
+    for method in (Tidal(None), Tidal(select=5), Tidal(select=9)):
+        assert method.recipe(INFO).exact_to == "full"
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns than one chunk, and than one task covers: the kernels choose what the twin in torch does."""
+    ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
+    recipe = Tidal(200, 1, 3).recipe(INFO)
+    calls: list[int] = []
+    twin = TopColumns.__call__
+
+    def counted(self: TopColumns, layer: int, *shown: Any) -> Tensor | None:
+        calls.append(layer)
+        return twin(self, layer, *shown)
+
+    monkeypatch.setattr(TopColumns, "__call__", counted)
+    found = decode(None, [ids], recipe, 6, stack=stack)
+    assert not calls, "the kernels asked Python"
+    monkeypatch.setattr("shoal.model.packed.native_stack._choices", lambda *_: None)
+    expected = decode(None, [ids], recipe, 6, stack=stack)
+    assert len(calls) == 5 * LAYERS
+    assert gap(found.logits(0), expected.logits(0)) <= 1e-4
+    plain = decode(None, [ids], recipe.plan, 6, stack=stack)
+    assert gap(found.logits(0), plain.logits(0)) > 1e-2, "k was too large to matter"
+
+
+def test_planted_columns_are_found() -> None:
+    """Where all layers share their heavy keys, as many columns as there are of them give what all columns give."""
+    keys = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    queries = torch.randn(4, 1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    heavy = [3, 17, 40]
+    keys[:, heavy] = 50 * queries.view(2, 2, 1, 4).sum(1)
+    row = KVCache([None] * 2, 1)
+    row.positions[0] = 49
+    choice = TopColumns(4, (CHOOSES, CHOSEN), row, 0)
+    seen = torch.ones(1, 50, dtype=torch.bool)
+    assert choice(0, queries, keys, seen) is None
+    columns = choice(1, queries, keys, seen)
+    assert columns is not None and columns.sort(-1).values.tolist() == [[[*heavy, 49]]] * 2
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "k": ({"k": 0}, "k is 0; it must be at least 1 column, or None for all"),
+    "select": ({"select": -1}, "select is -1; it must be at least 0"),
+    "reselect": ({"select": 3, "reselect": 3}, "reselect is 3; it must come behind select, 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options(name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        Tidal(**options)
+
+
+def test_layers_that_cannot_select() -> None:
+    windows = (None, 8, None, 8, None, 8)
+    assert Tidal().roles(ModelInfo(12, windows=windows * 2)) == (0, 0, 1, 0, 1, 0, 2, 0, 2, 0, 2, 0)
+    assert Tidal().roles(ModelInfo(12)) == (0, 0, 1, 2, 1, *[2] * 7)
+    assert Tidal().roles(ModelInfo(6, windows=(8, 8, None) * 2)) == (0, 0, 1, 0, 0, 2)
+    with pytest.raises(ValueError, match="select is 1, a layer with a sliding window; it must be one .*: 0, 2, 4"):
+        Tidal(select=1).recipe(replace(INFO, windows=windows))
+    with pytest.raises(ValueError, match="reselect is 1; it must come behind select, 1"):
+        Tidal(reselect=1).recipe(INFO)
+    with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
+        Tidal().recipe(replace(INFO, windows=(8,) * LAYERS))
+    with pytest.raises(Unsupported, match="does not show its queries"):
+        Tidal().recipe(replace(INFO, shows_queries=False))
+
+
+@dataclass(frozen=True)
+class Late:
+    """A search whose answer is a fork that is made in the middle of the text."""
+
+    def most(self, greedy: bool) -> int:
+        return 2
+
+    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+        root.advance(9)
+        yield [root]
+        (twin,) = root.fork(1)
+        for branch in (root, twin):
+            branch.advance()
+        yield [root, twin]
+        return twin
+
+
+@each_backend
+def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
+    recipe = Tidal(K, 1, 3).recipe(INFO)
+    alone = decode(None, [PROMPTS[3]], recipe, NEW, stack=backend.stack("llama"))
+    run = decode(None, [PROMPTS[3]], replace(recipe, search=Late()), NEW, stack=backend.stack("llama"))
+    assert run.tokens == alone.tokens
