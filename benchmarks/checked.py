@@ -99,7 +99,8 @@ def _turned(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def _points(found: Mapping[str, float]) -> str:
-    return f"{100 * found['mean']:+.1f} [{100 * found['low']:+.1f} to {100 * found['high']:+.1f}]"
+    mean, low, high = (f"{round(100 * found[name], 1) + 0.0:+.1f}" for name in ("mean", "low", "high"))  # never -0.0
+    return f"{mean} [{low} to {high}]"
 
 
 def _p(found: Mapping[str, float]) -> str:

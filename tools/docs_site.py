@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md",
-           "benchmarks/quality/README.md": "quality.md",
+           "benchmarks/quality/README.md": "quality.md", "benchmarks/evidence/README.md": "evidence_tables.md",
            "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/fixtures/models/shoal-reference/README.md": "reference_model.md",
            "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
