@@ -43,7 +43,7 @@ def test_answers_are_shown_beside_full_depth_and_d3(evidence: ModuleType, report
     lines = evidence.checked.table("a model", report).splitlines()
     assert lines[0] == ("**a model, squad**: 1,000 items, at full depth 50.0 % right [47.0 to 53.0], trivial answers "
                         "10.0 %, 74 tokens an answer:")
-    assert lines[4] == "| 1.05x | d3 | 20.00 (20.50) | 49.5 | +0.5 [-0.2 to +1.2] | 0.040 | 3.0 |  |  | 25.0 |"
+    assert lines[4] == "| 1.05x | 1.04x | d3 | 20.00 (20.50) | 49.5 | +0.5 [-0.2 to +1.2] | 0.040 | 3.0 |  |  | 25.0 |"
     assert "| +2.0 [+1.0 to +3.0] | 0.040 | 3.0 | +1.0 [-1.0 to +3.0] | 0.200 |" in lines[5]
 
 
@@ -57,8 +57,14 @@ def test_the_largest_speedup_is_one_that_is_shown_to_lose_little(evidence: Modul
 def test_the_short_table_sets_constant_depth_beside_d3(evidence: ModuleType, report: dict[str, Any]) -> None:
     lines = evidence.checked.short({("m", "squad"): report}).splitlines()[2:]
     assert lines == [
-        "| m | squad, 1,000 | 50.0 | 1.05x | +0.5 [-0.2 to +1.2] | +2.0 [+1.0 to +3.0] | 0.200 | 25.0 |",
-        "| m | squad, 1,000 | 50.0 | 1.1x | +3.0 [+2.0 to +4.0] | +5.0 [+4.0 to +6.0] | 0.200 | 25.0 |"]
+        "| m | squad, 1,000 | 50.0 | 1.05x | 1.04x | +0.5 [-0.2 to +1.2] | +2.0 [+1.0 to +3.0] | 0.200 | 25.0 |",
+        "| m | squad, 1,000 | 50.0 | 1.1x |  | +3.0 [+2.0 to +4.0] | +5.0 [+4.0 to +6.0] | 0.200 | 25.0 |"]
+
+
+def test_a_control_that_cannot_reach_the_mean_is_said_so(evidence: ModuleType, report: dict[str, Any]) -> None:
+    del report["suites"][0]["answers"][-1]
+    lines = evidence.checked.short({("m", "squad"): report}).splitlines()[2:]
+    assert lines[1] == "| m | squad, 1,000 | 50.0 | 1.1x |  | +3.0 [+2.0 to +4.0] | no such mean |  | 25.0 |"
 
 
 def test_the_nearest_control_is_named_and_bold_where_it_is_beyond_doubt(evidence: ModuleType) -> None:
