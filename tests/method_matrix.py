@@ -24,6 +24,7 @@ from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
+from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
@@ -83,6 +84,8 @@ MATRIX: tuple[Method, ...] = (
     Eagle(part_for("eagle", "llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     Medusa(part_for("medusa", "llama")),
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
+    Momentum(alpha=0.0),
+    Momentum(alpha=0.3, candidates=7),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.medusa import Medusa
+    from shoal.methods.momentum import Momentum
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
@@ -70,6 +71,7 @@ __all__ = [
     "Medusa",
     "Method",
     "ModelInfo",
+    "Momentum",
     "PromptLookup",
     "Recipe",
     "Regex",
@@ -114,6 +116,7 @@ _HOME = {
     "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
+    "Momentum": "shoal.methods.momentum",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",
     "Recipe": "shoal.decode.recipe",
