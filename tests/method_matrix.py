@@ -7,6 +7,7 @@ small and decays steep: each lossy setting changes the number of layers within t
 from __future__ import annotations
 
 from drafts import draft_of
+from shoal.methods.adadec import AdaDec
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
@@ -86,6 +87,8 @@ MATRIX: tuple[Method, ...] = (
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
     Momentum(alpha=0.0),
     Momentum(alpha=0.3, candidates=7),
+    AdaDec(lookahead=0),
+    AdaDec(threshold=0.9, candidates=4, lookahead=2),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

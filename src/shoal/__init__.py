@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
+    from shoal.methods.adadec import AdaDec
     from shoal.methods.aded import ADED
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
@@ -52,6 +53,7 @@ __all__ = [
     "D3",
     "DEL",
     "RSD",
+    "AdaDec",
     "Auto",
     "BestOf",
     "D3Spec",
@@ -95,6 +97,7 @@ __all__ = [
 
 _HOME = {
     "ADED": "shoal.methods.aded",
+    "AdaDec": "shoal.methods.adadec",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",
     "D3": "shoal.methods.d3",

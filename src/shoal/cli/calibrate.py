@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
+  shoal calibrate --for adadec --suite humaneval --data DIR --out adadec.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
 """
 
@@ -31,6 +32,8 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
+    aim.add_argument("--for", dest="what", choices=("depth", "adadec"), default="depth", help="what is found: a depth "
+                     "schedule, or the entropy from which on adadec pauses, from the --loss-n items' solutions alone")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
@@ -64,20 +67,16 @@ def run(args: argparse.Namespace) -> int:
     from shoal.eval import suites
     from shoal.eval.evaluate import Evaluator
 
+    if args.what == "adadec":
+        return _learn_pauses(args)
     began = time.monotonic()
     aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
     suite = suites.get(_suite(args))
     if suite.kind == "text" and aim.metric != "perplexity":
         raise ValueError(f"suite {suite.name} has no answers to judge; take --metric perplexity, or another suite")
-    if not args.out.resolve().parent.is_dir():
-        raise ValueError(f"there is no folder {str(args.out.resolve().parent)!r} to write {args.out.name} to")
+    _check_out(args.out)
     items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
-    if args.threads is not None:
-        import torch
-
-        torch.set_num_threads(args.threads)
-    _tell("reading the model")
-    engine = common.load_engine(args)
+    engine = _engine(args)
     _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
@@ -95,6 +94,46 @@ def run(args: argparse.Namespace) -> int:
         print(_text(made, args.out))
     common.print_json(made)
     return 0
+
+
+def _learn_pauses(args: argparse.Namespace) -> int:
+    """The threshold of adadec; ends with one JSON line."""
+    from shoal.calibrate import pauses
+    from shoal.eval import suites
+
+    suite = suites.get(_suite(args))
+    if suite.kind != "problems":
+        raise ValueError(f"suite {suite.name} has no reference solutions; give another, such as humaneval")
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", args.loss_n, args.seed)
+    engine = _engine(args)
+    _tell("reading reference solutions")
+    entropies, right = pauses.observe(engine, items, args.batch)
+    made = pauses.card(engine, pauses.learn(entropies, right, args.seed), suite=suite.name, items=items,
+                       seed=args.seed, versions=_versions())
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        found = made["learned"]
+        print(f"adadec pauses from {found['threshold']:.3f} nats on: at {found['pauses']:.1%} of {found['tokens']} "
+              f"tokens of reference solutions. The likeliest token is right at {found['right']:.1%} of all; by its "
+              f"entropy, as many right as wrong, that is told in {found['accuracy']:.1%} of held-out tokens\n"
+              f"written to {args.out}")
+    common.print_json(made)
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    _tell("reading the model")
+    return common.load_engine(args)
+
+
+def _check_out(path: Path) -> None:
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.resolve().parent)!r} to write {path.name} to")
 
 
 def _tell(words: str) -> None:

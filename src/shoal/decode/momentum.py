@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.decode.accept import Outcome, Target, TargetsNumbers, descend
+from shoal.decode.signals import probabilities
 from shoal.decode.tree import TokenTree
 
 
@@ -39,7 +40,7 @@ class Resisting(TargetsNumbers):
         likeliest, text = target.choice(node), target.history(node)
         if likeliest not in text:
             return likeliest
-        probs = target.scores(node).softmax(-1) if target.greedy else target.probs(node)
+        probs = probabilities(target.scores(node)) if target.greedy else target.probs(node)
         best = probs.topk(min(self.candidates, len(probs)))
         left = {token: prob - self.alpha * self._resisted(text, token)
                 for token, prob in zip(best.indices.tolist(), best.values.tolist(), strict=True) if prob > 0}

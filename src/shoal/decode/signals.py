@@ -17,9 +17,19 @@ if TYPE_CHECKING:
 NATS_PER_BIT = math.log(2)
 
 
+def probabilities(scores: Tensor) -> Tensor:
+    """Probabilities [..., V], of half types in float32."""
+    return _widened(scores).softmax(-1)
+
+
+def log_probabilities(scores: Tensor) -> Tensor:
+    """Log-probabilities [..., V], of half types in float32."""
+    return _widened(scores).log_softmax(-1)
+
+
 def entropy(scores: Tensor) -> Tensor:
     """Entropy [...] of the distributions that scores [..., V] stand for."""
-    return entropy_of(_widened(scores).softmax(-1))
+    return entropy_of(probabilities(scores))
 
 
 def entropy_of(probs: Tensor) -> Tensor:
@@ -29,18 +39,18 @@ def entropy_of(probs: Tensor) -> Tensor:
 
 def maximum(scores: Tensor) -> Tensor:
     """Probability [...] of the likeliest token."""
-    return _widened(scores).softmax(-1).amax(-1)
+    return probabilities(scores).amax(-1)
 
 
 def margin(scores: Tensor) -> Tensor:
     """How much more probable [...] the likeliest token is than the second, of two at least."""
-    best = _widened(scores).softmax(-1).topk(2).values
+    best = probabilities(scores).topk(2).values
     return best[..., 0] - best[..., 1]
 
 
 def log_likelihood(scores: Tensor, tokens: Tensor) -> Tensor:
     """Log-likelihood [...] of tokens [...], int64."""
-    return _widened(scores).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    return log_probabilities(scores).gather(-1, tokens[..., None])[..., 0]
 
 
 def p_value(calibration: Sequence[float], value: float) -> float:
@@ -82,5 +92,4 @@ class Rolling:
 
 
 def _widened(scores: Tensor) -> Tensor:
-    """Half types in float32."""
     return scores if scores.element_size() >= 4 else scores.float()
