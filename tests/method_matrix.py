@@ -20,6 +20,8 @@ from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.entropy_adaptive import EntropyAdaptive
+from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
@@ -89,6 +91,10 @@ MATRIX: tuple[Method, ...] = (
     Momentum(alpha=0.3, candidates=7),
     AdaDec(lookahead=0),
     AdaDec(threshold=0.9, candidates=4, lookahead=2),
+    EntropyAdaptive(draft_of("llama", 0.3), tau=-1.0),
+    EntropyAdaptive(draft_of("llama", 0.3), tau=2.0, window=2),
+    FoReaL(draft_of("hybrid", 0.3), lead=None),
+    FoReaL(draft_of("hybrid", 0.3), lead=4),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
+    from shoal.methods.entropy_adaptive import EntropyAdaptive
+    from shoal.methods.foreal import FoReaL
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
     from shoal.methods.kv_int8 import KVInt8
@@ -64,6 +66,8 @@ __all__ = [
     "Eagle",
     "EarlyExit",
     "Engine",
+    "EntropyAdaptive",
+    "FoReaL",
     "Full",
     "Grammar",
     "Jacobi",
@@ -110,6 +114,8 @@ _HOME = {
     "Eagle": "shoal.methods.eagle",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
+    "EntropyAdaptive": "shoal.methods.entropy_adaptive",
+    "FoReaL": "shoal.methods.foreal",
     "Full": "shoal.methods.full",
     "Grammar": "shoal.engine.constraint",
     "Jacobi": "shoal.methods.jacobi",

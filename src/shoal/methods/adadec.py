@@ -25,9 +25,10 @@ class AdaDec(Method):
 
     The best has the highest mean log-probability with its continuation, which is greedy, ends where the answer would
     end, and is thrown away. Made for code, where the right token is often there but not first; in prose what repeats
-    itself may well score best. It costs a forward for each token that is looked ahead. The threshold differs from model to model: `shoal calibrate --for adadec` learns it
-    from reference solutions. With a temperature above 0, of which the paper does not speak, sure tokens are drawn, and
-    at a pause the best candidate that may be drawn is taken.
+    itself may well score best. It costs a forward for each token that is looked ahead. The threshold differs from
+    model to model: `shoal calibrate --for adadec` learns it from reference solutions. With a temperature above 0, of
+    which the paper does not speak, sure tokens are drawn, and at a pause the best candidate that may be drawn is
+    taken.
 
     Attributes:
         threshold: entropy in nats from which on to pause, 0 or more; infinity never does.
