@@ -103,6 +103,9 @@ class TableTarget:
     def choice(self, node: int) -> int:
         return int(self.probs(node).argmax()) if self.greedy else self.draw(self.probs(node), node, "sample")
 
+    def history(self, node: int) -> list[int]:
+        return list(self.words(node))
+
     def uniform(self, node: int, purpose: str) -> Coin:
         return Coin(self.dice)
 

@@ -7,6 +7,7 @@ small and decays steep: each lossy setting changes the number of layers within t
 from __future__ import annotations
 
 from drafts import draft_of
+from shoal.methods.adadec import AdaDec
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
@@ -21,11 +22,14 @@ from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.entropy_adaptive import EntropyAdaptive
+from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
+from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
@@ -89,6 +93,14 @@ MATRIX: tuple[Method, ...] = (
     Eagle(part_for("eagle", "llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     Medusa(part_for("medusa", "llama")),
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
+    Momentum(alpha=0.0),
+    Momentum(alpha=0.3, candidates=7),
+    AdaDec(lookahead=0),
+    AdaDec(threshold=0.9, candidates=4, lookahead=2),
+    EntropyAdaptive(draft_of("llama", 0.3), tau=-1.0),
+    EntropyAdaptive(draft_of("llama", 0.3), tau=2.0, window=2),
+    FoReaL(draft_of("hybrid", 0.3), lead=None),
+    FoReaL(draft_of("hybrid", 0.3), lead=4),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
+    from shoal.methods.adadec import AdaDec
     from shoal.methods.aded import ADED
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
+    from shoal.methods.entropy_adaptive import EntropyAdaptive
+    from shoal.methods.foreal import FoReaL
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.medusa import Medusa
+    from shoal.methods.momentum import Momentum
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
@@ -56,6 +60,7 @@ __all__ = [
     "D3",
     "DEL",
     "RSD",
+    "AdaDec",
     "Auto",
     "BestOf",
     "CentroidKV",
@@ -68,6 +73,8 @@ __all__ = [
     "Eagle",
     "EarlyExit",
     "Engine",
+    "EntropyAdaptive",
+    "FoReaL",
     "Full",
     "Grammar",
     "Jacobi",
@@ -77,6 +84,7 @@ __all__ = [
     "Medusa",
     "Method",
     "ModelInfo",
+    "Momentum",
     "NarrowMLPs",
     "PromptLookup",
     "Recipe",
@@ -103,6 +111,7 @@ __all__ = [
 
 _HOME = {
     "ADED": "shoal.methods.aded",
+    "AdaDec": "shoal.methods.adadec",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",
     "CentroidKV": "shoal.methods.centroid_kv",
@@ -117,6 +126,8 @@ _HOME = {
     "Eagle": "shoal.methods.eagle",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
+    "EntropyAdaptive": "shoal.methods.entropy_adaptive",
+    "FoReaL": "shoal.methods.foreal",
     "Full": "shoal.methods.full",
     "Grammar": "shoal.engine.constraint",
     "Jacobi": "shoal.methods.jacobi",
@@ -126,6 +137,7 @@ _HOME = {
     "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
+    "Momentum": "shoal.methods.momentum",
     "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",

@@ -172,6 +172,9 @@ class Stats:
         horizon: the number of tokens over which the depth schedule was laid out.
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
         kv_bytes_saved: what was not stored, against every layer storing every position as the model computes it.
+        second_tokens: tokens of the answer that a second model wrote by itself; each counts the layers of that model.
+        second_layer_tokens: layer-tokens of a second model that writes, of its own layers, reading included.
+        switches: how often one model wrote a token after the other.
     """
 
     prompt_tokens: int
@@ -197,6 +200,9 @@ class Stats:
     kv_bytes_allocated: int
     kv_bytes_used: int
     kv_bytes_saved: int
+    second_tokens: int = 0
+    second_layer_tokens: float = 0.0
+    switches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
   shoal calibrate --for double_sparsity --suite wikitext2 --data DIR --out channels.json
+  shoal calibrate --for adadec --suite humaneval --data DIR --out adadec.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
 """
 
@@ -34,9 +35,10 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
-    aim.add_argument("--for", dest="purpose", choices=("depth", "double_sparsity"), default="depth", help="a depth "
-                     "schedule, or what that method needs: then only --suite, --data, --loss-n, --seed, --threads and "
-                     "--out count")
+    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "double_sparsity"), default="depth",
+                     help="a depth schedule, the entropy from which on adadec pauses, or the dimensions that "
+                     "double_sparsity scores by; for the latter two only --suite, --data, --loss-n, --seed, --threads "
+                     "and --out count")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
@@ -66,6 +68,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate, print what was found, end with one JSON line."""
+    if args.purpose != "depth":
+        return {"adadec": _learn_pauses, "double_sparsity": _channels}[args.purpose](args)
     from shoal.calibrate.calibration import Aim, card, search
     from shoal.eval import suites
     from shoal.eval.evaluate import Evaluator
@@ -73,20 +77,11 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
     suite = suites.get(_suite(args))
-    if args.purpose == "depth" and suite.kind == "text" and aim.metric != "perplexity":
+    if suite.kind == "text" and aim.metric != "perplexity":
         raise ValueError(f"suite {suite.name} has no answers to judge; take --metric perplexity, or another suite")
-    if not args.out.resolve().parent.is_dir():
-        raise ValueError(f"there is no folder {str(args.out.resolve().parent)!r} to write {args.out.name} to")
-    most = max(args.loss_n, args.answer_n) if args.purpose == "depth" else args.loss_n
-    items = suite.items(args.data, "calibration", most, args.seed)
-    if args.threads is not None:
-        import torch
-
-        torch.set_num_threads(args.threads)
-    _tell("reading the model")
-    engine = common.load_engine(args)
-    if args.purpose == "double_sparsity":
-        return _channels(args, engine, items, suite.name)
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
+    engine = _engine(args)
     _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
@@ -106,16 +101,60 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _channels(args: argparse.Namespace, engine: Engine, items: list[Item], suite: str) -> int:
-    """Rank dimensions, and write the card of the method that scores by them."""
+def _channels(args: argparse.Namespace) -> int:
+    """Rank dimensions, and write the card of the method that scores by them; ends with one JSON line."""
     from shoal.calibrate.channels import channel_card
+    from shoal.eval import suites
 
-    made = channel_card(engine, items, suite, args.seed)
+    suite = suites.get(_suite(args))
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", args.loss_n, args.seed)
+    made = channel_card(_engine(args), items, suite.name, args.seed)
     args.out.write_text(json.dumps(made) + "\n", encoding="utf-8")
     if not args.json:
         print(f"the dimensions of keys, ranked on {len(items)} texts; it is run by --method {args.out}")
     common.print_json(made)
     return 0
+
+
+def _learn_pauses(args: argparse.Namespace) -> int:
+    """The threshold of adadec; ends with one JSON line."""
+    from shoal.calibrate import pauses
+    from shoal.eval import suites
+
+    suite = suites.get(_suite(args))
+    if suite.kind != "problems":
+        raise ValueError(f"suite {suite.name} has no reference solutions; give another, such as humaneval")
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", args.loss_n, args.seed)
+    engine = _engine(args)
+    _tell("reading reference solutions")
+    entropies, right = pauses.observe(engine, items, args.batch)
+    made = pauses.card(engine, pauses.learn(entropies, right, args.seed), suite=suite.name, items=items,
+                       seed=args.seed, versions=_versions())
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        found = made["learned"]
+        print(f"adadec pauses from {found['threshold']:.3f} nats on: at {found['pauses']:.1%} of {found['tokens']} "
+              f"tokens of reference solutions. The likeliest token is right at {found['right']:.1%} of all; by its "
+              f"entropy, as many right as wrong, that is told in {found['accuracy']:.1%} of held-out tokens\n"
+              f"written to {args.out}")
+    common.print_json(made)
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    _tell("reading the model")
+    return common.load_engine(args)
+
+
+def _check_out(path: Path) -> None:
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.resolve().parent)!r} to write {path.name} to")
 
 
 def _tell(words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +34,10 @@ class Target(Protocol):
 
     def index(self, node: int) -> int:
         """How many tokens the row has emitted when the token after `node` comes."""
+        ...
+
+    def history(self, node: int) -> list[int]:
+        """Every token before the one that comes after `node`: the prompt, what was emitted, the path to the node."""
         ...
 
     def uniform(self, node: int, purpose: str) -> float:
@@ -106,10 +111,15 @@ class Match(TargetsNumbers):
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
         """See the class."""
-        path = [0]
-        while True:
-            token = target.choice(path[-1])
-            child = tree.child(path[-1], token)
-            if child is None:
-                return Outcome(tuple(path), token)
-            path.append(child)
+        return descend(tree, target.choice)
+
+
+def descend(tree: TokenTree, choice: Callable[[int], int]) -> Outcome:
+    """Down the guesses that are what is chosen after the node before them."""
+    path = [0]
+    while True:
+        token = choice(path[-1])
+        child = tree.child(path[-1], token)
+        if child is None:
+            return Outcome(tuple(path), token)
+        path.append(child)

@@ -221,7 +221,7 @@ class Batch:
                 self._commit(share.row, range(len(share.chunk.tokens)))
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values[-len(share.tree) :])))
-        outcomes = [self.judge(share.row, target) for share, target in ended]
+        outcomes = self.judge_all([(share.row, target, len(share.chunk.tokens)) for share, target in ended])
         mixed = len({share.guesses for share in shares}) > 1
         self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self._settle(ended, outcomes)
@@ -229,6 +229,10 @@ class Batch:
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
         """What is fed for each row that decodes: its last token, and guesses of what follows."""
         return self.parts.propose(rows)
+
+    def judge_all(self, rows: Sequence[tuple[Row, RowTarget, int]]) -> list[Outcome]:
+        """What is kept of the trees of rows that emit something now; of each, how many uncommitted tokens it holds."""
+        return [self.judge(row, target) for row, target, _ in rows]
 
     def judge(self, row: Row, target: RowTarget) -> Outcome:
         """What is kept of a row's tree, which is its last token alone where it has read its prompt."""

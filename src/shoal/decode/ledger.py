@@ -22,6 +22,9 @@ class RowLedger:
         layers_read: layers that the forwards after the prefill went through, each once however many nodes it ran,
             the target's and those of guessing with its layers together.
         heads_read: how often the LM head was read in them.
+        second_tokens: tokens of the answer that a second model wrote by itself.
+        second_layer_tokens: layer-tokens that it ran, of its own layers, what it read of the other's tokens included.
+        switches: how often one model wrote a token after the other.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
@@ -37,6 +40,9 @@ class RowLedger:
     draft_layer_tokens: float = 0.0
     layers_read: float = 0.0
     heads_read: int = 0
+    second_tokens: int = 0
+    second_layer_tokens: float = 0.0
+    switches: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)

@@ -94,7 +94,7 @@ class Row:
 
     def emit(
         self, tokens: Sequence[int], guessed: int = 0,
-        logprob: Callable[[int, int], TokenLogprob | None] = lambda place, token: None,
+        logprob: Callable[[int, int], TokenLogprob | None] = lambda place, token: None, depth: float | None = None,
     ) -> list[Step]:
         """Move the row on by tokens, as far as its stop rules let it.
 
@@ -102,13 +102,14 @@ class Row:
             tokens: what follows the last one.
             guessed: how many of the first of them had been guessed.
             logprob: of each, by its place among them and its id.
+            depth: layers that each ran, where it is not what the plan says.
         """
         steps = []
         for place, piece in enumerate(self.stop.push(tokens)):
             index, known = self.emitted, logprob(place, piece.token)
-            depth = self.recipe.plan.depth(index)
+            ran = self.recipe.plan.depth(index) if depth is None else depth
             steps.append(Step(
-                self.number, index, piece.token, piece.text, depth, place < guessed, known, piece.finish_reason
+                self.number, index, piece.token, piece.text, ran, place < guessed, known, piece.finish_reason
             ))
             self.tokens.append(piece.token)
         self.steps += steps

@@ -7,8 +7,9 @@ be the beginning of a stop string is held back, so that no reader ever sees a pa
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +101,13 @@ class StopState:
         """The same state for a row that goes another way from here."""
         twin = copy.copy(self)
         twin._ids, twin._detokenizer = list(self._ids), self._detokenizer.copy()
+        return twin
+
+    def ahead(self) -> StopState:
+        """The same state for a text that may never come: no criterion is shown it, and the context alone limits it."""
+        twin, most = self.copy(), self._rules.max_length
+        twin._rules = replace(self._rules, criteria=())
+        twin.room = sys.maxsize if most is None else most - len(self._ids)
         return twin
 
     def push(self, tokens: Sequence[int]) -> list[Piece]:

@@ -76,6 +76,10 @@ class RowTarget:
         """The emitted index of the token after `node`."""
         return self._row.emitted + self.tree.depths[node]
 
+    def history(self, node: int) -> list[int]:
+        """See the protocol."""
+        return [*self._row.tokens, *self._words(node)]
+
     def uniform(self, node: int, purpose: str) -> float:
         """See the protocol."""
         return self._row.uniform(self.tree.depths[node], purpose)

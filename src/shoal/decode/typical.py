@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
+from shoal.decode.signals import entropy_of
 from shoal.decode.tree import TokenTree
 
 _MATCH = Match()
@@ -48,6 +49,5 @@ class Typical(OwnNumbers):
 
     def _plausible(self, tree: TokenTree, target: Target, node: int) -> bool:
         probs = target.probs(tree.parents[node])
-        entropy = -float(probs.xlogy(probs).sum())
-        threshold = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(-entropy))
+        threshold = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(-float(entropy_of(probs))))
         return float(probs[tree.tokens[node]]) > threshold

@@ -58,6 +58,9 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         kv_bytes_allocated=kv.allocated,
         kv_bytes_used=kv.used,
         kv_bytes_saved=kv.saved,
+        second_tokens=ledger.second_tokens,
+        second_layer_tokens=ledger.second_layer_tokens,
+        switches=ledger.switches,
     )
 
 

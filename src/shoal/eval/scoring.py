@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,21 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""Of logits [n, V] in float32 and the tokens [n] that come, something of each: [n, ...]."""
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Negative log-likelihood in nats."""
+    return cross_entropy(logits, tokens, reduction="none")
+
 
 @torch.no_grad()
 def losses(
-    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], ways: Sequence[tuple[Stack, DepthPlan]]
+    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], ways: Sequence[tuple[Stack, DepthPlan]],
+    measure: Measure = loss,
 ) -> list[list[Tensor]]:
-    """Negative log-likelihood in nats of every reference token, each way: [way][item] -> [tokens] float32.
+    """What is measured of every reference token, each way: [way][item] -> [tokens, ...].
 
     The prompt runs every layer and is read once for all ways, up to its last token; reference token j is decided at
     step j.
@@ -27,12 +36,13 @@ def losses(
         prompts: at least one token each.
         references: the tokens that follow, at least one each.
         ways: plans and who runs them; stacks that read a prompt alike.
+        measure: what is measured.
     """
     texts = [_Text(row, list(prompt), list(reference))
              for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
     windows = ways[0][0].windows if ways else ()
     cache = KVCache(windows, len(texts), [max(len(text.tokens) for text in texts)] * len(windows))
-    return [_read(texts, cache, stack, plan) for stack, plan in ways]
+    return [_read(texts, cache, stack, plan, measure) for stack, plan in ways]
 
 
 @dataclass(frozen=True)
@@ -59,18 +69,20 @@ class _Text:
         steps = [max(0, place - self.start) for place in range(first, first + len(tokens))]
         return SequenceChunk(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
 
-    def losses(self, first: int, count: int, logits: Tensor) -> Tensor:
+    def measured(self, measure: Measure, first: int, count: int, logits: Tensor) -> Tensor:
         """Of the reference tokens that `count` tokens from place `first` on decide, given the logits of the last."""
         decided = self._decided(first, count)
         target = torch.tensor(decided, dtype=torch.long, device=logits.device)
-        return cross_entropy(logits[len(logits) - len(decided) :].float(), target, reduction="none").cpu()
+        return measure(logits[len(logits) - len(decided) :].float(), target).cpu()
 
     def _decided(self, first: int, count: int) -> list[int]:
         return self.reference[max(0, first - self.start) : max(0, first + count - self.start)]
 
 
-def _read(texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan) -> list[Tensor]:
-    """The losses of each text; what the cache holds of its prompt is not read again."""
+def _read(
+    texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan, measure: Measure
+) -> list[Tensor]:
+    """What is measured of each text; what the cache holds of its prompt is not read again."""
     found: list[list[Tensor]] = [[] for _ in texts]
     for text in texts:
         cache.truncate(text.row, text.start)
@@ -79,6 +91,6 @@ def _read(texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan)
         chunks = [text.chunk(cache.positions[text.row], count, plan) for text in waiting]
         logits = stack.forward(chunks, cache).split([chunk.wanted for chunk in chunks])
         for text, chunk, values in zip(waiting, chunks, logits, strict=True):
-            found[text.row].append(text.losses(cache.positions[text.row], len(chunk.tokens), values))
+            found[text.row].append(text.measured(measure, cache.positions[text.row], len(chunk.tokens), values))
             cache.commit(text.row, range(len(chunk.tokens)))
     return [torch.cat(parts) for parts in found]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 QUESTIONS: Mapping[str, str] = MappingProxyType({
     "plan": "which layers run",
     "proposer": "which tokens are guessed ahead",
-    "rule": "which guesses are kept",
+    "rule": "which tokens are kept",
     "controller": "how much is guessed",
     "keep": "which of the KV stays",
     "store": "in what form the KV lies in memory",
@@ -34,7 +34,8 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "baseline": (),
     "depth": ("plan",),
-    "drafting": ("proposer", "rule", "controller"),
+    "choice": ("rule",),
+    "drafting": ("proposer", "controller"),
     "KV eviction": ("keep",),
     "KV compression": ("store",),
     "sparse attention": ("select",),

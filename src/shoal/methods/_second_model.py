@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class SecondModelMethod(DraftingMethod):
-    """A method whose guesses come from a smaller model with the same tokens.
+class PairedMethod(Method):
+    """A method that runs a smaller model with the same tokens beside the engine's own.
 
     Attributes:
         draft: the smaller model: its folder, its Hub id, or a loaded transformers model, which is not changed.
@@ -42,6 +42,18 @@ class SecondModelMethod(DraftingMethod):
             )
         return super().to_dict()
 
+    def draft_engine(self, info: ModelInfo) -> Any:
+        """The draft model's engine."""
+        assert info.draft_engine is not None
+        if self.draft is None:
+            raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
+        return info.draft_engine(self.draft)
+
+
+@dataclass(frozen=True, repr=False)
+class SecondModelMethod(PairedMethod, DraftingMethod):
+    """A method whose guesses come from the smaller model."""
+
     def proposing(self, info: ModelInfo, shape: TreeShape, ids: tuple[int, ...] | None = None) -> Proposer:
         """The draft model as a proposer of trees of that shape.
 
@@ -63,13 +75,6 @@ class SecondModelMethod(DraftingMethod):
         if ids is None:
             return ModelProposer(engine.stack, shape, name)
         return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
-
-    def draft_engine(self, info: ModelInfo) -> Any:
-        """The draft model's engine."""
-        assert info.draft_engine is not None
-        if self.draft is None:
-            raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
-        return info.draft_engine(self.draft)
 
 
 @dataclass(frozen=True)

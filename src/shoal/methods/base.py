@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LAYER_SCORES, SHOWN_QUERIES = "layer scores", "attention that shows its queries"
 """Needs that a loaded model meets or does not; others make a method read files or load another model."""
+WRAPPED = ("inner", "draft_inner")
+"""Knobs that hold another method: the one that is wrapped, and the one by which a second model decodes."""
 _KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
 
@@ -130,6 +132,8 @@ class Method(ABC):
         spec: dict[str, Any] = {"method": self.name, "method_args": args}
         if isinstance(args.get("inner"), Method):
             spec["inner"] = args.pop("inner").to_dict()
+        if isinstance(args.get("draft_inner"), Method):
+            args["draft_inner"] = args["draft_inner"].to_dict()
         return spec
 
     @classmethod
@@ -151,10 +155,11 @@ class Method(ABC):
         for option in options:
             if option not in cls.knobs():
                 raise unknown(f"option of {cls.name}", option, cls.knobs())
-        if options.get("inner") is not None:
-            from shoal.methods import make
+        for knob in WRAPPED:
+            if options.get(knob) is not None:
+                from shoal.methods import make
 
-            options["inner"] = make(options["inner"])
+                options[knob] = make(options[knob])
         return options
 
     def __call__(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal import methods
-from shoal.methods.base import LAYER_SCORES, SHOWN_QUERIES, Method
+from shoal.methods.base import LAYER_SCORES, SHOWN_QUERIES, WRAPPED, Method
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
@@ -65,8 +65,9 @@ def _check(spec: Any, settings: Settings) -> None:
     args = spec.get("method_args") or {}
     _check_files(name, args, settings)
     for holder in (spec, args if isinstance(args, Mapping) else {}):
-        if holder.get("inner") is not None:
-            _check(holder["inner"], settings)
+        for knob in WRAPPED:
+            if holder.get(knob) is not None:
+                _check(holder[knob], settings)
 
 
 def _check_files(name: str, args: Any, settings: Settings) -> None:

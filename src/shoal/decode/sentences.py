@@ -1,0 +1,43 @@
+"""Where sentences end, in text that comes token by token. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shoal.decode.text import Detokenizer
+
+_CLOSING = r"[\"'”’)\]*_]*"
+_END = re.compile(
+    rf"\n|[!?]{_CLOSING}(?:\s|$)"  # a question, also where nothing has come after it yet
+    rf"|(?<!\b[^\W\d])\.{_CLOSING}\s"  # a full stop, but for that of a letter, as in e.g. and J. Smith
+    rf"|(?<![\d.])(?<!\b[^\W\d])\.{_CLOSING}$"  # behind a number or another stop only white space tells
+)
+
+
+class Sentences:
+    """Follows the text of one row.
+
+    Args:
+        tokenizer: a transformers tokenizer; None for no text, hence one sentence without end.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._words = Detokenizer(tokenizer)
+        self._text = ""
+
+    def ends_with(self, token: int) -> bool:
+        """Whether a sentence ends with this token, or within it; what follows in it begins the next one."""
+        self._text += self._words.push(token)
+        found = end_of(self._text)
+        if found is not None:
+            self._text = self._text[found:]
+        return found is not None
+
+
+def end_of(text: str) -> int | None:
+    """Where the last sentence ends that does so in `text`; None where none does. One has a letter or a digit."""
+    end, place = None, 0
+    while (first := re.compile(r"[^\W_]").search(text, place)) and (found := _END.search(text, first.end())):
+        end = place = found.end()
+    return end

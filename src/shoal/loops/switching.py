@@ -1,0 +1,213 @@
+"""Two models write one answer: in each step every row has a forward of the model whose turn it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.decode.batch import Batch
+from shoal.decode.target import RowTarget
+from shoal.decode.tree import TokenTree
+from shoal.model.kv import KVCache
+from shoal.model.stack import SequenceChunk
+from shoal.types import Step
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.depth.plan import DepthPlan
+    from shoal.methods._switching import Switching
+
+
+class TurnPolicy(Protocol):
+    """Says who writes. Immutable."""
+
+    def begin(self, row: Row) -> Turns:
+        """What it says of one row, which has emitted nothing."""
+        ...
+
+
+class Turns(Protocol):
+    """A policy at work on one row.
+
+    Attributes:
+        large: whether the next token is the large model's.
+    """
+
+    large: bool
+
+    def look(self, logits: Tensor) -> bool:
+        """Whether the other model is to write the coming token, given what this one would say.
+
+        Args:
+            logits: [V], of the tokens that both models have.
+        """
+        ...
+
+    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+        """The row has emitted these; says who writes next."""
+        ...
+
+
+class SwitchingBatch(Batch):
+    """Each model has a cache of its own, which holds a beginning of the row's tokens.
+
+    The model whose turn it is reads all that it has not seen, in one forward as far as the budget goes, and writes the
+    next token. The other one reads nothing meanwhile. A row whose tokens the small model cannot read is the large
+    one's from then on.
+
+    Args:
+        how: the small model, its layers, and who writes.
+    """
+
+    def __init__(self, *args: Any, how: Switching, **options: Any) -> None:
+        assert how.stack is not None and how.plan is not None
+        super().__init__(*args, **options)
+        self._how, self._plan, self._small = how, how.plan, KVCache(how.stack.windows, 0)
+        self._seated: list[Row] = []
+        self._turns: dict[int, tuple[Row, Turns]] = {}  # with the row, so that no other one gets its id
+        self._common = min(self.stack.vocab_size, how.stack.vocab_size)
+
+    @property
+    def reading(self) -> list[Row]:
+        """Rows that have emitted nothing: that a model lags behind means no waiting."""
+        return [row for row in self._came if not row.emitted]
+
+    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
+        """A forward of each model whose turn it is somewhere; see `Batch.step`."""
+        start = time.perf_counter()
+        wanted = None if rows is None else {id(row) for row in rows}
+        chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
+        self._turns = {id(row): self._turns.get(id(row)) or (row, self._how.policy.begin(row)) for row in self.rows}
+        small, large = ([row for row in chosen if self._is_large(row) == who] for who in (False, True))
+        decoding, steps = any(row.emitted for row in chosen), list[Step]()
+        if small:
+            drafting = time.perf_counter()
+            steps += self._write(self._read_small(small, budget, most), large=False)
+            self.clock.draft_seconds += time.perf_counter() - drafting
+        if large:
+            steps += self._write(self._read_large(large, budget, most), large=True)
+        self.clock.count(time.perf_counter() - start, decoding=decoding)
+        self.retire()
+        return steps
+
+    def _is_large(self, row: Row) -> bool:
+        return self._turns[id(row)][1].large or self._bound(row)
+
+    def _bound(self, row: Row) -> bool:
+        """Whether the row holds a token that the small model does not have."""
+        return bool(self._common < self.stack.vocab_size and max(row.tokens) >= self._common)
+
+    def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Read]:
+        """What the large model reads of the rows now, and says where it comes to their ends."""
+        fed = _fed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
+        return _said(fed, self.stack.forward([chunk for _, chunk in fed], self.cache))
+
+    def _read_small(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Read]:
+        """The same by the small model, in the large one's vocabulary."""
+        self._seat(rows)
+        wanted = {id(row) for row in rows}
+        places = [(row, slot, self._plan) for slot, row in enumerate(self._seated) if id(row) in wanted]
+        fed = _fed(places, self._small, budget, most)
+        logits = self._how.stack.forward([chunk for _, chunk in fed], self._small)[..., : self.stack.vocab_size]
+        missing = self.stack.vocab_size - logits.shape[-1]
+        return _said(fed, torch.nn.functional.pad(logits, (0, missing), value=-torch.inf))
+
+    def _seat(self, rows: Sequence[Row]) -> None:
+        """Let rows go from the small model's cache that have ended, and take in those that it sees first."""
+        alive = {id(row) for row in self.rows}
+        stay = [slot for slot, row in enumerate(self._seated) if id(row) in alive]
+        if len(stay) < len(self._seated):
+            self._seated = [self._seated[former] for former in self._small.select(stay)]
+        seated = {id(row) for row in self._seated}
+        new = [row for row in rows if id(row) not in seated]
+        self._small.extend(len(new))
+        self._seated += new
+
+    def _write(self, read: Sequence[_Read], *, large: bool) -> list[Step]:
+        """Row by row a token, and then what was read is kept: what fails can begin again, and so can who comes after.
+
+        No token where the model has not come to the row's end, or leaves the word to the other one.
+        """
+        steps: list[Step] = []
+        for row, chunk, logits in read:
+            turns = self._turns[id(row)][1]
+            emitted: list[Step] = []
+            if logits is not None and (self._bound(row) or not turns.look(logits[: self._common])):
+                emitted = [self._say(row, logits, large), *row.force()]
+            self._keep(row, chunk, large)
+            row.forced = 0
+            if emitted:
+                turns.wrote(row, [step.token for step in emitted])
+            steps += emitted
+        return steps
+
+    def _keep(self, row: Row, chunk: SequenceChunk, large: bool) -> None:
+        """Commit what a model has read, and note the work."""
+        if large:
+            _count(row, chunk)
+            self._commit(row, range(len(chunk.tokens)))
+        else:
+            row.ledger.draft_forwards += 1
+            row.ledger.second_layer_tokens += sum(map(self._plan.depth, chunk.steps))
+            self._small.commit(chunk.row, range(len(chunk.tokens)))
+
+    def _say(self, row: Row, logits: Tensor, large: bool) -> Step:
+        target = RowTarget(row, TokenTree.chain(row.tokens[-1:]), logits[None])
+        token = self.judge(row, target).token
+        if row.record is not None:
+            row.record(target.logits(0), target.scores(0))
+        ledger, plan = row.ledger, row.recipe.plan if large else self._plan
+        ledger.switches += bool(row.steps) and row.steps[-1].from_draft == large
+        ledger.second_tokens += not large
+        (step,) = row.emit([token], int(not large), lambda _, one: target.logprob(0, one), plan.depth(row.emitted))
+        return step
+
+    def rollback(self) -> None:
+        """See `Batch`."""
+        super().rollback()
+        for slot in range(self._small.rows):
+            self._small.rollback(slot)
+
+
+_Fed = tuple["Row", SequenceChunk]
+_Read = tuple["Row", SequenceChunk, "Tensor | None"]
+"""A row, what was fed of it, and logits [V] after its last token where that was among it."""
+
+
+def _fed(
+    places: Sequence[tuple[Row, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
+) -> list[_Fed]:
+    """What is fed of the rows, each with its slot and plan: all that the cache lacks, as far as the budget goes."""
+    fed: list[_Fed] = []
+    for row, slot, plan in places:
+        first = cache.positions[slot]
+        tokens = row.tokens[first:][: min(budget, most or budget)]
+        if tokens:
+            steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + len(tokens))]
+            ends = first + len(tokens) == len(row.tokens)
+            fed.append((row, SequenceChunk(slot, tokens, steps, plan, wanted=int(ends))))
+            budget -= len(tokens)
+    return sorted(fed, key=lambda pair: pair[1].row)
+
+
+def _said(fed: Sequence[_Fed], logits: Tensor) -> list[_Read]:
+    lines = iter(logits)
+    return [(row, chunk, next(lines) if chunk.wanted else None) for row, chunk in fed]
+
+
+def _count(row: Row, chunk: SequenceChunk) -> None:
+    """Note the large model's work: of the prompt, and of what came after it."""
+    ledger, plan = row.ledger, chunk.plan
+    prompt = sum(step == 0 for step in chunk.steps)
+    ledger.target_forwards += 1
+    ledger.prefill_tokens += prompt
+    ledger.prefill_layer_tokens += prompt * plan.num_layers
+    ledger.decode_layer_tokens += sum(plan.depth(step) for step in chunk.steps[prompt:])
+    if prompt == len(chunk.steps):
+        ledger.prefill_forwards += 1
+    else:
+        ledger.read(plan.depth(chunk.steps[prompt]))

@@ -1,0 +1,94 @@
+"""What methods have in common that let two models write one answer, a token at a time. Imports no torch at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Loop, Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods._second_model import PairedMethod
+from shoal.methods.base import Method
+
+if TYPE_CHECKING:
+    from shoal.decode.loop import RowBatch
+    from shoal.decode.row import Row
+    from shoal.loops.switching import TurnPolicy
+    from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True, repr=False)
+class SwitchingMethod(PairedMethod):
+    """A method whose answer is written by two models in turns; nobody confirms what the other has written.
+
+    Attributes:
+        inner: the method whose depth plan the engine's own model runs; None for full depth.
+        draft_inner: the method whose depth plan the smaller model runs; None for full depth.
+    """
+
+    inner: Method | None = field(default=None, kw_only=True)
+    draft_inner: Method | None = field(default=None, kw_only=True)
+
+    def own(self, info: ModelInfo) -> Recipe:
+        """The recipe of the engine's own model alone."""
+        return Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+
+    def switched(self, info: ModelInfo, policy: TurnPolicy) -> Recipe:
+        """The recipe in which the policy says who writes.
+
+        Raises:
+            ValueError: no draft model was named, it cannot be loaded, or its method does more than to choose layers.
+            Unsupported: its tokens are others; or what `inner` fills has no place beside a loop.
+        """
+        if info.draft_engine is None:
+            return replace(self.own(info), loop=Switching(policy))
+        engine = self.draft_engine(info)
+        mine = engine.info(info.max_new_tokens)
+        recipe = Recipe(DepthPlan.full(mine.num_layers)) if self.draft_inner is None else self.draft_inner.recipe(mine)
+        if beside := [part for part in recipe.parts if part != "plan"]:
+            raise ValueError(
+                f"draft_inner of {self.name} is {self.draft_inner}, which fills {beside[0]!r}; give one that only "
+                "chooses layers, such as d3"
+            )
+        name = engine.model_name or "the draft model"
+        return replace(self.own(info), loop=Switching(policy, engine.stack, recipe.plan, name))
+
+
+@dataclass(frozen=True)
+class Switching(Loop):
+    """The part `loop`: who writes the next token is the policy's to say.
+
+    Attributes:
+        policy: says who writes.
+        stack: the smaller model; None where there is no engine to load it, as when a method is only described.
+        plan: the layers that it runs.
+        name: what it is called, for messages.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("plan", "rule", "constraint")
+
+    policy: TurnPolicy
+    stack: Any = None
+    plan: DepthPlan | None = None
+    name: str = ""
+
+    def batch(self) -> Callable[..., RowBatch]:
+        """See `Loop`."""
+        if self.stack is None:
+            raise Unsupported("two models", "there is no engine to load the second", "Use Engine.generate")
+        from shoal.loops.switching import SwitchingBatch
+
+        return partial(SwitchingBatch, how=self)
+
+    def check(self, row: Row) -> None:
+        """Refuse a row that may grow beyond the smaller model's context."""
+        most = None if self.stack is None else self.stack.max_positions
+        if most is not None and len(row.tokens) + row.stop.room > most:
+            raise Unsupported(
+                f"a text of up to {len(row.tokens) + row.stop.room} tokens with {self.name}",
+                f"its context is {most} tokens",
+                f"Use a max_new_tokens that keeps prompt and answer within {most}, or switch to another model",
+            )

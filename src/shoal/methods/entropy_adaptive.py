@@ -1,0 +1,101 @@
+"""Entropy-adaptive decoding: a small model writes while it is sure, a large one where it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.signals import NATS_PER_BIT, Rolling, entropy
+from shoal.methods._switching import SwitchingMethod
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+
+
+@dataclass(frozen=True, repr=False)
+class EntropyAdaptive(SwitchingMethod):
+    """The smaller model writes while the mean entropy of the last few tokens is at most tau; the engine's own above.
+
+    The entropy before each token is that of the model whose turn it is, before temperature and truncation. A model that
+    takes over reads in one forward what the other has written; until then it does nothing. Nobody confirms what the
+    smaller one writes: that saves its forwards, and costs the difference between the two.
+
+    Attributes:
+        tau: bits; below 0 the engine's own model writes all, at infinity the smaller one.
+        window: tokens of the mean, at least 1.
+        dwell: tokens that a model writes at least before it hands over, at least 1.
+        start: who begins: "draft", the smaller model, or "target", the engine's own.
+    """
+
+    name: ClassVar[str] = "entropy_adaptive"
+    paper: ClassVar[str] = "arXiv 2502.06833"
+
+    tau: float = 1.0
+    window: int = 5
+    dwell: int = 1
+    start: Literal["draft", "target"] = "draft"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if math.isnan(self.tau):
+            raise ValueError("tau is nan; it must be a number of bits, below 0 for the engine's own model alone")
+        for knob in ("window", "dwell"):
+            if getattr(self, knob) < 1:
+                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1 token")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The engine's own model where it writes all; else a loop of two models."""
+        if self.tau < 0:
+            return self.own(info)
+        begins = self.start == "target" and self.tau < math.inf
+        return self.switched(info, ByEntropy(self.tau * NATS_PER_BIT, self.window, self.dwell, begins))
+
+
+@dataclass(frozen=True)
+class ByEntropy:
+    """The policy; see `EntropyAdaptive`.
+
+    Attributes:
+        nats: the largest mean with which the small model goes on.
+        window, dwell: in tokens.
+        large: who begins.
+    """
+
+    nats: float
+    window: int
+    dwell: int
+    large: bool
+
+    def begin(self, row: Row) -> EntropyTurns:
+        """See `shoal.loops.switching.TurnPolicy`."""
+        return EntropyTurns(self)
+
+
+class EntropyTurns:
+    """See `shoal.loops.switching.Turns`."""
+
+    def __init__(self, policy: ByEntropy) -> None:
+        self._policy, self._rolling = policy, Rolling(policy.window)
+        self.large, self._written, self._looked = policy.large, 0, False
+
+    def look(self, logits: Tensor) -> bool:
+        """One entropy for each token: that of the model which was asked first."""
+        if self._looked:
+            return False
+        self._looked = True
+        self._rolling.push(float(entropy(logits)))
+        over = self._written >= self._policy.dwell and self.large != (self._rolling.mean > self._policy.nats)
+        if over:
+            self.large, self._written = not self.large, 0
+        return over
+
+    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+        """See the protocol."""
+        self._written += len(tokens)
+        self._looked = False

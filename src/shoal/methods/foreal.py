@@ -1,0 +1,94 @@
+"""FoReaL: a leader opens sentences, a smaller model finishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.sentences import Sentences
+from shoal.methods._switching import SwitchingMethod
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+
+
+@dataclass(frozen=True, repr=False)
+class FoReaL(SwitchingMethod):
+    """The engine's own model leads: it writes the first tokens of a sentence, the smaller model the rest.
+
+    Each sentence is led with probability `share`, by a draw of the row's own; the others are the smaller model's as a
+    whole. A sentence ends at a line's end and, in the decoded text, behind a full stop, question or exclamation mark;
+    not within 3.14 or x.append, nor behind the letter of an abbreviation. Without a tokenizer the answer is one
+    sentence. The leader reads in one forward what was written since it last led.
+
+    Attributes:
+        lead: tokens of a sentence that the leader writes, at least 1; None for all of it.
+        share: of the sentences that are led, 0 to 1; 0 is the smaller model alone, 1 with lead None the leader.
+    """
+
+    name: ClassVar[str] = "foreal"
+    paper: ClassVar[str] = "arXiv 2506.06998"
+
+    lead: int | None = 15
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lead is not None and self.lead < 1:
+            raise ValueError(f"lead is {self.lead}; it must be at least 1 token, or None for whole sentences")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share is {self.share}; it must be in [0, 1], the share of sentences that are led")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The leader's own where it writes all; else a loop of two models."""
+        if self.lead is None and self.share == 1:
+            return self.own(info)
+        return self.switched(info, BySentence(self.lead, self.share, info.tokenizer))
+
+
+@dataclass(frozen=True)
+class BySentence:
+    """The policy; see `FoReaL`.
+
+    Attributes:
+        lead, share: as there.
+        tokenizer: makes text of tokens.
+    """
+
+    lead: int | None
+    share: float
+    tokenizer: Any
+
+    def begin(self, row: Row) -> SentenceTurns:
+        """See `shoal.loops.switching.TurnPolicy`."""
+        return SentenceTurns(self, row)
+
+
+class SentenceTurns:
+    """See `shoal.loops.switching.Turns`."""
+
+    def __init__(self, policy: BySentence, row: Row) -> None:
+        self._policy, self._sentences = policy, Sentences(policy.tokenizer)
+        self._draw(row)
+
+    def _draw(self, row: Row) -> None:
+        """Whether the sentence that begins with the row's next token is led."""
+        self._written, self._led = 0, row.uniform(0, "lead") < self._policy.share
+        self.large = self._led
+
+    def look(self, logits: Tensor) -> bool:
+        """Who writes is known without."""
+        return False
+
+    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+        """See the protocol."""
+        if any([self._sentences.ends_with(token) for token in tokens]):
+            self._draw(row)
+        else:
+            self._written += len(tokens)
+            self.large = self._led and (self._policy.lead is None or self._written < self._policy.lead)

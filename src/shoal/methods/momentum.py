@@ -1,0 +1,57 @@
+"""Momentum decoding: greedy on a graph of the tokens used so far, on which going round in circles is resisted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.decode.momentum import Resisting
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class Momentum(Method):
+    """The likeliest token, unless it repeats what the text has said and another one is nearly as likely.
+
+    Text is a walk on a graph of the tokens used so far, the prompt's among them. A new token is taken as it is; where
+    the likeliest is not new, each of the likeliest few has its probability less alpha times a resistance, which grows
+    with the n-gram that the token would repeat, and the best one wins. It breaks the loops of greedy decoding at no
+    cost in forwards, and has its price where a text must repeat itself, as code and copied names do. Drafts change none
+    of its tokens. With a temperature above 0, of which the paper does not speak, a drawn token that is not new is drawn
+    anew from what the resistance leaves of the likeliest few.
+
+    Attributes:
+        alpha: weight of the resistance, 0 or more; 0 changes nothing.
+        candidates: how many of the likeliest tokens are weighed, at least 1.
+        resistance: of repeating an n-gram of 1, 2, ... tokens, none less than the one before; longer ones count as the
+            last. The paper's for GPT-2 XL.
+    """
+
+    name: ClassVar[str] = "momentum"
+    paper: ClassVar[str] = "arXiv 2212.02175"
+
+    alpha: float = 0.2
+    candidates: int = 5
+    resistance: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha is {self.alpha}; it must be 0 (plain decoding) or more, and finite")
+        if self.candidates < 1:
+            raise ValueError(f"candidates is {self.candidates}; it must be at least 1, the likeliest token")
+        steps = zip((0.0, *self.resistance), (*self.resistance, 0.0), strict=True)
+        if not self.resistance or not all(low <= high < math.inf for low, high in [*steps][:-1]):
+            raise ValueError(
+                f"resistance is {self.resistance}; give at least one number, none below 0 or below the one before it, "
+                "all finite, such as (1, 2, 3, 4, 5)"
+            )
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a rule."""
+        rule = Resisting(self.alpha, self.candidates, self.resistance)
+        return Recipe(DepthPlan.full(info.num_layers), rule=rule if self.alpha else None)

@@ -1,0 +1,433 @@
+"""Two models that write one answer, against a replay of who writes in plain Python over forwards without a cache."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends import HF, NATIVE, TORCH, Backend, packed, reference, with_exact_norms
+from chat_tokenizer import chat_tokenizer
+from drive import SHORT, decode, gap, prompt, stack_of
+from families import tiny
+from generate_calls import batch, generate
+from oracle import prefix_counts, prefix_oracle
+from serving import MODEL, serving, tiny_engine
+from shoal.decode import sampling
+from shoal.decode.recipe import Recipe
+from shoal.decode.sentences import Sentences, end_of
+from shoal.depth.plan import DepthPlan
+from shoal.engine.constraint import Regex
+from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.methods import make
+from shoal.methods._switching import Switching
+from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
+from shoal.methods.d3 import D3
+from shoal.methods.entropy_adaptive import EntropyAdaptive
+from shoal.methods.foreal import FoReaL
+from shoal.methods.full import Full
+from shoal.methods.momentum import Momentum
+from shoal.methods.prompt_lookup import PromptLookup
+from shoal.types import Result, Sampling
+
+FULL = DepthPlan.full(6)
+SMALL_LAYERS = 4
+WORDS = chat_tokenizer()
+SETTINGS = [Sampling(), Sampling(temperature=0.8, top_k=12)]
+EAD = EntropyAdaptive(tau=1.6, window=2)
+CASES: list[Any] = [
+    EAD, EntropyAdaptive(tau=1.2, window=5, dwell=3), EntropyAdaptive(tau=1.0, window=1, start="target"),
+    FoReaL(lead=3), FoReaL(lead=5, share=0.5), FoReaL(lead=None, share=0.4), FoReaL(share=0.0),
+]
+
+
+def small_model(family: str = "llama") -> PreTrainedModel:
+    """Another model with the same tokens, and fewer layers."""
+    return tiny(family, seed=1, layers=SMALL_LAYERS)
+
+
+def small_stack(backend: Backend, family: str) -> Any:
+    if backend is HF:
+        return stack_of(_exact_small(family))
+    model = tiny(family, seed=1, layers=SMALL_LAYERS, dtype=backend.dtype)
+    return packed(model, kernels=backend is NATIVE)
+
+
+_SMALL: dict[str, PreTrainedModel] = {}
+
+
+def _exact_small(family: str) -> PreTrainedModel:
+    if family not in _SMALL:
+        _SMALL[family] = with_exact_norms(small_model(family))
+    return _SMALL[family]
+
+
+def policy_of(method: Any) -> Any:
+    """The policy of a method that is not bound to a model."""
+    info = replace(engine().info(), draft_engine=None, tokenizer=WORDS)
+    return method.recipe(info).loop.policy
+
+
+def engine(family: str = "llama") -> Engine:
+    return engine_for(tiny(family), WORDS)
+
+
+class Replay:
+    """One row, written down: every token from a forward over the whole text.
+
+    Attributes:
+        owners: for each token, whether the large model wrote it.
+        fed: tokens that each model has been fed, small and large.
+        logits: behind each token.
+    """
+
+    def __init__(
+        self, models: tuple[PreTrainedModel, PreTrainedModel], ids: Sequence[int], method: Any, how: Sampling, row: int,
+        new: int, plans: tuple[DepthPlan, DepthPlan] = (DepthPlan.full(SMALL_LAYERS), FULL),
+    ) -> None:
+        self.models, self.text, self.prompt, self.how, self.row = models, list(ids), len(ids), how, row
+        self.plans, self.seen = plans, [0, 0]
+        self.fed, self.owners, self.logits = [0, 0], list[bool](), list[Tensor]()
+        self.forwards = [0, 0]
+        (self._by_entropy if isinstance(method, EntropyAdaptive) else self._by_sentence)(method, new)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.text[self.prompt :]
+
+    def ask(self, large: bool) -> Tensor:
+        plan = self.plans[large]
+        counts = [prefix_counts(drops, self.prompt, len(self.text)) for drops in (plan.attention, plan.mlp)]
+        self.fed[large] += len(self.text) - self.seen[large]
+        self.seen[large] = len(self.text)
+        self.forwards[large] += 1
+        return prefix_oracle(self.models[large], torch.tensor([self.text]), *counts)[-1]
+
+    def say(self, logits: Tensor, large: bool) -> None:
+        probs = sampling.probs_of(logits, self.how)
+        self.text.append(sampling.draw(probs, sampling.uniform(4, self.row, len(self.tokens), "sample")))
+        self.owners.append(large)
+        self.logits.append(logits)
+
+    def _by_entropy(self, method: EntropyAdaptive, new: int) -> None:
+        large, written, bits = method.start == "target", 0, list[float]()
+        while len(self.tokens) < new:
+            logits = self.ask(large)
+            probs = [p for p in logits.softmax(-1).tolist() if p > 0]
+            bits.append(-sum(p * math.log2(p) for p in probs))
+            last = bits[-method.window :]
+            unsure = sum(last) / len(last) > method.tau
+            if unsure != large and written >= method.dwell:
+                large, written = unsure, 0
+                logits = self.ask(large)
+            self.say(logits, large)
+            written += 1
+
+    def _by_sentence(self, method: FoReaL, new: int) -> None:
+        most = math.inf if method.lead is None else method.lead
+        while len(self.tokens) < new:
+            led = sampling.uniform(4, self.row, len(self.tokens), "lead") < method.share
+            sentence = ""
+            written = 0
+            while len(self.tokens) < new:
+                large = led and written < most
+                self.say(self.ask(large), large)
+                written += 1
+                sentence += WORDS.decode(self.text[-1:], skip_special_tokens=True)
+                if slow_end(sentence):
+                    break
+
+
+def slow_end(text: str) -> bool:
+    """Whether the one sentence of `text` has ended with its last character; looks at every character in turn."""
+    if not any(letter.isalnum() for letter in text):
+        return False
+    bare = text.rstrip("\"'”’)]*_")
+    if text[-1] in "\n":
+        return True
+    if bare and bare[-1] in "!?" and any(letter.isalnum() for letter in bare[:-1]):
+        return True
+    if bare and bare[-1] == ".":
+        return not dubious(bare[:-1])
+    if text[-1].isspace():
+        before = text[:-1].rstrip("\"'”’)]*_")
+        return before.endswith(".") and not abbreviated(before[:-1]) and any(c.isalnum() for c in before)
+    return False
+
+
+def abbreviated(before: str) -> bool:
+    """Whether a letter stands alone there, as in e.g."""
+    alone = len(before) == 1 or not (before[-2:-1].isalnum() or before[-2:-1] == "_")
+    return before[-1:].isalpha() and alone
+
+
+def dubious(before: str) -> bool:
+    return before[-1:].isdigit() or before[-1:] == "." or abbreviated(before)
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", CASES, ids=repr)
+@pytest.mark.parametrize("backend", [HF, TORCH, NATIVE], ids=lambda one: one.name)
+def test_who_writes_what_on_every_executor(backend: Backend, method: Any, how: Sampling) -> None:
+    """Tokens, writers, work, and the logits of a model that has caught up."""
+    family, new = "hybrid" if backend is TORCH else "llama", 30
+    loop = Switching(policy_of(method), small_stack(backend, family), DepthPlan.full(SMALL_LAYERS), "small")
+    run = decode(None, SHORT, Recipe(FULL, loop=loop), new, stack=backend.stack(family), sampling=how, seed=4)
+    models = _exact_small(family), reference(family)
+    for number, (row, ids) in enumerate(zip(run.rows, SHORT, strict=True)):
+        twin = Replay(models, ids, method, how, number, new)
+        assert run.tokens[number] == twin.tokens
+        assert [not step.from_draft for step in row.steps] == twin.owners
+        assert [step.depth for step in row.steps] == [(SMALL_LAYERS, 6)[large] for large in twin.owners]
+        assert gap(run.logits(number).double(), torch.stack(twin.logits)) <= backend.exact
+        ledger = row.ledger
+        assert ledger.second_tokens == twin.owners.count(False)
+        assert ledger.switches == sum(a != b for a, b in zip(twin.owners, twin.owners[1:], strict=False))
+        assert ledger.second_layer_tokens == SMALL_LAYERS * twin.fed[0]
+        assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == 6 * twin.fed[1]
+        assert [ledger.draft_forwards, ledger.target_forwards] == twin.forwards
+    owners = [step.from_draft for row in run.rows for step in row.steps]
+    assert len(set(owners)) == 2 or method.name == "foreal" and method.share == 0
+
+
+@pytest.mark.parametrize("method", [EAD, FoReaL(lead=4, share=0.6)], ids=lambda one: one.name)
+def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
+    large, mine = engine("hybrid"), small_model("hybrid")
+    both = replace(method, draft=mine, inner=D3(alpha=0.9, core=2), draft_inner=D3(alpha=0.8, core=1))
+    recipe = large.recipe(both, 30)
+    assert isinstance(recipe.loop, Switching) and recipe.loop.plan is not None
+    found = large.generate(SHORT, method=both, max_new_tokens=30, seed=4)
+    for number, (result, ids) in enumerate(zip(found, SHORT, strict=True)):
+        twin = Replay((mine, tiny("hybrid")), ids, method, Sampling(), number, 30, (recipe.loop.plan, recipe.plan))
+        assert list(result.tokens) == twin.tokens
+        plans = (recipe.loop.plan, recipe.plan)
+        assert result.depths == tuple(plans[who].depth(step) for step, who in enumerate(twin.owners))
+    assert 0 < sum(result.stats.second_tokens for result in found) < 90
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
+    large, mine = engine(), engine_for(small_model(), WORDS)
+    options: dict[str, Any] = {"max_new_tokens": 20, **how}
+    alone = [[result.tokens for result in one.generate(SHORT, **options)] for one in (mine, large)]
+    draft = small_model()
+    ends: list[tuple[Method, int]] = [
+        (EntropyAdaptive(draft, tau=math.inf), 0), (EntropyAdaptive(draft, tau=math.inf, start="target"), 0),
+        (EntropyAdaptive(draft, tau=-1.0), 1), (EntropyAdaptive(draft, tau=-math.inf), 1),
+        (FoReaL(draft, share=0.0), 0), (FoReaL(draft, lead=None, share=1.0), 1),
+        (EntropyAdaptive(draft, tau=99.0), 0), (FoReaL(draft, lead=1000), 1),
+    ]
+    for method, who in ends:
+        found = large.generate(SHORT, method=method, **options)
+        assert [result.tokens for result in found] == alone[who], method
+        assert all(result.stats.second_tokens == (0 if who else 20) for result in found)
+        assert all(bool(result.stats.target_forwards) == bool(who) for result in found), "the other one does nothing"
+    assert large.recipe(EntropyAdaptive(draft, tau=-1.0), 20).exact_to == "full"
+    assert large.recipe(FoReaL(draft, lead=None), 20).exact_to == "full"
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", CASES[:-1], ids=repr)
+def test_equal_models_give_plain_decoding_whoever_writes(method: Any, how: dict[str, Any]) -> None:
+    one = engine()
+    options: dict[str, Any] = {"max_new_tokens": 30, **how}
+    found = one.generate(SHORT, method=replace(method, draft=tiny("llama")), **options)
+    assert [r.tokens for r in found] == [r.tokens for r in one.generate(SHORT, **options)]
+    assert any(r.stats.switches for r in found) or method.lead is None
+
+
+TEXTS = {
+    "It works. Then": 10, "It works.": 9, "Is it? No": 7, "Stop!": 5, 'He said "go." And': 14, "(It is.) So": 9,
+    "pi is 3.14 or so": None, "pi is 3.": None, "It is 3. Then": 9, "x.append(y)": None, "see e.g. this": None,
+    "J. Smith": None, "Hmm...": None, "Hmm... well": 7, "one\ntwo": 4, "...": None, "\n\n": None, "": None,
+    "One. Two. Three": 10, "a_b.": 4, "end**.** Go": 9, "v1.2.3": None, "no end": None,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_where_a_sentence_ends(text: str) -> None:
+    assert end_of(text) == TEXTS[text]
+
+
+def test_a_token_that_holds_an_end_and_more_begins_the_next_sentence() -> None:
+    class Pieces:
+        pieces = ("It wor", "ks. Then", " 3", ".", "14", ".", " And", " so.", "\n", "On")
+
+        def decode(self, ids: Sequence[int], **_: Any) -> str:
+            return "".join(self.pieces[one] for one in ids)
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return self.pieces[token]
+
+    sentences = Sentences(Pieces())
+    found = [sentences.ends_with(token) for token in range(len(Pieces.pieces))]
+    #        It wor works.  3      .      14     .      And   so.   newline  On
+    assert found == [False, True, False, False, False, False, True, True, False, False]
+
+
+def test_without_a_tokenizer_there_is_one_sentence() -> None:
+    found = engine_for(tiny("llama")).generate(SHORT[0], method=FoReaL(small_model(), lead=4), max_new_tokens=40)
+    assert found.stats.second_tokens == 36 and found.stats.switches == 1
+
+
+def submit_all(scheduler: Scheduler, methods: Sequence[Any], **options: Any) -> list[Any]:
+    return [scheduler.submit(prompt(3 + 4 * number, number), method=method, max_new_tokens=18, seed=number, **options)
+            for number, method in enumerate(methods)]
+
+
+def test_beside_other_rows_each_gives_what_it_gives_alone() -> None:
+    draft, one = small_model(), engine()
+    kinds: list[Any] = [replace(EAD, draft=draft), Full(), FoReaL(draft, lead=3), replace(EAD, draft=draft),
+                        D3(alpha=0.9, core=2), [FoReaL(draft, lead=3), Momentum()]]
+    scheduler = Scheduler(one, prefill_chunk=7, start=False)
+    handles = submit_all(scheduler, kinds, temperature=0.9)
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+    for number, (method, handle) in enumerate(zip(kinds, handles, strict=True)):
+        alone = one.generate(prompt(3 + 4 * number, number), method=method, max_new_tokens=18, seed=number,
+                             temperature=0.9)
+        assert handle.results[0].tokens == alone.tokens, method
+
+
+def test_a_row_that_fails_leaves_the_others_as_they_were() -> None:
+    draft, one = small_model(), engine()
+    calls = 0
+
+    def fails(ids: Tensor, scores: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls >= 6:
+            raise RuntimeError("this row and no other")
+        return scores
+
+    for method in (replace(EAD, draft=draft), FoReaL(draft, lead=3)):
+        calls = 0
+        scheduler = Scheduler(one, start=False)
+        bad = scheduler.submit(prompt(4, 9), method=method, max_new_tokens=18, logits_processor=[fails])
+        good = submit_all(scheduler, [method] * 3)
+        while scheduler.running or scheduler.waiting:
+            scheduler.turn()
+        with pytest.raises(RuntimeError, match="this row and no other"):
+            list(bad)
+        for number, handle in enumerate(good):
+            alone = one.generate(prompt(3 + 4 * number, number), method=method, max_new_tokens=18, seed=number)
+            assert handle.results[0].tokens == alone.tokens
+
+
+def test_a_chat_goes_on_from_what_was_kept() -> None:
+    one = engine()
+    chats = [one.session(method=method, max_new_tokens=12)
+             for method in (Full(), EntropyAdaptive(tiny("llama"), tau=1.6, window=2))]
+    for message in ("Hello", "And then?", "Well"):
+        plain, found = [chat.send(message) for chat in chats]
+        assert found.tokens == plain.tokens and found.stats.switches > 0
+
+
+def test_a_constraint_binds_both_models() -> None:
+    one, wanted, texts = engine(), "[a-f]{3}, (yes|no) [x-z]{4}", set()
+    one.eos_token_ids = frozenset({2})
+    for tau in (1.6, 99.0, -1.0):
+        method = EntropyAdaptive(small_model(), tau=tau, window=1)
+        found = one.generate(SHORT[0], method=method, max_new_tokens=30, constraint=Regex(wanted))
+        assert re.fullmatch(wanted, found.text) and found.finish_reason == "stop"
+        texts.add(found.text)
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize(("large", "mine"), [(97, 60), (60, 97)])
+def test_heads_that_are_padded_to_different_sizes(large: int, mine: int) -> None:
+    """A row with a token beyond the small model's is the large one's; what only the small one has is never said."""
+    stack, draft = stack_of(tiny("llama", vocab_size=large)), stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
+    loop = Switching(policy_of(EAD), draft, DepthPlan.full(4), "small")
+    prompts = [[5, 17, 41], [8, large - 1, 3]]
+    run = decode(None, prompts, Recipe(FULL, loop=loop), 30, stack=stack)
+    assert all(0 <= token < large for tokens in run.tokens for token in tokens)
+    if large > mine:
+        assert run.rows[1].ledger.second_tokens == 0
+        assert run.tokens[1] == decode(None, prompts[1:], FULL, 30, stack=stack).tokens[0]
+    readable = [token < mine for token in run.tokens[0]]
+    lost = readable.index(False) if False in readable else 30
+    assert all(not step.from_draft for step in run.rows[0].steps[lost + 1 :])
+    assert run.rows[0].ledger.second_tokens > 0
+
+
+def refused(method: Any, words: str, ask: Callable[[Engine], Engine] = lambda one: one, **options: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        ask(engine()).generate(SHORT[0], method=method, **options)
+
+
+def test_what_is_refused() -> None:
+    refused(EntropyAdaptive(), "entropy_adaptive has no draft model; give draft: a folder, a Hub id, or")
+    refused(FoReaL("/no/such/folder"), "/no/such/folder")
+    refused(EntropyAdaptive(tiny("llama", vocab_size=50)), "has 50 tokens and the model 97",
+            lambda _: engine_for(tiny("llama")))
+    short = tiny("llama", seed=1, max_position_embeddings=16)
+    refused(FoReaL(short), "a text of up to 25 tokens with .* its context is 16 tokens", max_new_tokens=20)
+    refused(EntropyAdaptive(small_model(), draft_inner=PromptLookup()), "draft_inner of entropy_adaptive is .*fills "
+            "'proposer'; give one that only chooses layers")
+    refused(EntropyAdaptive(small_model(), inner=PromptLookup()), "the part 'proposer' beside a loop of its own")
+    refused([EntropyAdaptive(small_model()), PromptLookup()], "entropy_adaptive has a loop of its own.*prompt_lookup")
+    refused([FoReaL(small_model()), BestOf(2)], "foreal has a loop of its own.*best_of")
+
+
+@pytest.mark.parametrize(
+    ("make_one", "words"),
+    [
+        (lambda: EntropyAdaptive(tau=math.nan), "tau is nan; it must be a number of bits"),
+        (lambda: EntropyAdaptive(window=0), "window is 0; it must be at least 1 token"),
+        (lambda: EntropyAdaptive(dwell=0), "dwell is 0; it must be at least 1 token"),
+        (lambda: EntropyAdaptive(start="both"), "start of entropy_adaptive is 'both'"),
+        (lambda: FoReaL(lead=0), "lead is 0; it must be at least 1 token, or None"),
+        (lambda: FoReaL(share=1.5), r"share is 1.5; it must be in \[0, 1\]"),
+        (lambda: FoReaL(share=math.nan), "share is nan"),
+    ],
+)
+def test_bad_knobs(make_one: Callable[[], Method], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_one()
+
+
+def test_it_has_a_form_in_json_with_both_inner_methods() -> None:
+    method = EntropyAdaptive("some/folder", tau=math.inf, inner=D3(alpha=0.9), draft_inner=D3(alpha=0.8))
+    spec = method.to_dict()
+    assert spec["inner"]["method"] == spec["method_args"]["draft_inner"]["method"] == "d3"
+    assert make(spec) == method
+
+
+def test_in_transformers_generate() -> None:
+    methods = [EntropyAdaptive(draft, tau=1.6, window=2) for draft in (small_model(), tiny("llama"))]
+    found = [generate(tiny("llama"), **batch(), do_sample=False, custom_generate=method) for method in methods]
+    plain = generate(tiny("llama"), **batch(), do_sample=False, custom_generate=Full())
+    assert torch.equal(found[1], plain) and not torch.equal(found[0], plain)
+
+
+def test_in_a_stream_it_says_who_wrote() -> None:
+    one, method = engine(), replace(EAD, draft=small_model())
+    steps = list(one.stream(SHORT[0], method=method, max_new_tokens=30))
+    result: Result = one.generate(SHORT[0], method=method, max_new_tokens=30)
+    assert [step.token for step in steps] == list(result.tokens)
+    assert sum(step.from_draft for step in steps) == result.stats.second_tokens
+
+
+def test_over_http_it_is_the_operators_to_allow() -> None:
+    one = tiny_engine()
+    body = {"model": MODEL, "prompt": "Some words", "max_tokens": 12, "temperature": 0, "method": "entropy_adaptive",
+            "method_args": {"draft": "some/folder", "tau": 2.0}}
+    with serving(one) as server:
+        refusal = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert refusal.status_code == 403 and "entropy_adaptive" in refusal.json()["error"]["message"]
+    with serving(one, methods=("full", "entropy_adaptive")) as server:
+        nested = {**body, "method_args": {**body["method_args"], "draft_inner": {"method": "d3"}}}
+        refusal = httpx.post(f"{server.url}/v1/completions", json=nested, timeout=60)
+        assert refusal.status_code == 403 and "'d3' is not allowed" in refusal.json()["error"]["message"]
