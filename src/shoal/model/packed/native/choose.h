@@ -36,16 +36,14 @@ INLINE float *tops_of(const Run *r, int entry, int t, int head, int base) {
     return r->b->choices[t].scores + (int64_t)head * r->b->choices[t].room + CHUNK + base;
 }
 
-/* A number that orders floats as they are ordered; above 0 for all of them. */
-INLINE uint32_t rank_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
+/* A number that orders floats, given by their bits, as they are ordered; above 0 for all of them. */
+INLINE uint32_t rank_of(uint32_t bits) { return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u); }
+
+typedef uint32_t __attribute__((may_alias)) Bits; /* of floats in memory */
 
 /* The number number k, from 1, of the ranks from the top; `k` is then how many of those equal to it are among the first k. Digit by
    digit, of 11, 11 and 10 bits: only those with the digits found so far are counted. */
-static uint32_t find_rank(const uint32_t *ranks, int count, int *k) {
+static uint32_t find_rank(const Bits *ranks, int count, int *k) {
     uint32_t known = 0, fixed = 0;
     for (int shift = 21;; shift = shift > 10 ? 10 : 0) {
         const uint32_t bits = shift ? 2047 : 1023;
@@ -62,14 +60,11 @@ static uint32_t find_rank(const uint32_t *ranks, int count, int *k) {
 static void list_largest(const Run *r, int t, int head, int stored) {
     const ShoalChoice *c = r->b->choices + t;
     const int own = stored + r->b->node[t];
-    uint32_t *ranks = (uint32_t *)c->scores + (int64_t)head * c->room; /* in the place of scores that are read no more */
-    const float *scores = c->scores + (int64_t)head * c->room + CHUNK;
-    for (int i = 0; i <= own; i++) {
-        const int hidden = i >= stored && !(r->b->ancestors[t] >> (i - stored) & 1);
-        float score;
-        memcpy(&score, scores + i, 4);
-        ranks[i] = hidden ? 0 : i == own ? UINT32_MAX : rank_of(score);
-    }
+    Bits *ranks = (Bits *)c->scores + (int64_t)head * c->room + CHUNK; /* in the place of the scores */
+    for (int i = 0; i < own; i++) ranks[i] = rank_of(ranks[i]);
+    for (int i = stored; i < own; i++)
+        if (!(r->b->ancestors[t] >> (i - stored) & 1)) ranks[i] = 0;
+    ranks[own] = UINT32_MAX;
     int equals = c->count;
     const uint32_t least = find_rank(ranks, own + 1, &equals);
     int32_t *first = c->columns + (int64_t)head * c->count, *to = first + c->count;

@@ -53,14 +53,16 @@ static void score_columns(const Labels *l, const float *q, int heads, int low, i
     for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16) {
         float tops[16] ALIGNED;
         Vf top = vf_all(-INFINITY);
-        for (int h = 0; h < heads; h++) {
-            Vf sum = vf_zero();
+        for (int first = 0; first < heads; first += QUERIES) { /* a few at a time, so that no sum waits for itself */
+            const float *of[QUERIES];
+            Vf sum[QUERIES];
+            UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero(), of[h] = q + min_int(first + h, heads - 1) * l->width;
             for (int j = 0; j < l->width; j++) {
                 const char *at = label_at(l, place, j);
                 const Vf label = l->bytes == 2 ? load_bf16((const uint16_t *)at, 0xffff) : vf_loadu(at);
-                sum = vf_fma(vf_all(q[h * l->width + j]), label, sum);
+                UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_fma(vf_all(of[h][j]), label, sum[h]);
             }
-            top = vf_max(top, sum);
+            UNROLL for (int h = 0; h < QUERIES; h++) top = vf_max(top, sum[h]);
         }
         vf_store(tops, top);
         for (int i = max_int(place, low + l->shift); i < min_int(place + 16, high + l->shift); i++)
