@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal import methods
 from shoal.cli import common
 from shoal.cli.parser import Parser
+from shoal.errors import Unsupported
 from shoal.methods._combined import FAMILIES, QUESTIONS, family_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -82,8 +83,10 @@ def _worth(engine: Engine) -> str:
 def table(info: ModelInfo | None) -> list[dict[str, Any]]:
     """Every method as `describe` gives it, with the names of those that it combines with; None where that is open."""
     rows = [describe(name, info) for name in methods.names()]
+    recipes = {row["name"]: None if row["parts"] is None else _default(methods.get(row["name"])) for row in rows}
     for row in rows:
-        fitting = [other["name"] for other in rows if _combine(row, other)]
+        own = recipes[row["name"]]
+        fitting = [other["name"] for other in rows if _combine(row, other) and _fit(own, recipes[other["name"]])]
         row["combines_with"] = None if row["parts"] is None else fitting
     return rows
 
@@ -92,6 +95,17 @@ def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     known = None not in (row["parts"], other["parts"])
     return known and other is not row and set(row["parts"]).isdisjoint([*other["parts"], *other["excludes"]]) and (
         set(row["excludes"]).isdisjoint(other["parts"]))
+
+
+def _fit(one: Recipe | None, other: Recipe | None) -> bool:
+    """Whether parts that no two methods fill can stand beside each other; True where a recipe cannot be asked."""
+    if one is None or other is None:
+        return True
+    try:
+        dataclasses.replace(one, **{part: getattr(other, part) for part in other.parts})
+    except Unsupported:
+        return False
+    return True
 
 
 def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -87,23 +87,25 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
     }
 }
 
-/* What was selected for token number i among the task's columns, brought together chunk by chunk. */
+/* What was selected for token number i, among the task's columns or in all, brought together chunk by chunk. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const Reads reads = reads_of(w->run, task->entry, task->chosen->token[i]);
+    const int t = task->chosen->token[i], whole = gathers(w->run, task->entry, t);
+    const int low = whole ? 0 : task->low, high = whole ? INT32_MAX : task->high;
+    const Reads reads = reads_of(w->run, task->entry, t);
     if (!reads.count) return;
     const int32_t *from = reads.columns + (int64_t)task->head * reads.count, *end = from + reads.count;
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
         const int64_t half = size / 2;
-        if (from[half] < task->low) from += half + 1, size -= half + 1;
+        if (from[half] < low) from += half + 1, size -= half + 1;
         else size = half;
     }
-    while (from < end && *from < task->high) {
+    while (from < end && *from < high) {
         int32_t columns[CHUNK];
         Seen seen = {0};
-        for (; seen.high < CHUNK && from < end && *from < task->high; from++) columns[seen.high++] = *from;
-        const int whole = (int)round_up(seen.high, LANES);
-        for (int k = seen.high; k < whole; k++) columns[k] = -1;
-        lay_columns(&w->chunk, source, columns, whole, multiplies_bf16(w->run->m));
+        for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
+        const int places = (int)round_up(seen.high, LANES);
+        for (int k = seen.high; k < places; k++) columns[k] = -1;
+        lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
     }
 }
@@ -111,23 +113,34 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
 static void attend_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
     const Source source = source_of(w->run, task);
-    if (!w->run->b->select) store_new(w, task);
-    for (int i = s->first; i < s->last; i++) ready_queries(w, task, i);
+    if (!w->stored) store_new(w, task);
+    int here[MAX_TOKENS]; /* whether the task has anything for a token */
+    for (int i = s->first; i < s->last; i++) {
+        here[i - s->first] = task->split == 0 || !gathers(w->run, task->entry, task->chosen->token[i]);
+        if (here[i - s->first]) ready_queries(w, task, i);
+    }
     attend_columns(w, task, &source);
-    for (int i = s->first; i < s->last; i++) attend_selected(w, task, &source, i);
+    for (int i = s->first; i < s->last; i++)
+        if (here[i - s->first]) attend_selected(w, task, &source, i);
 }
 
-/* Keys into the cache, queries to where they can be looked at; then the caller says which columns are read. */
-static void ask_for_columns(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
-    Run *r = w->run;
-    const ShoalModel *m = r->m;
-    const int number = r->b->layers[entry];
-    float line[MAX_HEAD_DIM] ALIGNED;
+/* Keys and values of all tokens of a layer into the cache, this thread's share. */
+static void store_layer(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
+    const ShoalModel *m = w->run->m;
+    const int number = w->run->b->layers[entry];
     for (int k = w->id; k < count * m->kv_heads; k += w->threads) {
         Task all = {.segment = segments + k / m->kv_heads, .layer = m->layers + number, .chosen = c, .entry = entry, .number = number};
         all.head = k % m->kv_heads, all.high = INT32_MAX;
         store_new(w, &all);
     }
+}
+
+/* Queries to where they can be looked at; then the caller, with the keys in the cache, says which columns are read. */
+static void ask_for_columns(const Worker *w, int entry, const Chosen *c) {
+    Run *r = w->run;
+    const ShoalModel *m = r->m;
+    const int number = r->b->layers[entry];
+    float line[MAX_HEAD_DIM] ALIGNED;
     for (int k = w->id; k < c->count * m->heads; k += w->threads) {
         const int i = k / m->heads, head = k % m->heads, t = c->token[i];
         ready_head(m, m->layers + number, r->qkv + i * r->qkv_line, head, m->heads, m->layers[number].q_norm, r->b->position[t], line);
@@ -159,15 +172,15 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
 }
 
 /* The attention's output of some heads, this thread's share: the splits' sums brought to their common peak. */
-static void merge_splits(const Worker *w, const Segment *s) {
+static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segment *s) {
     const Run *r = w->run;
     const int dim = r->m->head_dim, heads = r->m->heads;
     for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
-        const int i = k / heads, head = k % heads;
+        const int i = k / heads, head = k % heads, splits = gathers(r, entry, c->token[i]) ? 1 : s->splits;
         float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
-        for (int split = 0; split < s->splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
+        for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
         memset(out, 0, sizeof(float) * dim);
-        for (int split = 0; split < s->splits; split++) {
+        for (int split = 0; split < splits; split++) {
             const State *state = state_at(r, s, split, i, head);
             const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
             total += weight * state->total;

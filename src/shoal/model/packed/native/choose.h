@@ -29,6 +29,9 @@ INLINE Reads reads_of(const Run *r, int entry, int t) {
     return (Reads){b->choices[t].columns, b->choices[t].count};
 }
 
+/* Whether what token t reads was chosen here: it is brought together in one task, since it is little. */
+INLINE int gathers(const Run *r, int entry, int t) { return !r->b->select && reads_of(r, entry, t).count > 0; }
+
 /* Where the scores of token t and a KV head are noted, from column `base` on; NULL where it does not choose. A chunk may begin
    before column 0 and go on behind the last one. */
 INLINE float *tops_of(const Run *r, int entry, int t, int head, int base) {
@@ -36,45 +39,47 @@ INLINE float *tops_of(const Run *r, int entry, int t, int head, int base) {
     return r->b->choices[t].scores + (int64_t)head * r->b->choices[t].room + CHUNK + base;
 }
 
-/* A number that orders floats as they are ordered; above 0 for all of them. */
-INLINE uint32_t rank_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
+/* A number that orders floats, given by their bits, as they are ordered; above 0 for all of them. */
+INLINE uint32_t rank_of(uint32_t bits) { return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u); }
+
+typedef uint32_t __attribute__((may_alias)) Bits; /* of floats in memory */
+
+/* How many ranks are at least that; a loop that vectors go through at the speed of the nearest caches. */
+static int count_from(const Bits *ranks, int count, uint32_t least) {
+    int found = 0;
+    for (int i = 0; i < count; i++) found += ranks[i] >= least;
+    return found;
 }
 
-/* The number number k, from 1, of the ranks from the top; `k` is then how many of those equal to it are among the first k. Digit by
-   digit, of 11, 11 and 10 bits: only those with the digits found so far are counted. */
-static uint32_t find_rank(const uint32_t *ranks, int count, int *k) {
-    uint32_t known = 0, fixed = 0;
-    for (int shift = 21;; shift = shift > 10 ? 10 : 0) {
-        const uint32_t bits = shift ? 2047 : 1023;
-        int counts[2048] = {0}, digit = (int)bits;
-        for (int i = 0; i < count; i++)
-            if ((ranks[i] & fixed) == known) counts[ranks[i] >> shift & bits]++;
-        while (counts[digit] < *k) *k -= counts[digit--];
-        known |= (uint32_t)digit << shift, fixed |= bits << shift;
-        if (!shift) return known;
+/* The largest rank that `k` ranks or more are not below, found bit by bit; or a smaller one that just k are not below. */
+static uint32_t find_rank(const Bits *ranks, int count, int k) {
+    uint32_t least = 0;
+    for (uint32_t bit = 0x80000000u; bit; bit >>= 1) {
+        const int found = count_from(ranks, count, least | bit);
+        if (found >= k) least |= bit;
+        if (found == k) break;
     }
+    return least;
 }
 
 /* List the columns with the largest scores of one KV head, ascending, behind -1s where there are too few; of equals the newest. */
 static void list_largest(const Run *r, int t, int head, int stored) {
     const ShoalChoice *c = r->b->choices + t;
     const int own = stored + r->b->node[t];
-    uint32_t *ranks = (uint32_t *)c->scores + (int64_t)head * c->room; /* in the place of scores that are read no more */
-    const float *scores = c->scores + (int64_t)head * c->room + CHUNK;
-    for (int i = 0; i <= own; i++) {
-        const int hidden = i >= stored && !(r->b->ancestors[t] >> (i - stored) & 1);
-        float score;
-        memcpy(&score, scores + i, 4);
-        ranks[i] = hidden ? 0 : i == own ? UINT32_MAX : rank_of(score);
-    }
-    int equals = c->count;
-    const uint32_t least = find_rank(ranks, own + 1, &equals);
+    Bits *ranks = (Bits *)c->scores + (int64_t)head * c->room + CHUNK; /* in the place of the scores */
+    for (int i = 0; i < own; i++) ranks[i] = rank_of(ranks[i]);
+    for (int i = stored; i < own; i++)
+        if (!(r->b->ancestors[t] >> (i - stored) & 1)) ranks[i] = 0;
+    ranks[own] = UINT32_MAX;
+    const uint32_t least = find_rank(ranks, own + 1, c->count);
+    int equals = c->count - (least < UINT32_MAX ? count_from(ranks, own + 1, least + 1) : 0);
     int32_t *first = c->columns + (int64_t)head * c->count, *to = first + c->count;
-    for (int i = own; i >= 0; i--)
-        if (ranks[i] && (ranks[i] > least || (ranks[i] == least && equals-- > 0))) *--to = i;
+    for (int last = own; last >= 0; last -= LANES) { /* most stretches of columns have none */
+        const int begin = max_int(0, last - LANES + 1);
+        if (!count_from(ranks + begin, last + 1 - begin, least)) continue;
+        for (int i = last; i >= begin; i--)
+            if (ranks[i] && (ranks[i] > least || (ranks[i] == least && equals-- > 0))) *--to = i;
+    }
     while (to > first) *--to = -1;
 }
 

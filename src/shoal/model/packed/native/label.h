@@ -11,6 +11,13 @@ INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
     return 0;
 }
 
+/* Whether a token of the layer reads what it chose in an earlier one. */
+INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
+    for (int i = 0; r->b->choices && i < c->count; i++)
+        if (role_of(r, entry, c->token[i]) == READS_CHOSEN) return 1;
+    return 0;
+}
+
 /* A number of a stored key. */
 INLINE float key_number(const Source *s, int64_t column, int dim) {
     const int64_t at = column * s->dim + dim;
@@ -53,14 +60,20 @@ static void score_columns(const Labels *l, const float *q, int heads, int low, i
     for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16) {
         float tops[16] ALIGNED;
         Vf top = vf_all(-INFINITY);
-        for (int h = 0; h < heads; h++) {
-            Vf sum = vf_zero();
+        for (int first = 0; first < heads; first += QUERIES) { /* a few at a time, so that no sum waits for itself */
+            const float *of[QUERIES];
+            Vf sum[QUERIES];
+            UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero(), of[h] = q + min_int(first + h, heads - 1) * l->width;
             for (int j = 0; j < l->width; j++) {
                 const char *at = label_at(l, place, j);
                 const Vf label = l->bytes == 2 ? load_bf16((const uint16_t *)at, 0xffff) : vf_loadu(at);
-                sum = vf_fma(vf_all(q[h * l->width + j]), label, sum);
+                UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_fma(vf_all(of[h][j]), label, sum[h]);
             }
-            top = vf_max(top, sum);
+            UNROLL for (int h = 0; h < QUERIES; h++) top = vf_max(top, sum[h]);
+        }
+        if (place >= low + l->shift && place + 16 <= high + l->shift) {
+            vf_store_some(scores + place - l->shift, 0xffff, top);
+            continue;
         }
         vf_store(tops, top);
         for (int i = max_int(place, low + l->shift); i < min_int(place + 16, high + l->shift); i++)
@@ -82,7 +95,6 @@ static void score_labels(Worker *w, const Task *task) {
         const Labels labels = labels_of(r, task, c);
         if (!begun++) {
             const Source source = source_of(r, task);
-            store_new(w, task);
             fill_labels(&labels, &source, max_int(task->low, c->known[task->entry]), task->high);
         }
         float line[MAX_HEAD_DIM] ALIGNED, *q = (float *)w->queries;

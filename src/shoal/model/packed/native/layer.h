@@ -141,8 +141,14 @@ static void run_attention(Worker *w, int entry) {
         multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
     meet(&r->team, w->id);
-    if (r->b->select) ask_for_columns(w, entry, &c, segments, count);
-    if (labels_in(r, entry, &c)) {
+    const int labels = labels_in(r, entry, &c);
+    w->stored = r->b->select || labels || chosen_in(r, entry, &c);
+    if (w->stored) { /* tasks may read what others would store */
+        store_layer(w, entry, &c, segments, count);
+        if (r->b->select) ask_for_columns(w, entry, &c);
+        else meet(&r->team, w->id);
+    }
+    if (labels) {
         for_tasks(w, entry, &c, segments, count, score_labels);
         meet(&r->team, w->id);
         choose_columns(w, entry, &c, READS_LABELED);
@@ -150,7 +156,7 @@ static void run_attention(Worker *w, int entry) {
     }
     for_tasks(w, entry, &c, segments, count, attend_task);
     meet(&r->team, w->id);
-    for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, s);
+    for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, entry, &c, s);
     if (r->b->choices) choose_columns(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* until the next layer nobody asks what was chosen */

@@ -37,6 +37,7 @@ typedef struct {
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
     float *line;   /* [hidden rounded up to whole vectors] */
+    int stored;    /* whether the keys and values of the layer at hand are in the cache already */
     Chunk chunk;
 } Worker;
 
