@@ -16,7 +16,7 @@ from shoal.methods.base import Method
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
-    from shoal.loops.switching import Policy
+    from shoal.loops.switching import TurnPolicy
     from shoal.types import ModelInfo
 
 
@@ -36,7 +36,7 @@ class SwitchingMethod(PairedMethod):
         """The recipe of the engine's own model alone."""
         return Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
 
-    def switched(self, info: ModelInfo, policy: Policy) -> Recipe:
+    def switched(self, info: ModelInfo, policy: TurnPolicy) -> Recipe:
         """The recipe in which the policy says who writes.
 
         Raises:
@@ -70,7 +70,7 @@ class Switching(Loop):
 
     takes: ClassVar[tuple[str, ...]] = ("plan", "rule", "constraint")
 
-    policy: Policy
+    policy: TurnPolicy
     stack: Any = None
     plan: DepthPlan | None = None
     name: str = ""

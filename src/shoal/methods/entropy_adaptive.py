@@ -73,7 +73,7 @@ class ByEntropy:
     large: bool
 
     def begin(self, row: Row) -> EntropyTurns:
-        """See `shoal.loops.switching.Policy`."""
+        """See `shoal.loops.switching.TurnPolicy`."""
         return EntropyTurns(self)
 
 

@@ -65,7 +65,7 @@ class BySentence:
     tokenizer: Any
 
     def begin(self, row: Row) -> SentenceTurns:
-        """See `shoal.loops.switching.Policy`."""
+        """See `shoal.loops.switching.TurnPolicy`."""
         return SentenceTurns(self, row)
 
 
