@@ -7,6 +7,7 @@ small and decays steep: each lossy setting changes the number of layers within t
 from __future__ import annotations
 
 from drafts import draft_of
+from shoal.methods.a_star import AStar
 from shoal.methods.adadec import AdaDec
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
@@ -68,6 +69,8 @@ MATRIX: tuple[Method, ...] = (
     BestOf(1),
     BestOf(3, inner=D3(alpha=0.9, core=2)),
     BestOf(2, inner=DraftModel(draft_of("llama"), inner=D3(alpha=0.9, core=2))),
+    AStar(k=1),
+    AStar(k=2, step=3, width=2, budget=40, inner=D3(alpha=0.9, core=2)),
     PromptLookup(min_ngram=1),
     PromptLookup(max_ngram=2, min_ngram=1, length=3, inner=D3(alpha=0.9, core=2)),
     ADED(),

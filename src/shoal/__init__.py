@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
     from shoal.errors import Unsupported
+    from shoal.methods.a_star import AStar
     from shoal.methods.adadec import AdaDec
     from shoal.methods.aded import ADED
     from shoal.methods.auto import Auto
@@ -60,6 +61,7 @@ __all__ = [
     "D3",
     "DEL",
     "RSD",
+    "AStar",
     "AdaDec",
     "Auto",
     "BestOf",
@@ -111,6 +113,7 @@ __all__ = [
 
 _HOME = {
     "ADED": "shoal.methods.aded",
+    "AStar": "shoal.methods.a_star",
     "AdaDec": "shoal.methods.adadec",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",

@@ -175,6 +175,8 @@ class Stats:
         second_tokens: tokens of the answer that a second model wrote by itself; each counts the layers of that model.
         second_layer_tokens: layer-tokens of a second model that writes, of its own layers, reading included.
         switches: how often one model wrote a token after the other.
+        branches: continuations that a search has made; 0 without a search.
+        thrown_away: tokens that a search has decoded and that are not in the answer.
     """
 
     prompt_tokens: int
@@ -203,6 +205,8 @@ class Stats:
     second_tokens: int = 0
     second_layer_tokens: float = 0.0
     switches: int = 0
+    branches: int = 0
+    thrown_away: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,10 @@ class Batch:
             first, kept = share.before, outcome.path[: len(emitted)]
             self._commit(share.row, [*range(first), *(first + node for node in kept)])
             emitted += share.row.force()
-            steps.extend(emitted if share.row.root is None else ())
+            if share.row.root is None:
+                steps += emitted
+            else:
+                share.row.ledger.searched += len(emitted)
         self.retire()
         return steps
 

@@ -25,6 +25,8 @@ class RowLedger:
         second_tokens: tokens of the answer that a second model wrote by itself.
         second_layer_tokens: layer-tokens that it ran, of its own layers, what it read of the other's tokens included.
         switches: how often one model wrote a token after the other.
+        branches: rows that a search has made for this one, the first included.
+        searched: tokens that these decoded.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
@@ -43,6 +45,8 @@ class RowLedger:
     second_tokens: int = 0
     second_layer_tokens: float = 0.0
     switches: int = 0
+    branches: int = 0
+    searched: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)

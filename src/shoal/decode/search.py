@@ -231,7 +231,7 @@ class SearchRun:
         plain = root.sampling.logprobs is None
         root.tokens[:], root.stop = row.tokens, row.stop
         root.steps += [replace(step, logprob=None) for step in row.steps] if plain else row.steps
-        row.held = False
+        row.held, root.ledger.branches = False, self._made
         self.batch.searches.remove(self)
         self.batch.retire()
         return root.steps

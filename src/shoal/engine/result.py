@@ -61,6 +61,8 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         second_tokens=ledger.second_tokens,
         second_layer_tokens=ledger.second_layer_tokens,
         switches=ledger.switches,
+        branches=ledger.branches,
+        thrown_away=max(0, ledger.searched - new) if ledger.branches else 0,
     )
 
 

@@ -95,11 +95,12 @@ class SwitchingBatch(Batch):
         return steps
 
     def _is_large(self, row: Row) -> bool:
-        return self._turns[id(row)][1].large or self._bound(row)
+        large: bool = self._turns[id(row)][1].large
+        return large or self._bound(row)
 
     def _bound(self, row: Row) -> bool:
         """Whether the row holds a token that the small model does not have."""
-        return bool(self._common < self.stack.vocab_size and max(row.tokens) >= self._common)
+        return bool(self._common < self.stack.vocab_size) and max(row.tokens) >= self._common
 
     def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Read]:
         """What the large model reads of the rows now, and says where it comes to their ends."""

@@ -1,0 +1,236 @@
+"""A*-decoding: best-first search over the steps of a reasoning."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.verifier import Attempt, Verifier, likelihood, verdict
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.search import Branch
+
+EdgeCost = Literal["change", "rise", "fall", "one"]
+_BUDGET = 8
+
+
+@dataclass(frozen=True)
+class AStar(Method):
+    """Continues the most promising of all unfinished answers by a step, several ways at a time, until one is finished.
+
+    A verifier says of an answer so far how promising it is, r in [0, 1]; h = 1 - r stands for what is still to pay, and
+    g sums up what its steps have cost. The answer with the least g + h goes on, of equals the longer one, and wins when
+    it is finished. A step ends at the delimiter. Needs a temperature above 0: greedy steps would all be alike, so a
+    greedy request is decoded once. Where the budget ends first, the best finished answer wins, or else the best
+    unfinished one, which is then decoded to its end beside the budget. Answers that wait beyond `width` give up their
+    KV, and are read anew when their turn comes.
+
+    Attributes:
+        k: ways in which an answer is continued; 1 changes nothing.
+        delimiter: text that ends a step.
+        step: most tokens of a step, at least 1.
+        budget: tokens that the search may decode, those thrown away included; None for 8 times max_new_tokens.
+        width: answers that keep their KV while they wait, at least 1.
+        edge_cost: of a step: "change" is |dh|, with which h never promises too much; "rise" only increases of h;
+            "fall" only decreases; "one" is 1.
+        verifier: "likelihood", the geometric mean of the tokens' probabilities, or a callable that is given a
+            `shoal.decode.verifier.Attempt` and returns a number in [0, 1].
+        patience: seconds to wait for a verdict, more than 0.
+        inner: the method by which each answer is decoded; None for full depth.
+    """
+
+    name: ClassVar[str] = "a_star"
+    paper: ClassVar[str] = "arXiv 2505.13672"
+
+    k: int = 4
+    delimiter: str = "\n\n"
+    step: int = 64
+    budget: int | None = None
+    width: int = 4
+    edge_cost: EdgeCost = "change"
+    verifier: str | object = "likelihood"
+    patience: float = 30.0
+    inner: Method | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob in ("k", "step", "width"):
+            if getattr(self, knob) < 1:
+                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget is {self.budget}; it must be at least 1 token, or None")
+        if not self.delimiter:
+            raise ValueError("delimiter is ''; it must have at least one character")
+        if not self.patience > 0:
+            raise ValueError(f"patience is {self.patience}; it must be more than 0 seconds")
+        if self.verifier != "likelihood" and not callable(self.verifier):
+            raise ValueError(f"verifier is {self.verifier!r}; it must be 'likelihood' or a callable")
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Method.to_dict`; a callable has no JSON form."""
+        if self.verifier != "likelihood":
+            raise Unsupported("a_star with a verifier of one's own as JSON", "a callable cannot be written down",
+                              "Use the verifier 'likelihood', or call it from Python")
+        return super().to_dict()
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The inner method's recipe with the search put in.
+
+        Raises:
+            Unsupported: the inner method searches or drafts.
+        """
+        recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+        if self.k == 1:
+            return recipe
+        for part, what in (("search", "searches itself"), ("proposer", "drafts")):
+            if self.inner is not None and getattr(recipe, part) is not None:
+                raise Unsupported(f"{self.inner.name} as inner of a_star", f"it {what}", "Give another, such as d3")
+        budget = _BUDGET * info.max_new_tokens if self.budget is None else self.budget
+        judge = likelihood if self.verifier == "likelihood" else cast("Verifier", self.verifier)
+        return replace(recipe, search=BestFirst(self, budget, judge))
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The part `search`; see `AStar`.
+
+    Attributes:
+        knobs: of the method.
+        budget: tokens.
+        verifier: who judges.
+    """
+
+    knobs: AStar
+    budget: int
+    verifier: Verifier
+
+    def most(self, greedy: bool) -> int:
+        """The prompt's own, those that wait, and those under way."""
+        return 1 if greedy else 1 + self.knobs.width + self.knobs.k
+
+    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+        """See `shoal.decode.recipe.Search`."""
+        if root.greedy:
+            return root
+        if root.row.recipe.proposer is not None:
+            raise Unsupported("a_star beside drafts", "an answer that is read anew is fed as a whole", "Leave them out")
+        return (yield from _Walk(self, root).run())
+
+
+@dataclass(order=True)
+class _Node:
+    """An answer that waits; nodes are ordered as answers go on.
+
+    Attributes:
+        f: g + h.
+        shortness: less the steps that it has.
+        made: counts nodes.
+        g, h: see `AStar`.
+        tokens: of the answer.
+        finished: whether it has ended.
+        branch: has its KV; None where it was given up.
+    """
+
+    f: float
+    shortness: int
+    made: int
+    g: float = field(compare=False)
+    h: float = field(compare=False)
+    tokens: list[int] = field(compare=False)
+    finished: bool = field(compare=False)
+    branch: Branch | None = field(compare=False)
+
+
+class _Walk:
+    """One search under way.
+
+    Args:
+        how: what to search.
+        root: keeps the prompt; answers are forks of it.
+    """
+
+    def __init__(self, how: BestFirst, root: Branch) -> None:
+        self._how, self._knobs, self._root = how, how.knobs, root
+        self._left, self._made = how.budget, 0
+        self._waiting: list[_Node] = []
+
+    def run(self) -> Generator[Sequence[Branch], None, Branch]:
+        """The winner."""
+        node = self._node(self._root, None)
+        while not node.finished and self._left:
+            branch = yield from self._revived(node)
+            ways = branch.fork(self._knobs.k) if branch is self._root else [branch, *branch.fork(self._knobs.k - 1)]
+            yield from self._advance(ways)
+            self._judge(ways, node)
+            self._give_up()
+            node = heapq.heappop(self._waiting)
+        best = min([node, *self._waiting], key=lambda one: (not one.finished, one))
+        return (yield from self._revived(best))
+
+    def _revived(self, node: _Node) -> Generator[Sequence[Branch], None, Branch]:
+        """The node's branch, read anew where its KV was given up."""
+        if node.branch is not None:
+            return node.branch
+        (branch,) = self._root.fork()
+        branch.force(node.tokens)
+        branch.advance(0)
+        yield [branch]
+        return branch
+
+    def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[Branch], None, None]:
+        """Each by a step, token by token, as far as the budget goes."""
+        begun = [(way, len(way.tokens), len(way.text)) for way in ways]
+        while going := [way for way, tokens, text in begun if not self._over(way, tokens, text)][: self._left]:
+            for way in going:
+                way.advance(1)
+            yield going
+            self._left -= len(going)
+
+    def _over(self, way: Branch, tokens: int, text: int) -> bool:
+        """Whether the step that began behind so many tokens and letters is at its end."""
+        ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._knobs.step
+        return ended or self._knobs.delimiter in way.text[text:].lstrip()
+
+    def _judge(self, ways: Sequence[Branch], parent: _Node) -> None:
+        """Let those that differ wait."""
+        seen: set[tuple[int, ...]] = set()
+        for way in ways:
+            words = tuple(way.tokens)
+            if words in seen:
+                way.end()
+            else:
+                seen.add(words)
+                heapq.heappush(self._waiting, self._node(way, parent))
+
+    def _node(self, branch: Branch, parent: _Node | None) -> _Node:
+        row, finished = branch.row, branch.finish_reason is not None
+        shown = Attempt(tuple(row.tokens[: row.prompt_length]), tuple(branch.tokens), branch.text, finished,
+                        min(1.0, math.exp(branch.score)))
+        h = 1 - verdict(self._how.verifier, shown, self._knobs.patience)
+        g = 0.0 if parent is None else parent.g + _cost(self._knobs.edge_cost, parent.h, h)
+        self._made += 1
+        deeper = 0 if parent is None else parent.shortness - 1
+        return _Node(g + h, deeper, self._made, g, h, branch.tokens, finished, branch)
+
+    def _give_up(self) -> None:
+        """The KV of all but the best that wait."""
+        for node in [one for one in sorted(self._waiting) if one.branch is not None][self._knobs.width :]:
+            assert node.branch is not None
+            node.branch.end()
+            node.branch = None
+
+
+def _cost(kind: EdgeCost, before: float, after: float) -> float:
+    """Of a step that takes h from `before` to `after`."""
+    if kind == "one":
+        return 1.0
+    change = after - before
+    return abs(change) if kind == "change" else max(0.0, change if kind == "rise" else -change)
