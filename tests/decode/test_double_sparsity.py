@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,7 +245,7 @@ def test_channels_are_ranked_over_all_texts() -> None:
 
 
 def test_planted_dimensions_are_ranked_first() -> None:
-    model = tiny("llama")
+    model = copy.deepcopy(tiny("llama"))
     attention = [layer.self_attn for layer in model.model.layers]
     with torch.no_grad():
         for part in attention:
