@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,8 @@ from attention_oracle import Reading, Scaled, reading_model
 from backends import NATIVE, Backend, each_backend, on_backends, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
-from planted import Planted
+from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
@@ -192,49 +191,19 @@ RECIPES = {
 @on_backends("llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     stack = backend.stack(name)
-    alone = [decode(None, [ids], recipe, NEW, stack=stack) for ids in PROMPTS]
-    mates = [recipe, Recipe(DepthPlan.full(LAYERS)), recipe, recipe, recipe]
-    for chunk in (2048, 4):
-        together = decode(None, PROMPTS, mates, NEW, stack=stack, chunk=chunk)
-        for number in (0, 2, 3, 4):
-            most = 1e-4 if backend == NATIVE else backend.exact
-            assert gap(together.logits(number), alone[number].logits(0)) <= most
-    for ids, plain in zip(PROMPTS[3:], alone[3:], strict=True):
-        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
-        assert decode(None, [ids], replace(recipe, proposer=guesses), NEW, stack=stack).tokens == plain.tokens
-        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+    most = 1e-4 if backend == NATIVE else backend.exact
+    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_window_that_holds_the_text_is_the_identity(backend: Backend, name: str) -> None:
-    part = replace(METHOD, window=100).recipe(INFO)
-    for ids in PROMPTS:
-        plain, parted = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (part.plan, part))
-        assert torch.equal(plain.logits(0), parted.logits(0))
-
-
-@dataclass(frozen=True)
-class Parting:
-    """A search whose answer is a fork that is made in the middle of the text."""
-
-    def most(self, greedy: bool) -> int:
-        return 2
-
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
-        root.advance(9)
-        yield [root]
-        (twin,) = root.fork(1)
-        for branch in (root, twin):
-            branch.advance()
-        yield [root, twin]
-        return twin
+    check_identity(replace(METHOD, window=100).recipe(INFO), PROMPTS, NEW, backend.stack(name))
 
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    alone = decode(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=backend.stack("llama"))
-    run = decode(None, [PROMPTS[3]], replace(METHOD.recipe(INFO), search=Parting()), NEW, stack=backend.stack("llama"))
-    assert run.tokens == alone.tokens
+    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"))
 
 
 @each_backend

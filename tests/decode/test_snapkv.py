@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,8 @@ from attention_oracle import Reading, reading_model
 from backends import NATIVE, Backend, each_backend, on_backends, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
-from planted import Planted
+from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
@@ -90,54 +88,20 @@ RECIPES = {
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     """The window may lie in several pieces of the prompt, and in a forward with others."""
     stack = backend.stack(name)
-    alone = [decode(None, [ids], recipe, NEW, stack=stack) for ids in PROMPTS]
-    mates = [recipe, Recipe(DepthPlan.full(LAYERS)), recipe, recipe, recipe]
-    for chunk in (2048, 4, 3):
-        together = decode(None, PROMPTS, mates, NEW, stack=stack, chunk=chunk)
-        for number in (0, 2, 3, 4):
-            most = 1e-5 if backend == NATIVE else backend.exact
-            assert gap(together.logits(number), alone[number].logits(0)) <= most
-    for ids, plain in zip(PROMPTS[3:], alone[3:], strict=True):
-        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
-        assert decode(None, [ids], replace(recipe, proposer=guesses), NEW, stack=stack).tokens == plain.tokens
-        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+    most = 1e-5 if backend == NATIVE else backend.exact
+    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4, 3), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_budget_that_holds_the_prompt_is_the_identity(backend: Backend, name: str) -> None:
-    part = replace(METHOD, budget=70).recipe(INFO)
-    for ids in PROMPTS:
-        plain, parted = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (part.plan, part))
-        assert torch.equal(plain.logits(0), parted.logits(0))
-
-
-@dataclass(frozen=True)
-class Twins:
-    """A search whose answer is a fork: made before the prompt's last token is fed, or in the middle of the text."""
-
-    after: int
-
-    def most(self, greedy: bool) -> int:
-        return 2
-
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
-        if self.after:
-            root.advance(self.after)
-            yield [root]
-        (twin,) = root.fork(1)
-        for branch in (root, twin):
-            branch.advance()
-        yield [root, twin]
-        return twin
+    check_identity(replace(METHOD, budget=70).recipe(INFO), PROMPTS, NEW, backend.stack(name))
 
 
 @pytest.mark.parametrize("after", [0, 9])
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend, after: int) -> None:
-    recipe = METHOD.recipe(INFO)
-    alone = decode(None, [PROMPTS[3]], recipe, NEW, stack=backend.stack("llama"))
-    run = decode(None, [PROMPTS[3]], replace(recipe, search=Twins(after)), NEW, stack=backend.stack("llama"))
-    assert run.tokens == alone.tokens
+    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"), after)
 
 
 @each_backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch import Tensor
 from attention_oracle import Reading, reading_model
 from backends import NATIVE, Backend, each_backend, on_backends, reference
 from drive import SHORT, decode, gap, oracle_logits, prompt
+from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from oracle import prefix_counts
-from planted import Planted
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
@@ -108,27 +106,15 @@ def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: s
     method, info = method_for(backend, name)
     full = RECIPES[recipe](method.recipe(info).select)
     stack = backend.stack(name)
-    alone = [decode(None, [ids], full, NEW, stack=stack) for ids in PROMPTS]
-    mates = [full, Recipe(DepthPlan.full(LAYERS)), full, full]
-    for chunk in (2048, 4):
-        together = decode(None, PROMPTS, mates, NEW, stack=stack, chunk=chunk)
-        for number in (0, 2, 3):
-            most = 1e-6 if backend == NATIVE else backend.exact
-            assert gap(together.logits(number), alone[number].logits(0)) <= most
-    for ids, plain in zip(PROMPTS, alone, strict=True):
-        guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
-        fast = decode(None, [ids], replace(full, proposer=guesses), NEW, stack=stack)
-        assert plain.tokens == fast.tokens
-        assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
+    most = 1e-6 if backend == NATIVE else backend.exact
+    alone = check_mates(full, PROMPTS, NEW, stack, (2048, 4), most)
+    check_guesses(full, PROMPTS, NEW, stack, alone)
 
 
 @on_backends("llama", "hybrid")
 def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name)
-    part = replace(method, k=64).recipe(info)
-    for ids in PROMPTS:
-        plain, parted = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (part.plan, part))
-        assert torch.equal(plain.logits(0), parted.logits(0))
+    check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.stack(name))
 
 
 def test_neutral_settings_have_no_part() -> None:
@@ -203,26 +189,6 @@ def test_layers_that_cannot_select() -> None:
         Tidal().recipe(replace(INFO, shows_queries=False))
 
 
-@dataclass(frozen=True)
-class Late:
-    """A search whose answer is a fork that is made in the middle of the text."""
-
-    def most(self, greedy: bool) -> int:
-        return 2
-
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
-        root.advance(9)
-        yield [root]
-        (twin,) = root.fork(1)
-        for branch in (root, twin):
-            branch.advance()
-        yield [root, twin]
-        return twin
-
-
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    recipe = Tidal(K, 1, 3).recipe(INFO)
-    alone = decode(None, [PROMPTS[3]], recipe, NEW, stack=backend.stack("llama"))
-    run = decode(None, [PROMPTS[3]], replace(recipe, search=Late()), NEW, stack=backend.stack("llama"))
-    assert run.tokens == alone.tokens
+    check_fork(Tidal(K, 1, 3).recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"))
