@@ -35,7 +35,6 @@ def choose(args: argparse.Namespace, files: Checkpoint) -> tuple[NarrowMLPs, dic
     from shoal.calibrate import neurons
     from shoal.errors import Unsupported
     from shoal.model.narrow import NarrowMLPs, gated_widths
-    from shoal.model.widths import widths_of
 
     source = files.weights()
     if source is None:
@@ -56,7 +55,7 @@ def choose(args: argparse.Namespace, files: Checkpoint) -> tuple[NarrowMLPs, dic
                 "text": args.text.name if args.text else "what the model says to prompts of Shoal's",
                 "turns": [round(turn, 5) for turn in seen.turns]}
     kept = neurons.best(scores, neurons.counts(shares, widths, args.multiple))
-    why |= {"widths": [len(layer) for layer in kept], "of": widths_of(files.config())[0],
+    why |= {"widths": [len(layer) for layer in kept], "of": round(sum(widths) / len(widths)),
             "neurons": hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}
     return NarrowMLPs(kept), why
 
