@@ -51,18 +51,25 @@ class DraftModels:
             return self._known[key][1]
 
 
-def check_tokens(home: Engine, other: Engine) -> None:
-    """Refuse a model whose token ids do not mean what the home engine's mean.
+def same_tokens(home: Engine, other: Engine) -> bool:
+    """Whether two models' token ids mean the same.
 
     Where both have tokenizers these decide, and the heads may be padded to different sizes; else the sizes decide.
     """
+    if home.tokenizer is not None and other.tokenizer is not None:
+        return bool(home.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+    return home.stack.vocab_size == other.stack.vocab_size
+
+
+def check_tokens(home: Engine, other: Engine) -> None:
+    """Refuse a draft model whose tokens are not the home engine's; see `same_tokens`."""
+    if same_tokens(home, other):
+        return
     name = other.model_name or "the draft model"
     if home.tokenizer is not None and other.tokenizer is not None:
-        if home.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-            raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
-    elif home.stack.vocab_size != other.stack.vocab_size:
-        raise Unsupported(
-            f"drafting with {name!r}",
-            f"it has {other.stack.vocab_size} tokens and the model {home.stack.vocab_size}, so their ids differ",
-            _REMEDY,
-        )
+        raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
+    raise Unsupported(
+        f"drafting with {name!r}",
+        f"it has {other.stack.vocab_size} tokens and the model {home.stack.vocab_size}, so their ids differ",
+        _REMEDY,
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.depth.plan import DepthPlan
+from shoal.engine.draft_models import same_tokens
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.eval.decoders import Contender
@@ -235,9 +236,7 @@ def other_model(engine: Engine, beside: Engine) -> Subject:
     Raises:
         Unsupported: it has other tokens.
     """
-    mine, theirs = (one.stack.vocab_size if one.tokenizer is None else one.tokenizer.get_vocab()
-                    for one in (engine, beside))
-    if mine != theirs or engine.stack.vocab_size != beside.stack.vocab_size:
+    if not same_tokens(beside, engine) or engine.stack.vocab_size != beside.stack.vocab_size:
         raise Unsupported(f"the distance of {engine.model_name!r} from {beside.model_name!r}",
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
