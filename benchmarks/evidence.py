@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import checked
+import equal_time
 import why_page
 from pages import markdown
 from quality_tables import between
@@ -109,6 +110,8 @@ def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Repo
         "why": "\n\n".join(why_page.long(name, report) for name, report in some["why"].items()),
         "why-short": why_page.short(some["why"]),
         "times": times(some["times"]),
+        "equal-time": equal_time.distances(reports, some["times"]),
+        "equal-time-answers": equal_time.answers(answers),
         "commands": "\n\n".join(command(name, report) for name, report in every.items()),
     }
 

@@ -135,3 +135,28 @@ def test_a_card_holds_what_was_timed(evidence: ModuleType, report: dict[str, Any
     assert evidence.checked.lossy(report) == [
         {"task": "retrieval", "suite": "squad", "label": "d3:alpha=0.990000", "ideal": 1.05, "time": 1.04, "full": 0.5,
          "drop": 0.005, "most": 0.012, "n": 1000}]
+
+
+def test_at_equal_time_constant_depth_is_read_off_between_its_own_points(
+    evidence: ModuleType, report: dict[str, Any]
+) -> None:
+    for row, time in zip(report["suites"][0]["answers"][1:], (1.04, 1.02, 1.0, 1.06), strict=True):
+        row["timing"] = {"realised_speedup": time}
+    lines = evidence.equal_time.answers({("m", "squad"): report}).splitlines()[2:]
+    assert lines == ["| m | squad | 1.05x | 1.04x | 0.5 | 3.5 |",  # halfway between 2.0 and 5.0
+                     "| m | squad | 1.1x | 1.00x | 3.0 | nothing saved |"]
+
+
+def test_a_time_that_constant_depth_does_not_reach_is_not_guessed(evidence: ModuleType) -> None:
+    points = [(1.02, 2.0), (1.01, 5.0), (1.06, 5.5)]  # the second is slower than one that loses less
+    assert evidence.equal_time.at_time(points, 1.07) is None
+    assert evidence.equal_time.at_time(points, 1.01) == pytest.approx(1.0)
+    assert evidence.equal_time.at_time(points, 1.04) == pytest.approx(3.75)
+
+
+def test_distances_at_equal_time_take_times_from_their_own_report(evidence: ModuleType) -> None:
+    rows = [{"label": label, "speedup": 1.1, "kl": {"mean": kl}} for label, kl in (("d3", 0.2), ("constant", 0.3))]
+    times = [{"label": label, "speedup": 1.1, "realised_speedup": time}
+             for label, time in (("full", 1.0), ("d3", 1.05), ("constant", 1.1))]
+    lines = evidence.equal_time.distances({"m": {"distance": {"rows": rows}}}, {"m": {"distance": {"times": times}}})
+    assert lines.splitlines()[2:] == ["| m | 1.1x | 1.05x | 0.200 | 0.150 |"]

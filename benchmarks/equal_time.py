@@ -1,0 +1,76 @@
+"""D3 beside constant depth at equal measured time: tables of benchmarks/evidence and docs/evidence.md.
+
+Equal means of layers are not equal times of an answer. Here constant depth gets the time that D3 was measured to take,
+and its loss there is read off the line between its own two nearest points, of which full depth is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from pages import markdown
+
+Report = Mapping[str, Any]
+Points = Sequence[tuple[float, float]]
+"""Measured speed-up and loss of one schedule, the gentlest first."""
+_NO_GAIN = 1.005
+"""A speed-up below is none."""
+
+
+def answers(reports: Mapping[tuple[str, str], Report]) -> str:
+    """Points of right answers lost: a line per model, suite and speed-up of D3."""
+    lines = []
+    for (model, suite), report in reports.items():
+        rows = report["suites"][0]["answers"]
+        points = {label: [(row["timing"]["realised_speedup"], -100 * row["difference"]["mean"]) for row in rows
+                          if row["label"] == label and row.get("timing")] for label in ("d3", "constant")}
+        ideals = [row["speedup"] for row in rows if row["label"] == "d3" and row.get("timing")]
+        lines += [[model, suite, *cells] for cells in _compared(ideals, points, 1)]
+    return markdown(["model", "suite", "D3, ideal", "in time", "D3: points lost", "constant depth in that time"], lines)
+
+
+def distances(reports: Mapping[str, Report], times: Mapping[str, Report]) -> str:
+    """KL in nats: a line per model that was timed and speed-up of D3."""
+    lines = []
+    for model, timed in times.items():
+        kl = {(row["label"], row.get("speedup")): row["kl"]["mean"] for row in reports[model]["distance"]["rows"]}
+        points: dict[str, list[tuple[float, float]]] = {"d3": [], "constant": []}
+        ideals = []
+        for row in timed["distance"]["times"]:
+            if row["label"] in points:
+                points[row["label"]].append((row["realised_speedup"], kl[row["label"], row["speedup"]]))
+            if row["label"] == "d3":
+                ideals.append(row["speedup"])
+        lines += [[model, *cells] for cells in _compared(ideals, points, 3)]
+    return markdown(["model", "D3, ideal", "in time", "D3: KL, nats", "constant depth in that time"], lines)
+
+
+def at_time(points: Points, speedup: float) -> float | None:
+    """The loss at a measured speed-up, on lines from (1, 0) through the points; None beyond the fastest.
+
+    A point that is slower than one of a smaller loss is left out: nobody would choose it.
+    """
+    chosen = [(1.0, 0.0)]
+    for time, loss in sorted(points, key=lambda point: point[1]):
+        if time > chosen[-1][0]:
+            chosen.append((time, loss))
+    for (before, low), (after, high) in pairwise(chosen):
+        if before <= speedup <= after:
+            return low + (high - low) * (speedup - before) / (after - before)
+    return None
+
+
+def _compared(ideals: Sequence[float], points: Mapping[str, Points], digits: int) -> list[list[str]]:
+    """Cells of every point of D3: its ideal, its time, its loss, and what constant depth loses in that time."""
+    lines = []
+    for ideal, (time, loss) in zip(ideals, points["d3"], strict=True):
+        rival = at_time(points["constant"], time)
+        said = "does not reach it" if rival is None else _loss(rival, digits)
+        lines.append([f"{ideal:g}x", f"{time:.2f}x", _loss(loss, digits), "nothing saved" if time < _NO_GAIN else said])
+    return lines
+
+
+def _loss(value: float, digits: int) -> str:
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # never -0.0
