@@ -20,9 +20,9 @@ _MATCH = Match()
 class Transfer(OwnNumbers):
     """Keeps a guess by the target's distribution p once it has been moved towards the draft's q (arXiv 2502.20330).
 
-    p' is proportional to p * exp(eta * (q - p)) on the tokens that the draft finds likely, and to p elsewhere. A guess x
-    is kept with probability min(1, p'(x) / q(x)), else the token is drawn from max(p - p', p - q, 0), normalised. So a
-    token's law is min(q, p') + (1 - sum min(q, p')) * norm(max(p - p', p - q, 0)): neither p nor p', unless eta is 0.
+    p' is proportional to p * exp(eta * (q - p)) on the tokens that the draft finds likely, and to p elsewhere. A guess
+    x is kept with probability min(1, p'(x) / q(x)), else the token is drawn from max(p - p', p - q, 0), normalised. So
+    a token's law is min(q, p') + (1 - sum min(q, p')) * norm(max(p - p', p - q, 0)): neither p nor p', unless eta is 0.
     After the last kept guess comes a token of the target's own. In greedy rows the temperature, by which the paper
     multiplies eta, is 0: guesses are matched exactly. Without a distribution a guess was certain.
 
@@ -63,8 +63,9 @@ class Transfer(OwnNumbers):
         """What comes instead of `child`, or None where that is kept."""
         probs, token = target.probs(node).double(), tree.tokens[child]
         found = None if tree.draft_probs is None else tree.draft_probs[child]
-        draft = probs.new_zeros(probs.shape).index_fill_(0, probs.new_tensor([token]).long(), 1.0) \
-            if found is None else found.double()
+        draft = probs.new_zeros(probs.shape) if found is None else found.double()
+        if found is None:
+            draft[token] = 1.0
         better = moved(probs, draft, self.eta)
         if target.uniform(node, "accept 0") * float(draft[token]) < float(better[token]):
             return None
@@ -73,7 +74,7 @@ class Transfer(OwnNumbers):
 
 
 def moved(probs: Tensor, draft: Tensor, eta: float) -> Tensor:
-    """p' of the class, [V] from the distributions [V] of target and draft."""
+    """The p' of the class, [V] from the distributions [V] of target and draft."""
     likely = draft >= LIKELY * draft.max()
     better = probs * ((eta * (draft - probs)).where(likely, probs.new_zeros(()))).exp()
     return better / better.sum()

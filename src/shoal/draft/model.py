@@ -121,7 +121,8 @@ class ModelDrafter(Drafter):
         if prompt is None:
             return row.tokens[first:]
         past = first - len(prompt)
-        return row.tokens[row.prompt_length + past :] if past >= 0 else [*prompt[first:], *row.tokens[row.prompt_length :]]
+        emitted = row.tokens[row.prompt_length + max(past, 0) :]
+        return emitted if past >= 0 else [*prompt[first:], *emitted]
 
     def _prompt(self, row: Row) -> Sequence[int] | None:
         """What is read instead of the row's prompt, chosen once."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Rapid(SecondModelMethod):
     """A draft reads a short view of a long prompt, and the target, which has read all of it, confirms.
 
-    With a long context most of a step's time goes to its KV, also in a small draft model. Here the draft keeps the KV of
-    a few retrieved pieces only, so the model itself can draft faster than it decodes. Prompts of up to `context` tokens
-    are read whole. With `eta` the draft, which may see the passages that matter more clearly, may move the target:
-    quality changes, for the better or the worse.
+    With a long context most of a step's time goes to its KV, in a small draft model as well. Here the draft keeps the
+    KV of a few retrieved pieces only, so the model itself can draft faster than it decodes. Prompts of up to `context`
+    tokens are read whole. With `eta` the draft, which may see the passages that matter more clearly, may move the
+    target: quality changes, for the better or the worse.
 
     Attributes:
         draft: who drafts, as for other methods with a second model; None for the model itself.
