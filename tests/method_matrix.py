@@ -32,6 +32,7 @@ from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
 from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
@@ -82,6 +83,8 @@ MATRIX: tuple[Method, ...] = (
     VocabTrim(draft_of("llama"), tokens=tuple(range(0, 97, 2))),
     VocabTrim(draft_of("hybrid"), tokens=tuple(range(60)), keep=50, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),
+    Rapid(),
+    Rapid(draft_of("llama"), length=3, context=8, chunk=2, begin=1, end=3, inner=D3(alpha=0.9, core=2)),
     LayerSkip(4, 3),
     LayerSkip(5, inner=D3(alpha=0.9, core=2)),
     D3Spec(mean=0.8, core=2),

@@ -20,6 +20,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"method": "prompt_lookup"},
     "layerskip": {"method": {"method": "layerskip", "method_args": {"exit_layer": 2}}},
     "vocabtrim": {"method": {"method": "vocabtrim", "method_args": {"tokens": list(range(40))}}},
+    "rapid": {"method": {"method": "rapid", "method_args": {"context": 6, "chunk": 2, "begin": 1, "end": 2}}},
     "sampled": {"temperature": 1.0, "seed": 11},
 }
 

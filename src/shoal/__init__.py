@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shoal.methods.medusa import Medusa
     from shoal.methods.momentum import Momentum
     from shoal.methods.prompt_lookup import PromptLookup
+    from shoal.methods.rapid import Rapid
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
@@ -89,6 +90,7 @@ __all__ = [
     "Momentum",
     "NarrowMLPs",
     "PromptLookup",
+    "Rapid",
     "Recipe",
     "Regex",
     "Result",
@@ -144,6 +146,7 @@ _HOME = {
     "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "RSD": "shoal.methods.rsd",
+    "Rapid": "shoal.methods.rapid",
     "Recipe": "shoal.decode.recipe",
     "Regex": "shoal.engine.constraint",
     "Result": "shoal.types",

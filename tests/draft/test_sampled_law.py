@@ -22,6 +22,7 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
 from shoal.model.kv_layer import KVLayer
@@ -89,6 +90,7 @@ EXACT = {
     "beam": RSD(draft(), beam=3, length=3),
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
     "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
+    "less context": Rapid(draft(), length=3, context=3, chunk=1, begin=0, end=1, rule="rejection"),
     "trained layer": Eagle(layer(), length=3, stop=0.0, rule="rejection"),
     "trained layer, match": Eagle(layer(), length=3, stop=0.0),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),

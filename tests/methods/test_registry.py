@@ -30,6 +30,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
@@ -52,6 +53,7 @@ SHIPPED = {
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
     "rsd": RSD,
+    "rapid": Rapid,
     "vocabtrim": VocabTrim,
     "aded": ADED,
     "layerskip": LayerSkip,
@@ -78,6 +80,7 @@ CONFIGURED = [
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
     VocabTrim("some/model", tokens=(3, 5, 1), keep=2),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
+    Rapid("some/model", context=600, eta=5.0),
     LayerSkip(3, 5, stop=0.4, rule="rejection"),
     D3Spec(mean=0.4, order=(3, 2, 4), core=5, length=6, inner=D3(alpha=0.9)),
     DraftAndVerify((3, 5), (4,), accepted=0.8),

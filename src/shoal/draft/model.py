@@ -22,28 +22,33 @@ from shoal.model.stack import SequenceChunk, Stack
 if TYPE_CHECKING:
     from shoal.decode.row import Row
 
+View = Callable[[Sequence[int]], Sequence[int]]
+"""From a prompt to the tokens that are read instead."""
+
 
 @dataclass(frozen=True)
 class ModelProposer:
     """Draws a tree of guesses from a second model with the same tokens, by the numbers that the row's rule wants.
 
     Attributes:
-        stack: the second model.
+        stack: the second model; None for the target itself, which then reads less than it does as a target.
         shape: how the tree grows.
         name: of the model, for messages.
         head: instead of the model's whole head, hidden states [N, D] to logits of the tokens `ids`.
         ids: the only tokens that are drafted, where `head` is given.
+        view: what is read instead of a prompt; None for the prompt. What was emitted follows it.
     """
 
-    stack: Stack
+    stack: Stack | None
     shape: TreeShape
     name: str = "the draft model"
     head: Callable[[Tensor], Tensor] | None = None
     ids: tuple[int, ...] = ()
+    view: View | None = None
 
     def begin(self, stack: Any, cache: Any) -> ModelDrafter:
         """A drafter with an empty cache of its own."""
-        return ModelDrafter(self, stack.vocab_size)
+        return ModelDrafter(self, stack if self.stack is None else self.stack, stack.vocab_size)
 
 
 class _Growth(Growth):
@@ -74,17 +79,19 @@ class ModelDrafter(Drafter):
     With the next proposal the accepted ones among these are committed, so that only what the model has not seen runs.
 
     Args:
-        proposer: the model and how to use it.
+        proposer: how the model is used.
+        stack: the model.
         vocabulary: tokens of the target's logits.
     """
 
-    def __init__(self, proposer: ModelProposer, vocabulary: int) -> None:
-        self._stack, self._shape = proposer.stack, proposer.shape
+    def __init__(self, proposer: ModelProposer, stack: Stack, vocabulary: int) -> None:
+        self._stack, self._shape, self._view = stack, proposer.shape, proposer.view
         self._name, self._vocabulary = proposer.name, vocabulary
         self._head, self._ids = proposer.head, torch.tensor(proposer.ids, dtype=torch.long, device=self._stack.device)
         self._plan = DepthPlan.full(self._stack.num_layers)
         self._cache = KVCache(self._stack.windows, 0)
         self._rows: list[Row] = []
+        self._prompts: dict[int, Sequence[int]] = {}
         self._drafts: list[TokenTree] = []
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
@@ -106,11 +113,31 @@ class ModelDrafter(Drafter):
 
     def _readable(self, one: _Growth) -> bool:
         """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""
-        return max(one.row.tokens[self._cache.positions[one.slot] :]) < self._stack.vocab_size
+        return max(self._text(one.row, self._cache.positions[one.slot])) < self._stack.vocab_size
+
+    def _text(self, row: Row, first: int) -> Sequence[int]:
+        """What the draft model reads of a row from a position on: its view of the prompt, then what was emitted."""
+        prompt = self._prompt(row)
+        if prompt is None:
+            return row.tokens[first:]
+        past = first - len(prompt)
+        emitted = row.tokens[row.prompt_length + max(past, 0) :]
+        return emitted if past >= 0 else [*prompt[first:], *emitted]
+
+    def _prompt(self, row: Row) -> Sequence[int] | None:
+        """What is read instead of the row's prompt, chosen once."""
+        if self._view is not None and id(row) not in self._prompts:
+            self._prompts[id(row)] = self._view(row.tokens[: row.prompt_length])
+        return self._prompts.get(id(row))
+
+    def _length(self, row: Row) -> int:
+        """Tokens of a row as the draft model has them."""
+        prompt = self._prompt(row)
+        return len(row.tokens) if prompt is None else len(prompt) + row.emitted
 
     def _check_context(self, rows: Sequence[Row]) -> None:
         most = self._stack.max_positions
-        longest = max(len(row.tokens) + row.stop.room for row in rows)
+        longest = max(self._length(row) + row.stop.room for row in rows)
         if most is not None and longest > most:
             raise Unsupported(
                 f"a text of up to {longest} tokens with {self._name}",
@@ -126,6 +153,7 @@ class ModelDrafter(Drafter):
         stay = [slot for slot, row in enumerate(self._rows) if id(row) in wanted]
         if len(stay) < len(self._rows):
             self._rows = [self._rows[former] for former in self._cache.select(stay)]
+            self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in wanted}
         known = {id(row) for row in self._rows}
         new = [row for row in rows if id(row) not in known]
         if new:
@@ -136,7 +164,7 @@ class ModelDrafter(Drafter):
         """Follow the row's tokens, but for its last one, down the nodes that have run."""
         known = self._cache.positions[slot]
         path, node = [], 0
-        for token in row.tokens[known:-1]:
+        for token in self._text(row, known)[:-1]:
             child = tree.child(node, token)
             if child is None or child - 1 >= self._cache.layers[0].scratch[slot]:
                 break
@@ -167,12 +195,12 @@ class ModelDrafter(Drafter):
             chunks = []
             for one in waiting:
                 first = self._cache.positions[one.slot]
-                tokens = one.row.tokens[first : first + most]
+                tokens = self._text(one.row, first)[:most]
                 chunks.append(SequenceChunk(one.slot, tokens, [0] * len(tokens), self._plan))
             logits = self._forward(chunks, waiting)
             for one, chunk, values in zip(waiting, chunks, logits, strict=True):
                 self._cache.commit(one.slot, range(len(chunk.tokens)))
-                if self._cache.positions[one.slot] == len(one.row.tokens):
+                if self._cache.positions[one.slot] == self._length(one.row):
                     last[one.slot] = values
         return torch.stack([last[one.slot] for one in grown])
 
