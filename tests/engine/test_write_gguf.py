@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,12 @@ def test_what_is_read_is_the_cut_model(tmp_path: Path, architecture: str, change
     assert error(chunked_logits(packed(tmp_path / "less.gguf"), IDS, (5, 1, 9)), logits(wanted)) < 1e-4
     assert shoal.load(tmp_path / "less.gguf", dtype="float32").generate(IDS, max_new_tokens=4).tokens
     held = {one.data.tobytes() for one in old.tensors}
-    same = [one.name for one in new.tensors if one.data.tobytes() in held]
-    assert len(same) == len(new.tensors) if isinstance(change, DropLayers) else "blk.1.attn_q.weight" in same
-    kinds = {one.tensor_type.name for one in new.tensors if "down" in one.name}
-    if not isinstance(change, DropLayers):
-        assert sum(again.values()) == sum(len(layer) < 256 for layer in change.kept)
-        assert kinds <= ({"F16", "BF16"} if change is CHANGES[4] else {"Q5_1", "Q8_0", "BF16", "F16"})
+    other = {one.name for one in new.tensors if one.data.tobytes() not in held}
+    kept = change.kept if isinstance(change, NarrowMLPs) else ()
+    assert other == {one.name for one in new.tensors for number, layer in enumerate(kept)
+                     if len(layer) < 256 and one.name.startswith(f"blk.{number}.ffn_") and "norm" not in one.name}
+    kinds = Counter(one.tensor_type.name for one in new.tensors if one.name in other and "down" in one.name)
+    assert kinds == again and set(kinds) <= ({"F16", "BF16"} if change is CHANGES[4] else {"Q5_1", "Q8_0", "BF16", "F16"})
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
@@ -157,3 +158,10 @@ def test_the_type_that_is_asked_for(tmp_path: Path) -> None:
 def test_what_a_file_cannot_say(tmp_path: Path, architecture: str, gone: tuple[int, ...], why: str) -> None:
     with pytest.raises(Unsupported, match=why):
         written(tmp_path, architecture, DropLayers(gone))
+
+
+@pytest.mark.parametrize("widths", [[256] * 3, [256, 256, 0, 128], [256.0] * 4])
+def test_widths_that_are_none(tmp_path: Path, widths: list[Any]) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", extra={"llama.feed_forward_length": widths})
+    with pytest.raises(ValueError, match=r"llama.feed_forward_length is \[256.*4 whole numbers from 1 to .*one per lay"):
+        config_of(GgufFile(tmp_path / "tiny.gguf"))
