@@ -181,19 +181,19 @@ def test_a_gguf_file_becomes_a_smaller_one(capsys: Any, tiny_file: Path) -> None
     assert engine.generate([1, 2], max_new_tokens=4).tokens == wanted.generate([1, 2], max_new_tokens=4).tokens
     narrow = tiny_file.with_name("narrow.gguf")
     assert main(["prune", "ppm", "--model", str(tiny_file), "--share", "0.5", "--out", str(narrow)]) == 0
-    assert capsys.readouterr().out == (f"layers with 128 of 256 neurons each, written to {narrow}; down quantised again "
-                                       "to Q8_0 in 4 layers\n")
+    assert capsys.readouterr().out == (
+        f"layers with 128 of 256 neurons each, written to {narrow}; down quantised again: Q8_0 in 4 layers\n")
     assert shoal.load(narrow, dtype="float32").changes == "50% of the neurons of tiny.gguf were left out"
 
 
 @pytest.mark.parametrize(("words", "why"), [
     (["depth", "--drop", "1", "--out", "tiny.gguf"], "is there already; name another file, or remove that one"),
     (["depth", "--drop", "1", "--out", "none/less.gguf"], "to write 'less.gguf' to"),
-    (["depth", "--drop", "1", "--out", "less.gguf", "--dtype", "bfloat16"], "a GGUF file keeps the types of its source"),
-    (["depth", "--drop", "1", "--out", "less.gguf", "--down", "Q8_0"], "--down is about neurons left out of a GGUF file"),
-    (["ppm", "--share", ".1", "--out", "less", "--down", "Q8_0"], "--down is about neurons left out of a GGUF file"),
+    (["depth", "--drop", "1", "--out", "less.gguf", "--dtype", "bfloat16"], "a GGUF file keeps the types"),
+    (["depth", "--drop", "1", "--out", "less.gguf", "--down", "Q8_0"], "--down is about neurons left out of a"),
+    (["ppm", "--share", ".1", "--out", "less", "--down", "Q8_0"], "--down is about neurons left out of a"),
     (["ppm", "--share", ".1", "--out", "less.gguf", "--down", "Q4_K"], "invalid choice: 'Q4_K'"),
-    (["ppm", "--share", ".1", "--out", "less.gguf", "--down", "Q8_0", "--multiple", "7"], "it must be a multiple of 32"),
+    (["ppm", "--share", ".1", "--out", "less.gguf", "--down", "Q8_0", "--multiple", "7"], "must be a multiple of 32"),
     (["depth", "--drop", "1", "--out", "less.gguf", "--model", "FOLDER"], "it is none itself. Convert it first, with"),
 ])
 def test_a_file_that_cannot_be_written(

@@ -100,8 +100,10 @@ def even(architecture: str, change: Any) -> bool:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gemma3", "phi3"])
 def test_what_is_read_is_the_cut_model(tmp_path: Path, architecture: str, change: Any) -> None:
     if not even(architecture, change):
-        with pytest.raises(Unsupported, match="64 to 256 neurons: llama.cpp loads that of llama, deci alone. Add --un"):
+        with pytest.raises(Unsupported, match="MLPs of different widths: llama.cpp loads that of llama, deci alone. Add --un"):
             written(tmp_path, architecture, change)
+        with pytest.raises(Unsupported, match="MLPs of different widths"):
+            write_gguf.check(str(tmp_path / "tiny.gguf"), tmp_path / "new.gguf", uneven=True)
         return
     again, old, new = written(tmp_path, architecture, change, ("Q4_K", "Q6_K", "Q5_0", "BF16", "Q4_1"))
     wanted = twin(tmp_path, change)
@@ -118,7 +120,8 @@ def test_what_is_read_is_the_cut_model(tmp_path: Path, architecture: str, change
     assert other == {one.name for one in new.tensors for number, layer in enumerate(kept)
                      if len(layer) < 256 and one.name.startswith(f"blk.{number}.ffn_") and "norm" not in one.name}
     kinds = Counter(one.tensor_type.name for one in new.tensors if one.name in other and "down" in one.name)
-    assert kinds == again and set(kinds) <= ({"F16", "BF16"} if change is CHANGES[4] else {"Q5_1", "Q8_0", "BF16", "F16"})
+    assert kinds == again
+    assert set(kinds) <= ({"F16", "BF16"} if change is CHANGES[4] else {"Q5_1", "Q8_0", "BF16", "F16"})
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
@@ -130,6 +133,17 @@ def test_llama_cpp_runs_it(tmp_path: Path, architecture: str, change: Any) -> No
         found = oracle.logits(IDS)
         oracle.close()
         assert error(found, logits(twin(tmp_path, change))) < 2e-2
+
+
+def test_a_pattern_that_repeats_is_written_out(tmp_path: Path) -> None:
+    key = "gemma2.attention.sliding_window_pattern"
+    write_model("gemma2", tmp_path / "tiny.gguf", extra={key: 2})
+    write_gguf.write(tmp_path / "tiny.gguf", DropLayers((1,)), tmp_path / "less.gguf", {})
+    assert gguf.GGUFReader(tmp_path / "less.gguf").fields[key].contents() == [True, True, False]
+    oracle = Oracle(tmp_path / "less.gguf")
+    found = oracle.logits(IDS)
+    oracle.close()
+    assert error(found, logits(twin(tmp_path, DropLayers((1,))))) < 2e-2
 
 
 def test_a_file_is_cut_twice(tmp_path: Path) -> None:
@@ -163,5 +177,5 @@ def test_what_a_file_cannot_say(tmp_path: Path, architecture: str, gone: tuple[i
 @pytest.mark.parametrize("widths", [[256] * 3, [256, 256, 0, 128], [256.0] * 4])
 def test_widths_that_are_none(tmp_path: Path, widths: list[Any]) -> None:
     write_model("llama", tmp_path / "tiny.gguf", extra={"llama.feed_forward_length": widths})
-    with pytest.raises(ValueError, match=r"llama.feed_forward_length is \[256.*4 whole numbers from 1 to .*one per lay"):
+    with pytest.raises(ValueError, match=r"feed_forward_length is \[256.*4 whole numbers from 1 to .*one per layer"):
         config_of(GgufFile(tmp_path / "tiny.gguf"))

@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
                        "the default, or as its code computes them: by activations alone")
     group.add_argument("--text", metavar="FILE", type=Path, help="cfsp: a text to watch the model on; what the model "
                        "itself says to prompts of Shoal's if none")
-    group.add_argument("--down", choices=DOWN, help="GGUF files: the type of down where neurons leave it, which must be "
+    group.add_argument("--down", choices=DOWN, help="GGUF files: the type of down where neurons leave it, which is "
                        "quantised again; one step finer than it was if none")
     common.add_model(parser)
     common.add_json(parser)
@@ -70,14 +70,15 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     place = (catalog.find(args.model), args.revision, args.trust_remote_code)
     if _to_file(args):
-        write_gguf.check(place[0], args.out)
+        write_gguf.check(place[0], args.out, args.what == "cfsp" and args.share > 0 and not args.uniform)
     else:
         write_checkpoint.check_free(args.out)
     change, why, words = (_neurons if args.what in WIDTH else _layers)(args, Checkpoint(*place))
     done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]), **why}
     if _to_file(args):
         done["requantised"] = again = _write_file(args, place[0], change, done)
-        words += "".join(f"; down quantised again to {kind} in {count} layers" for kind, count in again.items())
+        told = ", ".join(f"{kind} in {count} layers" for kind, count in again.items())
+        words += f"; down quantised again: {told}" if again else ""
     else:
         dtype = args.dtype and as_dtype(args.dtype)
         write_checkpoint.write(Transformed(*place, change), args.out, dtype, **{NOTE: done})

@@ -22,6 +22,7 @@ from shoal.engine.gguf_checkpoint import is_gguf
 from shoal.errors import Unsupported, needs
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.source import GgufSource
 from shoal.model.narrow import NarrowMLPs
 from shoal.model.transform import DropLayers
@@ -30,7 +31,7 @@ from shoal.model.widths import widths_of, with_widths
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")
 _FINER = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "Q5_1"), **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0")}
-"""What down is quantised to: one step finer than it was, so that rounding twice loses little; others keep their type."""
+"""What down is quantised to: one step finer than it was, so that little is lost; others keep their type."""
 _PLAIN = "F16"
 """The same where the neurons that stay do not fill whole blocks."""
 _UNEVEN = {"llama": "deci", "deci": "deci"}
@@ -54,12 +55,16 @@ class _Part:
     columns: Sequence[int] | None = None
 
 
-def check(source: str, target: Path) -> None:
+def check(source: str, target: Path, uneven: bool = False) -> None:
     """Refuse what cannot be written, before there is anything to write.
+
+    Args:
+        source, target: files.
+        uneven: whether layers will have MLPs of different widths.
 
     Raises:
         ValueError: the target is there already, or there is no folder to put it in.
-        Unsupported: the source is no GGUF file, or the `gguf` package is missing.
+        Unsupported: the source is no GGUF file, or not of the kind; or the `gguf` package is missing.
     """
     if target.exists():
         raise ValueError(f"{str(target)!r} is there already; name another file, or remove that one")
@@ -70,6 +75,8 @@ def check(source: str, target: Path) -> None:
                           f"convert_hf_to_gguf.py of llama.cpp, {_FOLDER}")
     with needs("gguf", "writing a GGUF file"):
         import gguf  # noqa: F401
+    with GgufFile(source) as file:
+        _named(Metadata(file.header).architecture, uneven)
 
 
 def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Mapping[str, Any],
@@ -144,13 +151,12 @@ def _writer(gguf: Any, reader: Any, after: Any, layers: Sequence[int], note: Map
     """What writes the file: with the metadata of the old one, per layer that stays, and what has changed."""
     kinds, old = gguf.GGUFValueType, reader.fields["general.architecture"].contents()
     count, widths = int(reader.fields[f"{old}.block_count"].contents()), widths_of(after)
-    name = old if len(set(widths)) == 1 else _UNEVEN.get(old)
-    if name is None:
-        what = f"a GGUF file of architecture {old!r} whose layers have {min(widths)} to {max(widths)} neurons"
-        raise Unsupported(what, f"llama.cpp loads that of {', '.join(_UNEVEN)} alone", f"Add --uniform, {_FOLDER}")
-    width = (widths[0], kinds.UINT32) if len(set(widths)) == 1 else (list(widths), kinds.ARRAY, kinds.UINT32)
-    new = {NOTE: (json.dumps(note), kinds.STRING), f"{name}.block_count": (len(layers), kinds.UINT32),
-           f"{name}.feed_forward_length": width}
+    uneven = len(set(widths)) > 1
+    name = _named(old, uneven)
+    width = (list(widths), kinds.ARRAY, kinds.UINT32) if uneven else (widths[0], kinds.UINT32)
+    new: dict[str, tuple[Any, ...]] = {
+        NOTE: (json.dumps(note), kinds.STRING), f"{name}.block_count": (len(layers), kinds.UINT32),
+        f"{name}.feed_forward_length": width}
     sliding = [kind == _SLIDING for kind in _kinds(after)]
     if len(layers) < count and any(sliding):
         new[f"{name}.attention.sliding_window_pattern"] = (sliding, kinds.ARRAY, kinds.BOOL)
@@ -168,6 +174,15 @@ def _writer(gguf: Any, reader: Any, after: Any, layers: Sequence[int], note: Map
         writer.add_key_value(key, *told)
     writer.data_alignment = int(reader.alignment)
     return writer
+
+
+def _named(architecture: str, uneven: bool) -> str:
+    """The architecture of the new file."""
+    name = _UNEVEN.get(architecture) if uneven else architecture
+    if name is None:
+        raise Unsupported(f"a GGUF file of architecture {architecture!r} with MLPs of different widths",
+                          f"llama.cpp loads that of {', '.join(_UNEVEN)} alone", f"Add --uniform, {_FOLDER}")
+    return name
 
 
 def _kinds(config: Any) -> Sequence[str]:
