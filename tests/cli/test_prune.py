@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import shoal
 from gguf_models import write_model
+from llama_cpp_oracle import Oracle
 from real_models import real_model
 from shoal.calibrate import layer_card
 from shoal.calibrate.layer_card import Effort
@@ -217,3 +218,18 @@ def test_what_is_interrupted_leaves_no_file(tiny_file: Path, monkeypatch: pytest
     with suppress(KeyboardInterrupt):
         assert main(["prune", "depth", "--model", str(tiny_file), "--drop", "1", "--out", out]) != 0
     assert [path.name for path in tiny_file.parent.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["depth", "--layers", 1], ["cfsp", "--share", 0.1]], ids=["layers", "neurons"])
+def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any]) -> None:
+    """In Shoal, and token by token in llama.cpp."""
+    out = tmp_path / "less.gguf"
+    assert main(["prune", *map(str, words), "--model", real_model("smollm2"), "--out", str(out)]) == 0
+    engine, oracle = shoal.load(out), Oracle(out)
+    ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                               add_generation_prompt=True, return_dict=False)
+    answer = engine.generate(ids, max_new_tokens=8)
+    found = oracle.logits([*ids, *answer.tokens])[len(ids) - 1 : -1].argmax(-1)
+    oracle.close()
+    assert "Paris" in answer.text and list(answer.tokens) == found.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def even(architecture: str, change: Any) -> bool:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gemma3", "phi3"])
 def test_what_is_read_is_the_cut_model(tmp_path: Path, architecture: str, change: Any) -> None:
     if not even(architecture, change):
-        with pytest.raises(Unsupported, match="MLPs of different widths: llama.cpp loads that of llama, deci alone. Add --un"):
+        with pytest.raises(Unsupported, match="llama.cpp loads that of llama, deci alone. Add --uniform, or"):
             written(tmp_path, architecture, change)
         with pytest.raises(Unsupported, match="MLPs of different widths"):
             write_gguf.check(str(tmp_path / "tiny.gguf"), tmp_path / "new.gguf", uneven=True)
@@ -166,12 +167,19 @@ def test_the_type_that_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "gone", "why"), [
-    ("smollm3", (1,), "would be another one|what becomes of no_rope_layers"),
+    ("smollm3", (1,), "its metadata cannot say what becomes of no_rope_layers. Drop others, or write"),
     ("gemma2", (0, 2), "no layer left whose window slides: llama.cpp loads none. Keep one of them, or write a folder"),
 ])
 def test_what_a_file_cannot_say(tmp_path: Path, architecture: str, gone: tuple[int, ...], why: str) -> None:
     with pytest.raises(Unsupported, match=why):
         written(tmp_path, architecture, DropLayers(gone))
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model("llama", tmp_path / "tiny.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(Unsupported, match=r"gguf is not installed. Install the extra: pip install 'shoal\[gguf\]'"):
+        write_gguf.check(str(tmp_path / "tiny.gguf"), tmp_path / "less.gguf")
 
 
 @pytest.mark.parametrize("widths", [[256] * 3, [256, 256, 0, 128], [256.0] * 4])
