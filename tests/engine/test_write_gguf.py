@@ -147,6 +147,14 @@ def test_a_pattern_that_repeats_is_written_out(tmp_path: Path) -> None:
     assert error(found, logits(twin(tmp_path, DropLayers((1,))))) < 2e-2
 
 
+def test_a_list_by_layer_is_cut(tmp_path: Path) -> None:
+    key = "qwen2.attention.head_count_kv"
+    write_model("qwen2", tmp_path / "tiny.gguf", extra={key: [2] * 4})
+    write_gguf.write(tmp_path / "tiny.gguf", DropLayers((1,)), tmp_path / "less.gguf", {})
+    assert gguf.GGUFReader(tmp_path / "less.gguf").fields[key].contents() == [2] * 3
+    Oracle(tmp_path / "less.gguf").close()
+
+
 def test_a_file_is_cut_twice(tmp_path: Path) -> None:
     written(tmp_path, "llama", CHANGES[-1])
     write_gguf.write(tmp_path / "less.gguf", DropLayers((1,)), tmp_path / "least.gguf", {})
