@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import shoal
 from gguf_models import write_model
+from llama_cpp_oracle import Oracle
 from real_models import real_model
 from shoal.calibrate import layer_card
 from shoal.calibrate.layer_card import Effort
 from shoal.cli import main
-from shoal.engine import fingerprint
+from shoal.engine import fingerprint, write_gguf
 
 SCORES = {"influence": [9.0, 0.1, 0.4, 0.2, 0.3, 9.0], "leave_one_out": [0.1, 0.5, 0.4, 0.3, 0.2, 0.0]}
 
@@ -161,3 +163,73 @@ def test_the_folder_still_says_what_it_was_made_of(capsys: Any, known: str, tmp_
     assert json.loads(capsys.readouterr().out)["changes"] == ""
     (tmp_path / "fewer" / "shoal_prune.json").write_text("[1]")
     assert shoal.load(tmp_path / "fewer", dtype="float32").changes == ""
+
+
+@pytest.fixture
+def tiny_file(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf", reason="the gguf package writes these files")
+    write_model("llama", tmp_path / "tiny.gguf", "Q8_0")
+    return tmp_path / "tiny.gguf"
+
+
+def test_a_gguf_file_becomes_a_smaller_one(capsys: Any, tiny_file: Path) -> None:
+    out = tiny_file.with_name("less.gguf")
+    told = pruned(capsys, "--model", tiny_file, "--drop", "1", "--out", out)
+    assert told["dropped"] == [1] and told["requantised"] == {} and out.stat().st_size < tiny_file.stat().st_size
+    engine, wanted = shoal.load(out, dtype="float32"), shoal.load(
+        tiny_file, dtype="float32", backend="hf", transform=shoal.DropLayers((1,)))
+    assert engine.changes == "layers 1 of tiny.gguf were left out" and engine.stack.num_layers == 3
+    assert engine.generate([1, 2], max_new_tokens=4).tokens == wanted.generate([1, 2], max_new_tokens=4).tokens
+    narrow = tiny_file.with_name("narrow.gguf")
+    assert main(["prune", "ppm", "--model", str(tiny_file), "--share", "0.5", "--out", str(narrow)]) == 0
+    assert capsys.readouterr().out == (
+        f"layers with 128 of 256 neurons each, written to {narrow}; down quantised again: Q8_0 in 4 layers\n")
+    assert shoal.load(narrow, dtype="float32").changes == "50% of the neurons of tiny.gguf were left out"
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["depth", "--drop", "1", "--out", "tiny.gguf"], "is there already; name another file, or remove that one"),
+    (["depth", "--drop", "1", "--out", "none/less.gguf"], "to write 'less.gguf' to"),
+    (["depth", "--drop", "1", "--out", "less.gguf", "--dtype", "bfloat16"], "a GGUF file keeps the types"),
+    (["depth", "--drop", "1", "--out", "less.gguf", "--down", "Q8_0"], "--down is about neurons left out of a"),
+    (["ppm", "--share", ".1", "--out", "less", "--down", "Q8_0"], "--down is about neurons left out of a"),
+    (["ppm", "--share", ".1", "--out", "less.gguf", "--down", "Q4_K"], "invalid choice: 'Q4_K'"),
+    (["ppm", "--share", ".1", "--out", "less.gguf", "--down", "Q8_0", "--multiple", "7"], "must be a multiple of 32"),
+    (["depth", "--drop", "1", "--out", "less.gguf", "--model", "FOLDER"], "it is none itself. Convert it first, with"),
+])
+def test_a_file_that_cannot_be_written(
+    capsys: Any, tiny_file: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch, words: list[str], why: str
+) -> None:
+    monkeypatch.chdir(tiny_file.parent)
+    before = tiny_file.read_bytes()
+    named = [tiny_folder if word == "FOLDER" else word for word in words]
+    assert main(["prune", "--model", "tiny.gguf", *named]) == 2
+    assert why in capsys.readouterr().err
+    assert [path.name for path in tiny_file.parent.iterdir()] == ["tiny.gguf"] and tiny_file.read_bytes() == before
+
+
+def test_what_is_interrupted_leaves_no_file(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        assert tiny_file.with_name("less.gguf.part").stat().st_size > 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write_gguf, "_check_same", interrupted)
+    out = str(tiny_file.with_name("less.gguf"))
+    with suppress(KeyboardInterrupt):
+        assert main(["prune", "depth", "--model", str(tiny_file), "--drop", "1", "--out", out]) != 0
+    assert [path.name for path in tiny_file.parent.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["depth", "--layers", 1], ["cfsp", "--share", 0.1]], ids=["layers", "neurons"])
+def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any]) -> None:
+    """In Shoal, and token by token in llama.cpp."""
+    out = tmp_path / "less.gguf"
+    assert main(["prune", *map(str, words), "--model", real_model("smollm2"), "--out", str(out)]) == 0
+    engine, oracle = shoal.load(out), Oracle(out)
+    ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                               add_generation_prompt=True, return_dict=False)
+    answer = engine.generate(ids, max_new_tokens=8)
+    found = oracle.logits([*ids, *answer.tokens])[len(ids) - 1 : -1].argmax(-1)
+    oracle.close()
+    assert "Paris" in answer.text and list(answer.tokens) == found.tolist()

@@ -1,4 +1,4 @@
-"""Write a smaller checkpoint of a model, which Shoal and transformers load as any other.
+"""Write a smaller checkpoint of a model: a folder that Shoal and transformers load, or a GGUF file.
 
 `depth` leaves out whole layers, for the prompt too, as ShortGPT does (arXiv 2403.03853). Which ones go follows from
 the model's calibration card; a model that has none is measured first, a minute at most. `cfsp` and `ppm` leave out
@@ -24,15 +24,19 @@ EXAMPLES = """examples:
   shoal prune depth --model path/to/model --drop 21,22,24 --out smaller
   shoal prune cfsp --model path/to/model --share 0.2 --out smaller
   shoal prune ppm --model path/to/model --share 0.2 --dtype bfloat16 --out smaller
+  shoal prune ppm --model model.gguf --share 0.2 --out smaller.gguf
 """
 WIDTH = ("cfsp", "ppm", "maw")
+DOWN = ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+"""Types of GGUF files that the `gguf` package writes and Shoal reads."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("what", choices=("depth", *WIDTH), help="depth: leave out whole layers. cfsp: neurons of the "
                         "MLPs, by weights and activations. ppm, alias maw: neurons, by the range of their weights")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder that is new or empty")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder that is new or empty; "
+                        "NAME.gguf writes a GGUF file, where the model is one: what stays keeps its bytes")
     much = parser.add_mutually_exclusive_group(required=True)
     much.add_argument("--layers", metavar="N", type=int, help="how many layers go; the first and the last stay")
     much.add_argument("--share", metavar="S", type=float, help="the share of the layers or neurons that goes, as 0.1")
@@ -47,6 +51,8 @@ def add_arguments(parser: Parser) -> None:
                        "the default, or as its code computes them: by activations alone")
     group.add_argument("--text", metavar="FILE", type=Path, help="cfsp: a text to watch the model on; what the model "
                        "itself says to prompts of Shoal's if none")
+    group.add_argument("--down", choices=DOWN, help="GGUF files: the type of down where neurons leave it, which is "
+                       "quantised again; one step finer than it was if none")
     common.add_model(parser)
     common.add_json(parser)
     parser.set_defaults(no_card=False)
@@ -56,17 +62,26 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Choose, write, say what was done."""
     from shoal import catalog
-    from shoal.engine import fingerprint, write_checkpoint
+    from shoal.engine import fingerprint, write_checkpoint, write_gguf
     from shoal.engine.checkpoint import NOTE, Checkpoint, shown_name
     from shoal.engine.device import as_dtype
     from shoal.engine.transformed import Transformed
 
     _check(args)
-    write_checkpoint.check_free(args.out)
     place = (catalog.find(args.model), args.revision, args.trust_remote_code)
+    if _to_file(args):
+        write_gguf.check(place[0], args.out, args.what == "cfsp" and args.share > 0 and not args.uniform)
+    else:
+        write_checkpoint.check_free(args.out)
     change, why, words = (_neurons if args.what in WIDTH else _layers)(args, Checkpoint(*place))
     done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]), **why}
-    write_checkpoint.write(Transformed(*place, change), args.out, args.dtype and as_dtype(args.dtype), **{NOTE: done})
+    if _to_file(args):
+        done["requantised"] = again = _write_file(args, place[0], change, done)
+        told = ", ".join(f"{kind} in {count} layers" for kind, count in again.items())
+        words += f"; down quantised again: {told}" if again else ""
+    else:
+        dtype = args.dtype and as_dtype(args.dtype)
+        write_checkpoint.write(Transformed(*place, change), args.out, dtype, **{NOTE: done})
     if args.json:
         common.print_json({**done, "out": str(args.out)})
     else:
@@ -74,11 +89,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _to_file(args: argparse.Namespace) -> bool:
+    return bool(args.out.suffix.lower() == ".gguf")
+
+
+def _write_file(args: argparse.Namespace, source: str, change: Any, note: dict[str, Any]) -> dict[str, int]:
+    """A GGUF file, whole or not at all; returns how many matrices were quantised again to which type."""
+    from shoal.engine import write_gguf
+    from shoal.train import files
+
+    again: dict[str, int] = {}
+    files.write(args.out, lambda part: again.update(write_gguf.write(Path(source), change, part, note, args.down)))
+    return again
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that do not fit each other."""
     from shoal.cli import prune_width
 
     args.what = "ppm" if args.what == "maw" else args.what
+    if args.down and (not _to_file(args) or args.what == "depth"):
+        raise ValueError("--down is about neurons left out of a GGUF file; name one with --out, or leave it out")
+    if args.dtype and _to_file(args):
+        raise ValueError(f"--dtype is {args.dtype}, and a GGUF file keeps the types of its source; leave it out")
     if args.what in WIDTH:
         prune_width.check(args)
     elif args.uniform or args.form or args.text:

@@ -15,7 +15,7 @@ from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 NOTE = "shoal_prune"
-"""Name, without its `.json`, of what `shoal prune` writes beside the weights."""
+"""Name, without its `.json`, of what `shoal prune` writes beside the weights; in a GGUF file a key of the metadata."""
 
 
 class Checkpoint:
@@ -47,7 +47,8 @@ class Checkpoint:
     def changes(self) -> str:
         """What was done to another model to make this one, in words; empty where nothing says so."""
         try:
-            note = json.loads((Path(self.place) / f"{NOTE}.json").read_text(encoding="utf-8"))
+            note = json.loads(self._gguf.entry(NOTE) if self._gguf is not None else
+                              (Path(self.place) / f"{NOTE}.json").read_text(encoding="utf-8"))
             gone = f"layers {', '.join(map(str, note['dropped']))}" if "dropped" in note else (
                 f"{1 - sum(note['widths']) / len(note['widths']) / note['of']:.0%} of the neurons")
             return f"{gone} of {note['source']} were left out"

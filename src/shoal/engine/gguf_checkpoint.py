@@ -41,6 +41,10 @@ class GgufCheckpoint:
 
         return self._by_transformers(AutoConfig)
 
+    def entry(self, key: str) -> Any:
+        """An entry of the metadata, None where there is none or Shoal does not read the file."""
+        return self._own and self._own[0].header.metadata.get(key)
+
     def weights(self) -> GgufSource | None:
         """The weights by transformers' names, or None where only transformers reads the file."""
         if self._own is None:

@@ -16,6 +16,7 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.rope import rope_parameters
 from shoal.model.gguf.vocabulary import Vocabulary, vocabulary_of
+from shoal.model.widths import WIDTHS
 
 Fields = dict[str, Any]
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -127,6 +128,7 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", _biases, interleaved=True),
+    "deci": Family("llama", _biases, interleaved=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3", _attention_bias),
     "gemma2": Family("gemma2", _gemma2, norm_shift=1.0, sandwich=True),
@@ -138,7 +140,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Architectures by their names in GGUF files."""
 
-_HEAD_DIM = ("llama", "qwen3", "gemma2", "gemma3")
+_HEAD_DIM = ("llama", "deci", "qwen3", "gemma2", "gemma3")
 _PARTIAL = ("phi3",)
 
 
@@ -181,10 +183,13 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
     if "partial_rotary_factor" in rope and metadata.architecture not in _PARTIAL:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
+    layers = _layers(file, metadata)
+    widths = metadata.each("feed_forward_length", layers)
     return {
         "hidden_size": hidden,
-        "intermediate_size": metadata.whole("feed_forward_length"),
-        "num_hidden_layers": _layers(file, metadata),
+        "intermediate_size": max(widths),
+        **({WIDTHS: widths} if len(set(widths)) > 1 else {}),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(metadata, heads),
         "head_dim": head_dim,

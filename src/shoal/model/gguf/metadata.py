@@ -45,6 +45,15 @@ class Metadata:
             raise self._wrong(key, found, f"a whole number from {least} to 2147483647")
         return found
 
+    def each(self, key: str, layers: int) -> list[int]:
+        """A whole number of at least 1 for each layer: one for all, or an array of them."""
+        found = self._entry(key)
+        if not isinstance(found, memoryview):
+            return [self.whole(key)] * layers
+        if len(found) != layers or found.format in ("f", "d", "?") or not all(0 < one < 1 << 31 for one in found):
+            raise self._wrong(key, found.tolist(), f"{layers} whole numbers from 1 to 2147483647, one per layer")
+        return list(found)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         found = self._entry(key)

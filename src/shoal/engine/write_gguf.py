@@ -1,0 +1,218 @@
+"""A GGUF file written again without some layers, or without some neurons of its MLPs; the `gguf` package writes it.
+
+Bytes are those of the source wherever whole rows stay: all of a layer that is not cut, gate and up of one that is. The
+columns of down do not stay block by block, so that it is quantised again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.engine.checkpoint import NOTE
+from shoal.engine.gguf_checkpoint import is_gguf
+from shoal.errors import Unsupported, needs
+from shoal.model.gguf.config import config_of
+from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.metadata import Metadata
+from shoal.model.gguf.source import GgufSource
+from shoal.model.narrow import NarrowMLPs
+from shoal.model.transform import DropLayers
+from shoal.model.widths import widths_of, with_widths
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")
+_FINER = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "Q5_1"), **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0")}
+"""What down is quantised to: one step finer than it was, so that little is lost; others keep their type."""
+_PLAIN = "F16"
+"""The same where the neurons that stay do not fill whole blocks."""
+_UNEVEN = {"llama": "deci", "deci": "deci"}
+"""What llama.cpp calls an architecture whose layers have MLPs of different widths; it loads no others of that kind."""
+_SLIDING = "sliding_attention"
+_FOLDER = "or write a folder, which Shoal loads: --out DIR"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the new file: its name, type and shape there, what of the old one it is, and which rows or columns.
+
+    `old` is of the `gguf` package; `rows` and `columns` are None where all stay.
+    """
+
+    name: str
+    type: Any
+    shape: tuple[int, ...]
+    old: Any
+    rows: Sequence[int] | None = None
+    columns: Sequence[int] | None = None
+
+
+def check(source: str, target: Path, uneven: bool = False) -> None:
+    """Refuse what cannot be written, before there is anything to write.
+
+    Args:
+        source, target: files.
+        uneven: whether layers will have MLPs of different widths.
+
+    Raises:
+        ValueError: the target is there already, or there is no folder to put it in.
+        Unsupported: the source is no GGUF file, or not of the kind; or the `gguf` package is missing.
+    """
+    if target.exists():
+        raise ValueError(f"{str(target)!r} is there already; name another file, or remove that one")
+    if not target.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {str(target.resolve().parent)!r} to write {target.name!r} to")
+    if not is_gguf(Path(source)):
+        raise Unsupported(f"pruning {source!r} to a GGUF file", "it is none itself", "Convert it first, with "
+                          f"convert_hf_to_gguf.py of llama.cpp, {_FOLDER}")
+    with needs("gguf", "writing a GGUF file"):
+        import gguf  # noqa: F401
+    with GgufFile(source) as file:
+        _named(Metadata(file.header).architecture, uneven)
+
+
+def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Mapping[str, Any],
+          down: str | None = None) -> dict[str, int]:
+    """Write the file; where that fails, a part of it stays.
+
+    Args:
+        source: a GGUF file that Shoal reads.
+        change: what is left out of it.
+        target: where to.
+        note: what was done, to stand among the metadata.
+        down: the type of matrices that are quantised again, one that the `gguf` package writes; None is `_FINER`.
+
+    Returns:
+        Types that matrices were quantised to again, and how many matrices.
+
+    Raises:
+        Unsupported: files of this architecture cannot say what would be left.
+        ValueError: the change does not fit the model, or `down` the number of neurons.
+        OSError: the file cannot be written.
+    """
+    import gguf
+
+    file = GgufFile(source)
+    before = config_of(file)
+    after, _ = change(before, GgufSource(file, before))
+    after = with_widths(after, widths_of(after))
+    widths, gone = widths_of(before), change.layers if isinstance(change, DropLayers) else ()
+    layers = [layer for layer in range(len(widths)) if layer not in gone]
+    kept = change.kept if isinstance(change, NarrowMLPs) else [range(width) for width in widths]
+    if _SLIDING in _kinds(before) and _SLIDING not in _kinds(after):
+        raise Unsupported(f"a GGUF file of {before.model_type!r} with no layer left whose window slides",
+                          "llama.cpp loads none", f"Keep one of them, {_FOLDER}")
+    reader = gguf.GGUFReader(source)
+    parts = list(_parts(gguf, reader, layers, widths, kept, down))
+    _fill(gguf, _writer(gguf, reader, after, layers, note), parts, target)
+    _check_same(after, target)
+    return dict(Counter(part.type.name for part in parts if part.columns is not None))
+
+
+def _parts(gguf: Any, reader: Any, layers: Sequence[int], widths: Sequence[int], kept: Sequence[Sequence[int]],
+           down: str | None) -> Iterator[_Part]:
+    """The new file's tensors, in the order of the old one's."""
+    for tensor in reader.tensors:
+        shape, found = tuple(map(int, tensor.shape[::-1])), _LAYER.fullmatch(tensor.name)
+        if found is None:
+            yield _Part(tensor.name, tensor.tensor_type, shape, tensor)
+        elif int(found[1]) in layers:
+            layer = int(found[1])
+            part = _Part(f"blk.{layers.index(layer)}.{found[2]}", tensor.tensor_type, shape, tensor)
+            whole = len(kept[layer]) == widths[layer]
+            yield part if whole else _cut(gguf, part, found[2], widths[layer], kept[layer], down)
+
+
+def _cut(gguf: Any, part: _Part, place: str, width: int, kept: Sequence[int], down: str | None) -> _Part:
+    """What some neurons leave of a tensor of their layer. Gate may lie above up, in one matrix."""
+    if _ROWS.fullmatch(place):
+        rows = [first + one for first in range(0, part.shape[0], width) for one in kept]
+        return replace(part, shape=(len(rows), *part.shape[1:]), rows=rows)
+    if place != "ffn_down.weight":
+        return part
+    kind = gguf.GGMLQuantizationType[down or _FINER.get(part.type.name, part.type.name)]
+    if len(kept) % gguf.GGML_QUANT_SIZES[kind][0]:
+        if down is not None:
+            raise ValueError(f"{part.name} as {down} has {len(kept)} neurons in a row; it must be a multiple of "
+                             f"{gguf.GGML_QUANT_SIZES[kind][0]}. Keep such multiples, or take {_PLAIN}")
+        kind = gguf.GGMLQuantizationType[_PLAIN]
+    return replace(part, type=kind, shape=(part.shape[0], len(kept)), columns=kept)
+
+
+def _writer(gguf: Any, reader: Any, after: Any, layers: Sequence[int], note: Mapping[str, Any]) -> Any:
+    """What writes the file: with the metadata of the old one, per layer that stays, and what has changed."""
+    kinds, old = gguf.GGUFValueType, reader.fields["general.architecture"].contents()
+    count, widths = int(reader.fields[f"{old}.block_count"].contents()), widths_of(after)
+    uneven = len(set(widths)) > 1
+    name = _named(old, uneven)
+    width = (list(widths), kinds.ARRAY, kinds.UINT32) if uneven else (widths[0], kinds.UINT32)
+    new: dict[str, tuple[Any, ...]] = {
+        NOTE: (json.dumps(note), kinds.STRING), f"{name}.block_count": (len(layers), kinds.UINT32),
+        f"{name}.feed_forward_length": width}
+    sliding = [kind == _SLIDING for kind in _kinds(after)]
+    if len(layers) < count and any(sliding):
+        new[f"{name}.attention.sliding_window_pattern"] = (sliding, kinds.ARRAY, kinds.BOOL)
+    writer = gguf.GGUFWriter(None, name)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        value = field.contents()
+        if field.types[0] == kinds.ARRAY and field.name.startswith(f"{old}.") and len(value) == count:
+            value = [value[layer] for layer in layers]
+        if value != []:  # the package writes no empty arrays
+            writer.add_key_value(re.sub(rf"^{old}\.", f"{name}.", field.name), value, field.types[0], field.types[-1])
+    for key, told in new.items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, *told)
+    writer.data_alignment = int(reader.alignment)
+    return writer
+
+
+def _named(architecture: str, uneven: bool) -> str:
+    """The architecture of the new file."""
+    name = _UNEVEN.get(architecture) if uneven else architecture
+    if name is None:
+        raise Unsupported(f"a GGUF file of architecture {architecture!r} with MLPs of different widths",
+                          f"llama.cpp loads that of {', '.join(_UNEVEN)} alone", f"Add --uniform, {_FOLDER}")
+    return name
+
+
+def _kinds(config: Any) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or ()
+
+
+def _fill(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
+    """Write all there is, tensor after tensor."""
+    for part in parts:
+        size = math.prod(gguf.quant_shape_to_byte_shape(part.shape, part.type))
+        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), size, raw_dtype=part.type)
+    try:
+        writer.write_header_to_file(target)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for part in parts:
+            data = part.old.data if part.rows is None else part.old.data[part.rows]
+            if part.columns is not None:
+                values = gguf.quants.dequantize(data, part.old.tensor_type)[:, part.columns]
+                data = gguf.quants.quantize(values, part.type)
+            writer.write_tensor_data(np.ascontiguousarray(data))
+    finally:
+        writer.close()
+
+
+def _check_same(after: Any, target: Path) -> None:
+    """Refuse a file that is read as another model than was meant: where a layer's number says what it is."""
+    with GgufFile(target) as file:
+        wanted, found = after.to_dict(), config_of(file).to_dict()
+    wrong = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+    if wrong:
+        raise Unsupported(f"a GGUF file of model type {after.model_type!r} without these layers",
+                          f"its metadata cannot say what becomes of {', '.join(wrong)}", f"Drop others, {_FOLDER}")
