@@ -1,0 +1,43 @@
+"""Run as a file: answers questions of `shoal.engine.members`, apart, since jedi may hang and loads compiled modules.
+
+A line on stdin is `[code, folder]` as JSON, one on stdout the members that may follow the code, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [place for place in sys.path if place != here]  # else code would import its neighbours
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # modules may print
+    import jedi
+
+    environment = jedi.InterpreterEnvironment()
+    for line in sys.stdin:
+        code, folder = json.loads(line)
+        project = jedi.Project(folder or here + "/none", smart_sys_path=bool(folder))
+        try:
+            found = members(jedi.Script(code, project=project, environment=environment))
+        except Exception:  # jedi raises what it likes about code that it does not understand
+            found = None
+        print(json.dumps(found), file=answers, flush=True)
+
+
+def members(script: Any) -> list[str] | None:
+    """Names of what may stand behind the dot that ends a script; None where that is no dot of Python's."""
+    lines = script._code_lines
+    leaf = script._module_node.get_leaf_for_position((len(lines), len(lines[-1])), include_prefixes=True)
+    if leaf is None or leaf.value != "." or leaf.end_pos != (len(lines), len(lines[-1])):
+        return None
+    return sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
+
+
+if __name__ == "__main__":
+    main()
