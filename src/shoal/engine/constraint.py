@@ -216,6 +216,7 @@ class Compiler:
         self._eos, self._size, self._make = eos, vocab_size, LLMatcher
         self._known: OrderedDict[Constraint, Any] = OrderedDict()
         self._marks: dict[str, Vocabulary] = {}
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
             self._words = hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
         except Exception as error:  # it raises what it likes about a tokenizer that it cannot read
@@ -252,7 +253,8 @@ class Compiler:
             if len(mark.encode()) != 1 or mark.isalnum() or mark == "_":
                 raise Unsupported(f"a monitor with the mark {mark!r}", "a mark is one character of ASCII, and "
                                   "none of a word", "Choose another")
-            texts = [self._words.decode_bytes([token]) for token in range(self._size)]
+            said = self._words.decode_bytes
+            texts = [b"" if token in self._special else said([token]) for token in range(self._size)]
             self._marks[mark] = Vocabulary(texts, self._eos, mark)
         return self._marks[mark]
 

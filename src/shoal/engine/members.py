@@ -27,6 +27,7 @@ _DEFINES = re.compile(r"\s*(?:[\w.]+\s*,\s*)*(?:self|cls)\Z")
 """What makes an attribute, and need not be one yet."""
 _PAIR = re.compile(r"([^\W\d]\w*) +(?=([^\W\d]\w*))")
 _BETWEEN = {*keyword.kwlist, *keyword.softkwlist}
+_OPEN_TEXT = re.compile("['\"#]")
 _OPENS = {")": "(", "]": "[", "}": "{"}
 
 
@@ -61,7 +62,8 @@ class PythonMembers(Monitor):
         """See the base class. A name that the text has not had before, and no builtin, jedi cannot know either."""
         code = _code(text)
         line = code[code.rfind("\n") + 1 : -1]
-        if _DEFINES.match(line) or any(_BETWEEN.isdisjoint(pair) for pair in _PAIR.findall(_TEXT.sub("''", line))):
+        bare = _TEXT.sub("", line)
+        if _DEFINES.match(line) or _OPEN_TEXT.search(bare) or any(map(_BETWEEN.isdisjoint, _PAIR.findall(bare))):
             return False
         if (root := _ROOT.search(line)) is not None:
             before = code[: len(code) - 1 - len(line) + root.start()]

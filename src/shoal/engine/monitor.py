@@ -107,8 +107,8 @@ class Vocabulary:
         return b"".join(map(self._texts.__getitem__, tokens))
 
     def open(self, text: bytes) -> tuple[bytes, bytes] | None:
-        """Of a text that ends at a mark, or within a word after one: all up to the mark, and the beginning of the word."""
-        found = self._open.search(text, max(text.rfind(b"\n"), 0))
+        """Of a text that ends at a mark, or in a word after one: all up to the mark, and the beginning of the word."""
+        found = self._open.search(text, text.rfind(b"\n") + 1)
         return None if found is None else (text[: found.start(1)], found[1])
 
     def goes_on(self, token: int, begun: bytes, known: Known) -> bool:
