@@ -27,7 +27,7 @@ BOUND = {
     "import pathlib\nwith pathlib.Path('a').open() as file:\n    for line in file.": "readline",
     "'a b'.": "split",
     "x = 'a'\ny = [x.upper().": "lower",
-    "class A:\n    def __init__(self):\n        self.size = 1\n\n    def twice(self):\n        return 2 * self.": "size",
+    "class A:\n    def __init__(self):\n        self.size = 1\n\n    def f(self):\n        return 2 * self.": "size",
     "Some words.\n```python\nx = []\nx.": "append",
     "x = 3 # it's\nx.": "bit_length",
 }

@@ -23,7 +23,6 @@ from shoal.engine.monitor import Vocabulary, Watched
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from toy_tokenizers import tokenizer
 
@@ -36,7 +35,7 @@ PIECES = [b"", b"<unk>", b"", *(bytes([byte]) for byte in range(256)), b"x.", b"
 
 @dataclass(frozen=True)
 class Table(Monitor):
-    """Knows what stands in a table, by the word before the mark; the empty word stands for every other, if it is there."""
+    """Knows what stands in a table, by the word before the mark; with `rest`, the empty word is every other one."""
 
     mark: ClassVar[str] = "."
     rest: bool = False
