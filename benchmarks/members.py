@@ -2,9 +2,10 @@
 
     python benchmarks/members.py --model FILE [--draws 2] [--json OUT]
 
-Each case is a short file that makes an object of a standard class, says in a comment what is wanted and ends with the
-object and a dot. The first answer is greedy, the others are drawn at temperature 0.8. Another process makes the object
-and looks whether it has what stands behind the dot; jedi is not asked. The last line on stdout is the report as JSON.
+Each case is a short file that makes an object of a standard class (`constraints/values.json`), says in a comment what
+is wanted and ends with the object and a dot. The first answer is greedy, the others are drawn at temperature 0.8.
+Another process makes the object and looks whether it has what stands behind the dot; jedi is not asked. The last line
+on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -21,30 +22,7 @@ import shoal
 from shoal.bench import report
 from shoal.cli import env
 
-VALUES = {
-    "collections": ["deque([1, 2])", "Counter('abca')", "OrderedDict(a=1)", "ChainMap({}, {'a': 1})"],
-    "datetime": ["date(2024, 5, 6)", "datetime(2024, 5, 6, 7, 8)", "timedelta(days=3)", "timezone.utc"],
-    "decimal": ["Decimal('1.5')", "getcontext()"],
-    "fractions": ["Fraction(3, 4)"],
-    "pathlib": ["PurePosixPath('a/b.txt')", "Path('a/b.txt')"],
-    "io": ["StringIO('a b')", "BytesIO(b'a b')"],
-    "array": ["array('i', [1, 2])"],
-    "uuid": ["UUID(int=5)"],
-    "ipaddress": ["IPv4Address('127.0.0.1')", "IPv4Network('10.0.0.0/8')"],
-    "queue": ["Queue()", "PriorityQueue()"],
-    "threading": ["Lock()", "Event()", "Thread()", "Semaphore(2)"],
-    "argparse": ["ArgumentParser()", "Namespace(a=1)"],
-    "configparser": ["ConfigParser()"],
-    "string": ["Template('$a')", "Formatter()"],
-    "random": ["Random(3)"],
-    "statistics": ["NormalDist(0, 1)"],
-    "zipfile": ["ZipInfo('a')"],
-    "logging": ["getLogger('a')", "StreamHandler()"],
-    "email.message": ["EmailMessage()"],
-    "http.cookies": ["SimpleCookie()"],
-    "urllib.request": ["Request('http://localhost/a')"],
-    "xml.etree.ElementTree": ["Element('a')"],
-}
+VALUES: dict[str, list[str]] = json.loads((Path(__file__).parent / "constraints" / "values.json").read_text("utf-8"))
 WISHES = ("its size", "a copy of it", "its name as text")
 ENDS = ["\n", "(", ")", " ", ".", ",", "[", ":", "#", "="]
 JUDGE = """
@@ -98,16 +76,14 @@ def judged(found: Sequence[dict[str, Any]]) -> list[bool]:
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many exist, greedy and drawn; and what became of the plain answers whose member exists."""
-    plain, bound = ([one for one in found if one["monitor"] is monitor] for monitor in (False, True))
+    def counted(greedy: bool, monitor: bool) -> dict[str, int]:
+        some = [one["exists"] for one in found if (one["draw"] == 0, one["monitor"]) == (greedy, monitor)]
+        return {"answers": len(some), "exist": sum(some)}
 
-    def counted(ones: Sequence[dict[str, Any]], greedy: bool) -> dict[str, int]:
-        some = [one for one in ones if (one["draw"] == 0) is greedy]
-        return {"answers": len(some), "exist": sum(one["exists"] for one in some)}
-
-    pairs = [(one, other) for one, other in zip(plain, bound, strict=True) if one["draw"] == 0 and one["exists"]]
+    pairs = [(one, two) for one, two in zip(found[::2], found[1::2], strict=True) if one["draw"] == 0 and one["exists"]]
     return {
-        "greedy": {"plain": counted(plain, True), "monitor": counted(bound, True)},
-        "drawn": {"plain": counted(plain, False), "monitor": counted(bound, False)},
+        **{kind: {"plain": counted(greedy, False), "monitor": counted(greedy, True)}
+           for kind, greedy in (("greedy", True), ("drawn", False))},
         "greedy_that_exist_plain": {"all": len(pairs), "same": sum(a["member"] == b["member"] for a, b in pairs)},
     }  # fmt: skip
 

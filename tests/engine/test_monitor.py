@@ -19,7 +19,7 @@ from shared_models import load_tokenizer
 from shoal import Monitor, Regex
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
-from shoal.engine.monitor import Vocabulary, Watched
+from shoal.engine.monitor import MarkedTokens, Watched
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
@@ -80,7 +80,7 @@ def pieces_of(name: str) -> list[bytes]:
 @pytest.mark.parametrize("name", ["pieces", "byte_level", "byte_fallback", "reference"])
 def test_masks_are_those_of_a_walk_over_every_token(name: str) -> None:
     pieces, dice, bound = pieces_of(name), random.Random(4), 0
-    vocabulary, monitor = Vocabulary(pieces, frozenset({EOS}), "."), Table()
+    vocabulary, monitor = MarkedTokens(pieces, frozenset({EOS}), "."), Table()
     spelled = {piece: token for token, piece in enumerate(pieces) if len(piece) == 1}
     for start in (b"", b"x.", b"x.a", b"x.q", b"y.", b"\n b.a", b"x.ab", b"x. ab.", b"b.\xc3", b"x.\xc3"):
         if any(bytes([byte]) not in spelled for byte in start):
@@ -104,10 +104,10 @@ def test_masks_are_those_of_a_walk_over_every_token(name: str) -> None:
 
 def test_words_that_the_tokens_cannot_spell_are_no_dead_end() -> None:
     few = [b"", b"", b"", b"x", b".", b"a", b"ab", b"b", b"("]
-    watched = Watched(Table(), Vocabulary(few, frozenset({EOS}), "."), [3, 4])
+    watched = Watched(Table(), MarkedTokens(few, frozenset({EOS}), "."), [3, 4])
     assert watched([]).nonzero().flatten().tolist() == [5, 6, 7]
     assert watched([6]).nonzero().flatten().tolist() == [EOS, 4, 8]  # neither "abc" nor "é"
-    assert Watched(Table(), Vocabulary(few[:5], frozenset({EOS}), "."), [3, 4])([]).all()
+    assert Watched(Table(), MarkedTokens(few[:5], frozenset({EOS}), "."), [3, 4])([]).all()
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def test_each_row_of_a_batch_has_its_own() -> None:
 
 @pytest.mark.parametrize("mark", ["", "ab", "a", "_", "é"])
 def test_marks_are_single_characters_and_no_letters(mark: str) -> None:
-    with pytest.raises(Unsupported, match="a mark is one character"):
+    with pytest.raises(ValueError, match="must be one character of ASCII"):
         engine().generate("x", constraint=type("Odd", (Silent,), {"mark": mark})())
 
 

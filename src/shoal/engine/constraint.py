@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
-from shoal.engine.monitor import Monitor, Vocabulary, Watched
+from shoal.engine.monitor import MarkedTokens, Monitor, Watched
 from shoal.engine.wind_up import Spelling, WindUp, common
 from shoal.errors import Unsupported, needs
 
@@ -215,7 +215,7 @@ class Compiler:
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
         self._eos, self._size, self._make = eos, vocab_size, LLMatcher
         self._known: OrderedDict[Constraint, Any] = OrderedDict()
-        self._marks: dict[str, Vocabulary] = {}
+        self._marks: dict[str, MarkedTokens] = {}
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
             self._words = hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
@@ -248,14 +248,11 @@ class Compiler:
             end = partial(WindUp, matcher, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
 
-    def _vocabulary(self, mark: str) -> Vocabulary:
+    def _vocabulary(self, mark: str) -> MarkedTokens:
         if mark not in self._marks:
-            if len(mark.encode()) != 1 or mark.isalnum() or mark == "_":
-                raise Unsupported(f"a monitor with the mark {mark!r}", "a mark is one character of ASCII, and "
-                                  "none of a word", "Choose another")
             said = self._words.decode_bytes
             texts = [b"" if token in self._special else said([token]) for token in range(self._size)]
-            self._marks[mark] = Vocabulary(texts, self._eos, mark)
+            self._marks[mark] = MarkedTokens(texts, self._eos, mark)
         return self._marks[mark]
 
     @cached_property

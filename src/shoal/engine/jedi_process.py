@@ -32,9 +32,9 @@ def main() -> None:
 
 def members(script: Any) -> list[str] | None:
     """Names of what may stand behind the dot that ends a script; None where that is no dot of Python's."""
-    lines = script._code_lines
-    leaf = script._module_node.get_leaf_for_position((len(lines), len(lines[-1])), include_prefixes=True)
-    if leaf is None or leaf.value != "." or leaf.end_pos != (len(lines), len(lines[-1])):
+    end = len(script._code_lines), len(script._code_lines[-1])
+    leaf = script._module_node.get_leaf_for_position(end, include_prefixes=True)
+    if leaf is None or leaf.value != "." or leaf.end_pos != end:
         return None
     return sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
 

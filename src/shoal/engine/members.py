@@ -72,30 +72,29 @@ class PythonMembers(Monitor):
         return closed is not None and code.count(_OPENS.get(closed[1], "")) >= code.count(closed[1])
 
     def follows(self, text: str) -> Collection[str] | None:
-        """See the base class.
-
-        Raises:
-            RuntimeError: jedi's process has died, or was ended after `seconds`.
-        """
+        """See the base class; RuntimeError where jedi's process has died, or was ended after `seconds`."""
+        folder = str(Path(self.folder).absolute()) if self.folder else ""
         process = _take()
         timer = Timer(self.seconds, process.kill)
         timer.start()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps([_code(text), str(Path(self.folder).absolute()) if self.folder else ""]))
-            process.stdin.write("\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        finally:
-            timer.cancel()
+        line = _answer(process, json.dumps([_code(text), folder]) + "\n")
+        timer.cancel()
         if not line:
             _end(process)
             raise RuntimeError(f"jedi's process died, or took more than {self.seconds:g} s")
         _idle.append(process)
         members: list[str] | None = json.loads(line)
         return members
+
+
+def _answer(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:
+        return ""
 
 
 def _code(text: str) -> str:

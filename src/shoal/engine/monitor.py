@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
@@ -55,26 +56,18 @@ class Monitor(ABC):
         return repr(self)
 
 
-class Known(NamedTuple):
+class Continuations(NamedTuple):
     """What may follow a mark: whole words, and all that they begin with."""
 
     whole: frozenset[bytes]
     begun: frozenset[bytes]
 
     def lets(self, word: bytes, ended: bool) -> bool:
-        """Whether a text may hold this, as a word that has ended or one that may go on."""
+        """Whether a text may hold this, as a word that has ended or as one that may go on."""
         return word in (self.whole if ended else self.begun)
 
 
-class Piece(NamedTuple):
-    """A word within a token: the bytes up to its mark, its own, and whether something comes behind it."""
-
-    head: bytes
-    word: bytes
-    ended: bool
-
-
-class Vocabulary:
+class MarkedTokens:
     """The tokens of a model by the words that they begin with, and by the marks that they hold.
 
     Args:
@@ -84,11 +77,14 @@ class Vocabulary:
 
     Attributes:
         size: V.
+        marked: by the bytes up to a mark, the tokens that go on behind it: each with the word there, and its end.
     """
 
     def __init__(self, texts: Sequence[bytes], eos: frozenset[int], mark: str) -> None:
-        self.size = len(texts)
-        self._texts, self._eos = [b"" if token in eos else text for token, text in enumerate(texts)], eos
+        if len(mark.encode()) != 1 or re.fullmatch(_WORD, mark.encode()):
+            raise ValueError(f"a monitor's mark is {mark!r}; it must be one character of ASCII, and none of a word")
+        self.size, self._eos = len(texts), eos
+        self._texts = [b"" if token in eos else text for token, text in enumerate(texts)]
         self._mark = re.compile(re.escape(mark.encode()) + b"(" + _WORD + b")")
         self._open = re.compile(self._mark.pattern + rb"\Z")
         self._single = {text[0] for text in self._texts if len(text) == 1}
@@ -97,8 +93,8 @@ class Vocabulary:
         for token, text in enumerate(self._texts):
             if text or token in eos:
                 first[self._first(token)].append(token)
-            for piece in self.pieces(token):
-                self.marked[piece.head].append((token, piece.word, piece.ended))
+            for head, word, ended in self.words(token):
+                self.marked[head].append((token, word, ended))
         self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
         self.known = lru_cache(_ASKED)(self._known)
 
@@ -111,24 +107,23 @@ class Vocabulary:
         found = self._open.search(text, text.rfind(b"\n") + 1)
         return None if found is None else (text[: found.start(1)], found[1])
 
-    def goes_on(self, token: int, begun: bytes, known: Known) -> bool:
+    def goes_on(self, token: int, begun: bytes, words: Continuations) -> bool:
         """Whether a token may follow the beginning of a word."""
         word, ended = self._first(token)
-        return bool(self._texts[token] or token in self._eos) and known.lets(begun + word, ended)
+        return bool(self._texts[token] or token in self._eos) and words.lets(begun + word, ended)
 
-    def following(self, begun: bytes, known: Known) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def following(self, begun: bytes, words: Continuations) -> NDArray[np.bool_]:
         """The same for all of them, bool [V]: looked up by what could follow, not token by token."""
         mask = np.zeros(self.size, bool)
-        keys = [(one, False) for one in known.begun] + [(one, True) for one in known.whole]
-        for word, ended in keys:
+        for word, ended in [*((one, False) for one in words.begun), *((one, True) for one in words.whole)]:
             if word.startswith(begun) and (tokens := self._by_first.get((word[len(begun) :], ended))) is not None:
                 mask[tokens] = True
         return mask
 
-    def pieces(self, token: int) -> Iterator[Piece]:
-        """The words behind marks within a token; not behind one with which it ends."""
+    def words(self, token: int) -> Iterator[tuple[bytes, bytes, bool]]:
+        """What stands behind marks within a token: the bytes before it, the word, and whether that has ended."""
         text = self._texts[token]
-        return (Piece(text[: found.start(1)], found[1], found.end() < len(text))
+        return ((text[: found.start(1)], found[1], found.end() < len(text))
                 for found in self._mark.finditer(text) if found.start(1) < len(text))
 
     def _first(self, token: int) -> tuple[bytes, bool]:
@@ -137,11 +132,12 @@ class Vocabulary:
         word = found[0] if found else b""
         return word, token in self._eos or len(word) < len(self._texts[token])
 
-    def _known(self, monitor: Monitor, text: str) -> Known | None:
-        """What a monitor says; only words that the vocabulary can spell byte by byte, so that none is a dead end."""
+    def _known(self, monitor: Monitor, text: str) -> Continuations | None:
+        """What a monitor says; only words that the tokens can spell byte by byte, so that none is a dead end."""
         words = [word.encode() for word in asked(monitor, text)]
         whole = frozenset(word for word in words if self._single.issuperset(word))
-        return Known(whole, frozenset(word[:end] for word in whole for end in range(len(word) + 1))) if whole else None
+        begun = frozenset(word[:end] for word in whole for end in range(len(word) + 1))
+        return Continuations(whole, begun) if whole else None
 
 
 class Watched(Allowed):
@@ -149,11 +145,11 @@ class Watched(Allowed):
 
     Args:
         monitor: whom to ask.
-        vocabulary: of the model, for the monitor's mark.
+        vocabulary: the model's tokens, for the monitor's mark.
         prompt: the row's.
     """
 
-    def __init__(self, monitor: Monitor, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+    def __init__(self, monitor: Monitor, vocabulary: MarkedTokens, prompt: Sequence[int]) -> None:
         self._monitor, self._vocabulary, self._prompt = monitor, vocabulary, vocabulary.spelled(prompt)
         self._last: tuple[bytes, Tensor] | None = None
 
@@ -170,8 +166,8 @@ class Watched(Allowed):
         opened = self._opened(text)
         if opened is not None and not self._vocabulary.goes_on(token, *opened):
             return False
-        found = ((piece, self._known(text + piece.head)) for piece in self._vocabulary.pieces(token))
-        return all(known is None or known.lets(piece.word, piece.ended) for piece, known in found)
+        found = ((self._known(text + head), word, ended) for head, word, ended in self._vocabulary.words(token))
+        return all(words is None or words.lets(word, ended) for words, word, ended in found)
 
     def sole(self, tokens: Sequence[int]) -> int | None:
         """See the base class. Where no word is open there are several."""
@@ -180,22 +176,22 @@ class Watched(Allowed):
     def _text(self, tokens: Sequence[int]) -> bytes:
         return self._prompt + self._vocabulary.spelled(tokens)
 
-    def _mask(self, text: bytes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _mask(self, text: bytes) -> NDArray[np.bool_]:
         opened = self._opened(text)
         mask = np.ones(self._vocabulary.size, bool) if opened is None else self._vocabulary.following(*opened)
         for head, places in self._vocabulary.marked.items():
             places = [place for place in places if mask[place[0]]]
-            if places and (known := self._known(text + head)) is not None:
-                mask[[token for token, word, ended in places if not known.lets(word, ended)]] = False
+            if places and (words := self._known(text + head)) is not None:
+                mask[[token for token, word, ended in places if not words.lets(word, ended)]] = False
         return mask
 
-    def _opened(self, text: bytes) -> tuple[bytes, Known] | None:
+    def _opened(self, text: bytes) -> tuple[bytes, Continuations] | None:
         """A word that is open and bound: its beginning, and what may come. Not one that a prompt began otherwise."""
         found = self._vocabulary.open(text)
-        known = None if found is None else self._known(found[0])
-        return None if found is None or known is None or found[1] not in known.begun else (found[1], known)
+        words = None if found is None else self._known(found[0])
+        return None if found is None or words is None or found[1] not in words.begun else (found[1], words)
 
-    def _known(self, text: bytes) -> Known | None:
+    def _known(self, text: bytes) -> Continuations | None:
         said = text.decode("utf-8", "replace")
         return self._vocabulary.known(self._monitor, said) if self._monitor.watches(said) else None
 
@@ -213,8 +209,7 @@ def asked(monitor: Monitor, text: str) -> Collection[str]:
     words = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
     if isinstance(words, BaseException):
         raise _failed(monitor, f"{type(words).__name__}: {words}") from words
-    if words is None:
-        return ()
+    words = () if words is None else words
     if not isinstance(words, Collection) or isinstance(words, str | bytes | Mapping) or not all(map(_is_word, words)):
         raise _failed(monitor, f"it says {words!r:.200}, which is no collection of words")
     return words
