@@ -97,10 +97,13 @@ def test_a_jedi_that_fails_is_ended_and_no_other_request_is_touched(
     engine.eos_token_ids = frozenset({2})
     with monkeypatch.context() as patch, Scheduler(engine) as scheduler:
         broken(tmp_path, patch, code)
+        take, taken = members._take, []
+        patch.setattr(members, "_take", lambda: taken.append(take()) or taken[-1])
         good = scheduler.submit("x = []\nx.", max_new_tokens=12)
         bad = scheduler.submit("x = []\nx.", constraint=PythonMembers(seconds=0.5), max_new_tokens=12)
         with pytest.raises(Unsupported, match="PythonMembers.*(jedi's process died, or took more|no answer within)"):
             list(bad)
+        assert all(process.wait(10) is not None for process in taken) and taken
         list(good)
         assert good.results[0].tokens == engine.generate("x = []\nx.", max_new_tokens=12).tokens
     assert "append" in known("x = []\nx.")

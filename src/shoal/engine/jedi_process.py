@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
 
 
 def main() -> None:
@@ -24,19 +23,11 @@ def main() -> None:
         code, folder = json.loads(line)
         project = jedi.Project(folder or here + "/none", smart_sys_path=bool(folder))
         try:
-            found = members(jedi.Script(code, project=project, environment=environment))
+            script = jedi.Script(code, project=project, environment=environment)
+            found = sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
         except Exception:  # jedi raises what it likes about code that it does not understand
             found = None
         print(json.dumps(found), file=answers, flush=True)
-
-
-def members(script: Any) -> list[str] | None:
-    """Names of what may stand behind the dot that ends a script; None where that is no dot of Python's."""
-    end = len(script._code_lines), len(script._code_lines[-1])
-    leaf = script._module_node.get_leaf_for_position(end, include_prefixes=True)
-    if leaf is None or leaf.value != "." or leaf.end_pos != end:
-        return None
-    return sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
 
 
 if __name__ == "__main__":
