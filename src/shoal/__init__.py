@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.engine.constraint import Grammar, JsonSchema, Regex
     from shoal.engine.engine import Engine
     from shoal.engine.load import load
+    from shoal.engine.members import PythonMembers
+    from shoal.engine.monitor import Monitor
     from shoal.errors import Unsupported
     from shoal.methods.a_star import AStar
     from shoal.methods.adadec import AdaDec
@@ -88,8 +90,10 @@ __all__ = [
     "Method",
     "ModelInfo",
     "Momentum",
+    "Monitor",
     "NarrowMLPs",
     "PromptLookup",
+    "PythonMembers",
     "Rapid",
     "Recipe",
     "Regex",
@@ -143,8 +147,10 @@ _HOME = {
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "Momentum": "shoal.methods.momentum",
+    "Monitor": "shoal.engine.monitor",
     "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
+    "PythonMembers": "shoal.engine.members",
     "RSD": "shoal.methods.rsd",
     "Rapid": "shoal.methods.rapid",
     "Recipe": "shoal.decode.recipe",

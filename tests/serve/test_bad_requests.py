@@ -75,6 +75,7 @@ def test_bodies_that_are_none(server: Running, content: bytes, said: str) -> Non
         {"best_of": 5}, {"best_of": 2, "stream": True},
         {"n": 3, "best_of": 2}, {"guided_regex": "(a"},
         {"guided_json": 3}, {"guided_choice": []}, {"guided_regex": "a", "guided_grammar": "b"},
+        {"guided_members": "java"}, {"guided_members": True}, {"guided_members": "python", "guided_regex": "b"},
         {"echo": True, "logprobs": 1, "prompt": ""}, {"unheard_of": None}, {"top_k": -1}, {"min_p": 2},
         {"repetition_penalty": 0}, {"stop_token_ids": ["a"]}, {"method": 3}, {"method": "d3", "method_args": [1]},
         {"user": 5}, {"ignore_eos": 1},

@@ -68,6 +68,16 @@ def test_a_json_object_is_one_and_a_cut_one_says_so(server: Running) -> None:
     assert (cut.message.content, cut.finish_reason) == ("{", "length")
 
 
+def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(server: Running) -> None:
+    given = {"model": MODEL, "max_tokens": 12, "temperature": 1.0, "seed": 4}
+    given |= {"prompt": ["y = 'a'\nx = y.", "x."]}
+    plain, bound = (server.client().completions.create(**given, extra_body=more).choices
+                    for more in ({}, {"guided_members": "python"}))
+    member = re.match(r"\w+", bound[0].text)
+    assert member and hasattr(str, member[0]) and not re.match(rf"{member[0]}\b", plain[0].text)
+    assert bound[1].text == plain[1].text
+
+
 def test_completions_are_bound_too_each_choice_for_itself(server: Running) -> None:
     answer = server.client().completions.create(
         model=MODEL, prompt=["a", "b"], n=2, seed=3, extra_body={"guided_choice": ["no", "yes"]}

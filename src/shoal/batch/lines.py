@@ -20,7 +20,7 @@ from shoal.engine.request import chat_ids
 from shoal.errors import unknown
 
 _OWN = ("id", "prompt", "messages", "method_args")
-_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
 _CODE = ("logits_processor", "stopping_criteria")
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from shoal.engine.constraint import Constraint
     from shoal.engine.engine import Engine
+    from shoal.engine.monitor import Monitor
     from shoal.engine.scheduler import Scheduler
     from shoal.methods.base import Method
 
@@ -86,18 +87,23 @@ def add_sampling(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def add_constraint(group: argparse._ArgumentGroup) -> None:
-    """What the answer must look like: one of three options."""
+    """What the answer must look like: one of four options."""
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE|JSON", help="answer with JSON that is valid under this schema")
     one.add_argument("--regex", metavar="RE", help="answer with text that this matches as a whole; [0-9], since \\d is "
                      "any script's digit")
     one.add_argument("--grammar", metavar="FILE", help="answer with text of this grammar, in Lark's notation or GBNF")
+    one.add_argument("--python-members", metavar="FOLDER", help="let members alone follow a dot in Python code, "
+                     "where jedi knows them; FOLDER is the code's, where imports are looked for")
 
 
-def constraint(args: argparse.Namespace) -> Constraint | None:
+def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
     """That option as `Engine.generate` takes it; ValueError for what cannot be read."""
     from shoal.engine.constraint import Grammar, JsonSchema, Regex
+    from shoal.engine.members import PythonMembers
 
+    if args.python_members is not None:
+        return PythonMembers(args.python_members)
     if args.regex is not None:
         return Regex(args.regex)
     if args.grammar is not None:

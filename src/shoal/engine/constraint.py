@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
+from shoal.engine.monitor import MarkedTokens, Monitor, Watched
 from shoal.engine.wind_up import Spelling, WindUp, common
 from shoal.errors import Unsupported, needs
 
@@ -40,7 +41,7 @@ _WHOLE, _PLACES = 2**53 - 1, 9
 """The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound:
 small models would write them for ever. llguidance lets no exponent through there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
@@ -116,22 +117,22 @@ class Grammar(Constraint):
             raise _unmet(self, str(error)) from error
 
 
-def constraint_of(value: Any) -> Constraint | None:
-    """The constraint that an option names: one of the classes here, what `JsonSchema` takes but for text, or None.
+def constraint_of(value: Any) -> Constraint | Monitor | None:
+    """The constraint that an option names: one of the classes here, a monitor, what `JsonSchema` takes but for text.
 
     Raises:
         ValueError: it is neither.
     """
-    if value is None or isinstance(value, Constraint):
+    if value is None or isinstance(value, Constraint | Monitor):
         return value
     if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
         return JsonSchema(value)
-    raise ValueError(f"constraint is {reprlib.repr(value)}; it must be shoal.JsonSchema, shoal.Regex or shoal.Grammar, "
-                     "a JSON schema as a mapping, or a pydantic model")
+    raise ValueError(f"constraint is {reprlib.repr(value)}; it must be shoal.JsonSchema, shoal.Regex, shoal.Grammar, "
+                     "a monitor such as shoal.PythonMembers, a JSON schema as a mapping, or a pydantic model")
 
 
-def guided(field: str, value: Any) -> Constraint:
-    """The constraint of a request's `guided_json`, `guided_regex`, `guided_grammar` or `guided_choice`.
+def guided(field: str, value: Any) -> Constraint | Monitor:
+    """The constraint of a field of a request that `GUIDED` names.
 
     Raises:
         ValueError: the value is none for that field.
@@ -144,6 +145,12 @@ def guided(field: str, value: Any) -> Constraint:
         return Grammar("start: " + " | ".join(map(json.dumps, value)))
     if not isinstance(value, str):
         raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
+    if field == "guided_members":
+        from shoal.engine.members import PythonMembers
+
+        if value != "python":
+            raise ValueError(f'{field} is {value!r}; it must be "python"')
+        return PythonMembers()
     return Regex(value) if field == "guided_regex" else Grammar(value)
 
 
@@ -208,22 +215,29 @@ class Compiler:
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
         self._eos, self._size, self._make = eos, vocab_size, LLMatcher
         self._known: OrderedDict[Constraint, Any] = OrderedDict()
+        self._marks: dict[str, MarkedTokens] = {}
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
             self._words = hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
         except Exception as error:  # it raises what it likes about a tokenizer that it cannot read
             raise Unsupported("a constraint with this model's tokenizer", f"llguidance cannot read it: {error}",
                               "Use a tokenizer of the `tokenizers` library") from error
 
-    def __call__(self, wanted: Constraint, limit: int | None = None) -> Callable[[], Mask]:
+    def __call__(
+        self, wanted: Constraint | Monitor, limit: int | None = None, prompt: Sequence[int] = ()
+    ) -> Callable[[], Mask | Watched]:
         """The part of a recipe for a constraint.
 
         Args:
             wanted: the constraint.
             limit: most tokens of the answer, its end of sequence included; None for no limit.
+            prompt: the row's, which monitors read.
 
         Raises:
             Unsupported: it cannot be compiled, or no text meets it.
         """
+        if isinstance(wanted, Monitor):
+            return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt)
         matcher = self._known.pop(wanted, None) or self._compiled(wanted)
         self._known[wanted] = matcher
         while len(self._known) > _KEPT:
@@ -233,6 +247,13 @@ class Compiler:
             reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
             end = partial(WindUp, matcher, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
+
+    def _vocabulary(self, mark: str) -> MarkedTokens:
+        if mark not in self._marks:
+            said = self._words.decode_bytes
+            texts = [b"" if token in self._special else said([token]) for token in range(self._size)]
+            self._marks[mark] = MarkedTokens(texts, self._eos, mark)
+        return self._marks[mark]
 
     @cached_property
     def _spelling(self) -> Spelling:

@@ -237,7 +237,8 @@ class Engine:
                 tokens=list(tokens),
                 prompt_length=len(tokens),
                 stop=stop,
-                recipe=recipe if wanted is None else replace(recipe, constraint=self.constraints(wanted, stop.room)),
+                recipe=recipe if wanted is None
+                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens)),
                 sampling=request.sampling,
                 processors=(*self._told(tokens, request.max_new_tokens), *request.logits_processor),
                 seed=seed,

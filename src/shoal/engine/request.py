@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.stop import StopRules
 from shoal.engine.constraint import Constraint, constraint_of
+from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported
 from shoal.types import Sampling
 
@@ -67,8 +68,9 @@ class Request:
         ignore_eos: whether the model's end-of-sequence ids do not end a row.
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
-            `shoal.JsonSchema`, `shoal.Regex` and `shoal.Grammar`; or a list with one, or None, for each prompt. An
-            answer that ends by `max_new_tokens` is the beginning of such a text; one under a schema seldom does.
+            `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.PythonMembers`; or a list with one, or None,
+            for each prompt. An answer that ends by `max_new_tokens` is the beginning of such a text; one under a schema
+            seldom does.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -83,10 +85,11 @@ class Request:
     ignore_eos: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
-    constraint: Constraint | tuple[Constraint | None, ...] | None = None
+    constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.constraint is not None and self.ignore_eos:
+        wanted = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,)
+        if self.ignore_eos and any(isinstance(one, Constraint) for one in wanted):
             raise Unsupported("a constraint with ignore_eos", "nothing but an end of sequence follows what meets it",
                               "Leave ignore_eos out")
 
@@ -113,7 +116,7 @@ class Request:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
         return request
 
-    def constraints(self, prompts: int) -> Sequence[Constraint | None]:
+    def constraints(self, prompts: int) -> Sequence[Constraint | Monitor | None]:
         """The constraint of each of so many prompts; ValueError where a list has more or fewer."""
         found = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,) * prompts
         if len(found) != prompts:

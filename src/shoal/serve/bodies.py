@@ -57,6 +57,7 @@ class Body(BaseModel):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
+    guided_members: str | None = None
 
     @property
     def include_usage(self) -> bool:

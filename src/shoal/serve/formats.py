@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.constraint import GUIDED, Constraint, JsonSchema, guided
+from shoal.engine.monitor import Monitor
 from shoal.serve.errors import refused
 
 if TYPE_CHECKING:
     from shoal.serve.bodies import Body
 
 
-def constraint_of(body: Body) -> Constraint | None:
+def constraint_of(body: Body) -> Constraint | Monitor | None:
     """The one constraint that a request names.
 
     Raises:
         ApiError: 400 for one that is malformed, and for two.
     """
-    given = {field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None}
+    given: dict[str, Constraint | Monitor] = {
+        field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None
+    }
     if (formatted := _formatted(getattr(body, "response_format", None))) is not None:
         given = {"response_format": formatted, **given}
     if len(given) > 1:
@@ -48,7 +51,7 @@ def _schema(place: str, schema: Any) -> JsonSchema:
         raise refused(place.partition(".")[0], f"{place}: {error}") from None
 
 
-def _guided(field: str, value: Any) -> Constraint:
+def _guided(field: str, value: Any) -> Constraint | Monitor:
     try:
         return guided(field, value)
     except ValueError as error:

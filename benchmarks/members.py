@@ -1,0 +1,102 @@
+"""Whether a member that a model writes after a dot exists, with a monitor and without.
+
+    python benchmarks/members.py --model FILE [--draws 0] [--json OUT]
+
+Each case is a short file that makes an object of a standard class (`constraints/values.json`), says in a comment what
+is wanted and ends with the object: once with a dot, which cuts the tokens of `.member` in two, once without, where only
+answers that begin with a dot count. The first answer is greedy, others are drawn at temperature 0.8. Another process
+makes the object and looks whether it has what stands behind the dot; jedi is not asked. The last line on stdout is the
+report as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.bench import report
+from shoal.cli import env
+
+VALUES: dict[str, list[str]] = json.loads((Path(__file__).parent / "constraints" / "values.json").read_text("utf-8"))
+WISHES = ("its size", "a copy of it", "its name as text")
+ENDS = ["\n", "(", ")", " ", ",", "[", ":", "#", "="]
+JUDGE = """
+import importlib, json, sys
+for line in sys.stdin:
+    module, made, member = json.loads(line)
+    print(hasattr(eval(made, vars(importlib.import_module(module))), member))
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Ask, judge and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draws", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(words)
+    engine = shoal.load(args.model)
+    cases = [(module, made, wish) for module, several in VALUES.items() for made in several for wish in WISHES]
+    found = [answered(engine, *case, dot, draw, monitor) for case in cases for dot in (True, False)
+             for draw in range(1 + args.draws) for monitor in (False, True)]
+    asked = [one for one in found if one["member"] is not None]
+    for one, exists in zip(asked, judged(asked), strict=True):
+        one["exists"] = exists
+    result = {
+        **report.heading(env.collect(), ["python", "benchmarks/members.py", *words]), "kind": "members",
+        "model": Path(engine.model_name).name, "cases": len(cases), **summary(found),
+        "missing": [one for one in asked if not one["exists"]],
+    }  # fmt: skip
+    report.publish(result, args.json)
+    return 0
+
+
+def answered(
+    engine: shoal.Engine, module: str, made: str, wish: str, dot: bool, draw: int, monitor: bool
+) -> dict[str, Any]:
+    """What a model writes behind the object; its member is None where that is no dot."""
+    name = made.partition("(")[0].partition(".")[0]
+    prompt = f"from {module} import {name}\n\nvalue = {made}\nprint(value.__doc__)\n\n# {wish}\nresult = value"
+    drawn = {"temperature": 0.8, "seed": draw} if draw else {}
+    bound = {"constraint": shoal.PythonMembers()} if monitor else {}
+    text = engine.generate(prompt + "." * dot, max_new_tokens=12, stop=ENDS, **drawn, **bound).text
+    member = re.match(r"\w*" if dot else r"\.\w*", text)
+    return {"module": module, "made": made, "wish": wish, "dot": dot, "draw": draw, "monitor": monitor,
+            "member": member and member[0].lstrip("."), "exists": None}  # fmt: skip
+
+
+def judged(found: Sequence[dict[str, Any]]) -> list[bool]:
+    """Whether each object has its member, by making it; what is no name is none."""
+    lines = [json.dumps([one["module"], one["made"], one["member"]]) for one in found]
+    words = [sys.executable, "-c", JUDGE]
+    ran = subprocess.run(words, input="\n".join(lines), text=True, capture_output=True, check=True)
+    return [line == "True" and one["member"].isidentifier()
+            for line, one in zip(ran.stdout.split(), found, strict=True)]
+
+
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many of the members exist, and how many of those that exist without the monitor it leaves as they are."""
+
+    def counted(ones: Sequence[dict[str, Any]]) -> dict[str, int]:
+        return {"answers": len(ones), "members": sum(one["member"] is not None for one in ones),
+                "exist": sum(bool(one["exists"]) for one in ones)}
+
+    result: dict[str, Any] = {}
+    for name, dot, drawn in (("dot_given", True, False), ("dot_not_given", False, False),
+                             ("dot_given_drawn", True, True), ("dot_not_given_drawn", False, True)):
+        some = [one for one in found if (one["dot"], one["draw"] > 0) == (dot, drawn)]
+        good = [(one, two) for one, two in zip(some[::2], some[1::2], strict=True) if one["exists"]]
+        result[name] = {"plain": counted(some[::2]), "monitor": counted(some[1::2]),
+                        "left_as_they_are": sum(one["member"] == two["member"] for one, two in good)}
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,230 @@
+"""Monitors: what may follow a mark such as a dot is asked of whoever has read the text, and masks tokens accordingly.
+
+Monitor-guided decoding (Agrawal et al., arXiv 2306.10763). There the mask applies where a text ends with the mark; here
+it is a law of the text, so that a token that holds the mark, or ends the word and goes on, is bound as well.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.decode.sampling import Allowed
+from shoal.errors import Unsupported
+
+_WORD = rb"[\w\x80-\xff]*"
+"""Bytes of a word: those of identifiers, every other character than ASCII's among them."""
+_ASKED = 256
+"""Answers of monitors that are kept, so that a word of several tokens is asked for once."""
+
+
+class Monitor(ABC):
+    """Knows which words may follow a mark, by the text before it. Hashable; called from any thread.
+
+    Attributes:
+        mark: the character after which it is asked; ASCII, and none of a word.
+        seconds: an answer that takes longer is an error of the request.
+    """
+
+    mark: ClassVar[str] = "."
+    seconds: float = 20.0
+
+    def watches(self, text: str) -> bool:
+        """Whether it is to be asked at all; called for each token that holds the mark, so it must be quick."""
+        return True
+
+    @abstractmethod
+    def follows(self, text: str) -> Collection[str] | None:
+        """What may follow, given prompt and answer up to a mark: words, one of which must come whole; None for all.
+
+        It must depend on the text alone, else drafts do not give what plain decoding does.
+        """
+
+    @property
+    def text(self) -> str:
+        """What tells it from others, in records."""
+        return repr(self)
+
+
+class Continuations(NamedTuple):
+    """What may follow a mark: whole words, and all that they begin with."""
+
+    whole: frozenset[bytes]
+    begun: frozenset[bytes]
+
+    def lets(self, word: bytes, ended: bool) -> bool:
+        """Whether a text may hold this, as a word that has ended or as one that may go on."""
+        return word in (self.whole if ended else self.begun)
+
+
+class MarkedTokens:
+    """The tokens of a model by the words that they begin with, and by the marks that they hold.
+
+    Args:
+        texts: the bytes of each token, nothing for one that is no text.
+        eos: ids that end an answer, and a word.
+        mark: see `Monitor`.
+
+    Attributes:
+        size: V.
+        marked: by the bytes up to a mark, the tokens that go on behind it: each with the word there, and its end.
+    """
+
+    def __init__(self, texts: Sequence[bytes], eos: frozenset[int], mark: str) -> None:
+        if len(mark.encode()) != 1 or re.fullmatch(_WORD, mark.encode()):
+            raise ValueError(f"a monitor's mark is {mark!r}; it must be one character of ASCII, and none of a word")
+        self.size, self._eos = len(texts), eos
+        self._texts = [b"" if token in eos else text for token, text in enumerate(texts)]
+        self._mark = re.compile(re.escape(mark.encode()) + b"(" + _WORD + b")")
+        self._open = re.compile(self._mark.pattern + rb"\Z")
+        self._single = {text[0] for text in self._texts if len(text) == 1}
+        first: dict[tuple[bytes, bool], list[int]] = defaultdict(list)
+        self.marked: dict[bytes, list[tuple[int, bytes, bool]]] = defaultdict(list)
+        for token, text in enumerate(self._texts):
+            if text or token in eos:
+                first[self._first(token)].append(token)
+            for head, word, ended in self.words(token):
+                self.marked[head].append((token, word, ended))
+        self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
+        self.known = lru_cache(_ASKED)(self._known)
+
+    def spelled(self, tokens: Sequence[int]) -> bytes:
+        """The text of tokens, without ends of sequence."""
+        return b"".join(map(self._texts.__getitem__, tokens))
+
+    def open(self, text: bytes) -> tuple[bytes, bytes] | None:
+        """Of a text that ends at a mark, or in a word after one: all up to the mark, and the beginning of the word."""
+        found = self._open.search(text, text.rfind(b"\n") + 1)
+        return None if found is None else (text[: found.start(1)], found[1])
+
+    def goes_on(self, token: int, begun: bytes, words: Continuations) -> bool:
+        """Whether a token may follow the beginning of a word."""
+        word, ended = self._first(token)
+        return bool(self._texts[token] or token in self._eos) and words.lets(begun + word, ended)
+
+    def following(self, begun: bytes, words: Continuations) -> NDArray[np.bool_]:
+        """The same for all of them, bool [V]: looked up by what could follow, not token by token."""
+        mask = np.zeros(self.size, bool)
+        for word, ended in [*((one, False) for one in words.begun), *((one, True) for one in words.whole)]:
+            if word.startswith(begun) and (tokens := self._by_first.get((word[len(begun) :], ended))) is not None:
+                mask[tokens] = True
+        return mask
+
+    def words(self, token: int) -> Iterator[tuple[bytes, bytes, bool]]:
+        """What stands behind marks within a token: the bytes before it, the word, and whether that has ended."""
+        text = self._texts[token]
+        return ((text[: found.start(1)], found[1], found.end() < len(text))
+                for found in self._mark.finditer(text) if found.start(1) < len(text))
+
+    def _first(self, token: int) -> tuple[bytes, bool]:
+        """The bytes of a word with which a token begins, and whether the word ends in it."""
+        found = re.match(_WORD, self._texts[token])
+        word = found[0] if found else b""
+        return word, token in self._eos or len(word) < len(self._texts[token])
+
+    def _known(self, monitor: Monitor, text: str) -> Continuations | None:
+        """What a monitor says; only words that the tokens can spell byte by byte, so that none is a dead end."""
+        words = [word.encode() for word in asked(monitor, text)]
+        whole = frozenset(word for word in words if self._single.issuperset(word))
+        begun = frozenset(word[:end] for word in whole for end in range(len(word) + 1))
+        return Continuations(whole, begun) if whole else None
+
+
+class Watched(Allowed):
+    """Which tokens may follow what one row has generated, under a monitor.
+
+    Args:
+        monitor: whom to ask.
+        vocabulary: the model's tokens, for the monitor's mark.
+        prompt: the row's.
+    """
+
+    def __init__(self, monitor: Monitor, vocabulary: MarkedTokens, prompt: Sequence[int]) -> None:
+        self._monitor, self._vocabulary, self._prompt = monitor, vocabulary, vocabulary.spelled(prompt)
+        self._last: tuple[bytes, Tensor] | None = None
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Bool [V], not to be written to; Unsupported where the monitor fails."""
+        text = self._text(tokens)
+        if self._last is None or self._last[0] != text:
+            self._last = text, torch.from_numpy(self._mask(text))
+        return self._last[1]
+
+    def lets(self, tokens: Sequence[int], token: int) -> bool:
+        """See the base class: asks about the marks of one token alone."""
+        text = self._text(tokens)
+        opened = self._opened(text)
+        if opened is not None and not self._vocabulary.goes_on(token, *opened):
+            return False
+        found = ((self._known(text + head), word, ended) for head, word, ended in self._vocabulary.words(token))
+        return all(words is None or words.lets(word, ended) for words, word, ended in found)
+
+    def sole(self, tokens: Sequence[int]) -> int | None:
+        """See the base class. Where no word is open there are several."""
+        return None if self._opened(self._text(tokens)) is None else super().sole(tokens)
+
+    def _text(self, tokens: Sequence[int]) -> bytes:
+        return self._prompt + self._vocabulary.spelled(tokens)
+
+    def _mask(self, text: bytes) -> NDArray[np.bool_]:
+        opened = self._opened(text)
+        mask = np.ones(self._vocabulary.size, bool) if opened is None else self._vocabulary.following(*opened)
+        for head, places in self._vocabulary.marked.items():
+            places = [place for place in places if mask[place[0]]]
+            if places and (words := self._known(text + head)) is not None:
+                mask[[token for token, word, ended in places if not words.lets(word, ended)]] = False
+        return mask
+
+    def _opened(self, text: bytes) -> tuple[bytes, Continuations] | None:
+        """A word that is open and bound: its beginning, and what may come. Not one that a prompt began otherwise."""
+        found = self._vocabulary.open(text)
+        words = None if found is None else self._known(found[0])
+        return None if found is None or words is None or found[1] not in words.begun else (found[1], words)
+
+    def _known(self, text: bytes) -> Continuations | None:
+        said = text.decode("utf-8", "replace")
+        return self._vocabulary.known(self._monitor, said) if self._monitor.watches(said) else None
+
+
+def asked(monitor: Monitor, text: str) -> Collection[str]:
+    """What a monitor says follows a text, nothing for anything; waited for no longer than its `seconds`.
+
+    Raises:
+        Unsupported: it fails, takes longer, or says something else than words.
+    """
+    said: list[Any] = []
+    thread = threading.Thread(target=_ask, args=(monitor, text, said), daemon=True)
+    thread.start()
+    thread.join(monitor.seconds)
+    words = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
+    if isinstance(words, BaseException):
+        raise _failed(monitor, f"{type(words).__name__}: {words}") from words
+    words = () if words is None else words
+    if not isinstance(words, Collection) or isinstance(words, str | bytes | Mapping) or not all(map(_is_word, words)):
+        raise _failed(monitor, f"it says {words!r:.200}, which is no collection of words")
+    return words
+
+
+def _ask(monitor: Monitor, text: str, said: list[Any]) -> None:
+    try:
+        said.append(monitor.follows(text))
+    except BaseException as error:  # whatever it is, it is the request's, and not this thread's
+        said.append(error)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and re.fullmatch(_WORD, value.encode("utf-8", "replace")) is not None
+
+
+def _failed(monitor: Monitor, why: str) -> Unsupported:
+    return Unsupported(f"the monitor {monitor.text}", why, "Give it more `seconds`, or leave it out")

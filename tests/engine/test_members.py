@@ -1,0 +1,119 @@
+"""Python's members by jedi: what is known, what is left free, answers that hold to it, and a jedi that fails."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_tokenizer import MARKS_FIRST, chat_tokenizer
+from families import tiny
+from shoal import PythonMembers
+from shoal.engine import jedi_process, members
+from shoal.engine.load import engine_for
+from shoal.engine.scheduler import Scheduler
+from shoal.errors import Unsupported
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.prompt_lookup import PromptLookup
+
+BOUND = {
+    "x = []\nx.": "append",
+    "import os\nprint({'a': os.": "getcwd",
+    " import os\nos.path.": "join",
+    "from collections import OrderedDict\nd = OrderedDict()\nfor k in d.": "items",
+    "import pathlib\nwith pathlib.Path('a').open() as file:\n    for line in file.": "readline",
+    "'a b'.": "split",
+    "x = 'a'\ny = [x.upper().": "lower",
+    "class A:\n    def __init__(self):\n        self.size = 1\n\n    def f(self):\n        return 2 * self.": "size",
+    "Some words.\n```python\nx = []\nx.": "append",
+    "x = 3 # it's\nx.": "bit_length",
+}
+FREE = [
+    "x.", "x = 1.", "x = 1\ny = 3.", "def f(x):\n    return x.", "import nothing_there\nnothing_there.", "from .",
+    "# str.", "x = []  # x.", "x = 'str.", '"""\nA str.', '"""\nA str\nstr.', "a list.", "This adds to a list.", "...",
+    "class A:\n    def __init__(self):\n        self.", "class A:\n    def f(self):\n        self.a = 1\n        self.",
+    "class A:\n    def f(self):\n        self.a, self.", "str.\n```python\nx = []\n```\nThen str.", "x)].", ".", "",
+    "f'{str.", "# x\n   str .",
+]
+
+
+def known(text: str, **options: Any) -> Any:
+    monitor = PythonMembers(**options)
+    return monitor.follows(text) if monitor.watches(text) else None
+
+
+@pytest.mark.parametrize("text", BOUND)
+def test_members_that_are_known(text: str) -> None:
+    found = known(text)
+    assert BOUND[text] in found and "foo" not in found and "if" not in found
+
+
+@pytest.mark.parametrize("text", FREE)
+def test_what_is_left_free(text: str) -> None:
+    assert not known(text)
+
+
+def test_imports_are_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shapes.py").write_text("print(1)\n\nclass Ball:\n    radius = 1\n", encoding="utf-8")
+    text = "import shapes\nshapes.Ball()."
+    assert "radius" in known(text, folder=str(tmp_path)) and not known(text)
+    monkeypatch.chdir(tmp_path)
+    assert "radius" in known(text, folder=".") and not known(text) and not known("import request\nrequest.")
+
+
+@pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1), D3Spec()], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_answers_go_on_with_a_member(options: dict[str, Any], method: Any) -> None:
+    words = chat_tokenizer(MARKS_FIRST)
+    engine = engine_for(tiny("llama", layers=2), words)
+    engine.eos_token_ids = frozenset({words.eos_token_id})
+    prompts = {"x = [1]\nx.": list, "y = 'a'\nz = y.up": str, "import this\nthis.": None}
+    given = {"constraint": PythonMembers(), "max_new_tokens": 24, **options}
+    alone = [engine.generate(prompt, **given).tokens for prompt in prompts]
+    results = engine.generate(list(prompts), method=method, **given)
+    assert method != "full" or [one.tokens for one in results][0] == alone[0]
+    for (prompt, kind), result in zip(prompts.items(), results, strict=True):
+        said = re.search(r"\.(\w*)", prompt + result.text)
+        assert said and (kind is None or hasattr(kind, said[1]))
+    if options == {}:
+        assert [one.tokens for one in results] == alone
+
+
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    (tmp_path / "jedi_twin.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(members, "_idle", [])
+    monkeypatch.setattr(jedi_process, "__file__", str(tmp_path / "jedi_twin.py"))
+
+
+@pytest.mark.parametrize("code", ["import time\ntime.sleep(60)", "import sys\nsys.stdin.readline()", "1 / 0"],
+                         ids=["hangs", "leaves", "dies"])
+def test_a_jedi_that_fails_is_ended_and_no_other_request_is_touched(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(tiny("llama", layers=2), chat_tokenizer(MARKS_FIRST))
+    engine.eos_token_ids = frozenset({2})
+    with monkeypatch.context() as patch, Scheduler(engine) as scheduler:
+        broken(tmp_path, patch, code)
+        take, taken = members._take, []
+        patch.setattr(members, "_take", lambda: taken.append(take()) or taken[-1])
+        good = scheduler.submit("x = []\nx.", max_new_tokens=12)
+        bad = scheduler.submit("x = []\nx.", constraint=PythonMembers(seconds=0.5), max_new_tokens=12)
+        with pytest.raises(Unsupported, match="PythonMembers.*(jedi's process died, or took more|no answer within)"):
+            list(bad)
+        assert all(process.wait(10) is not None for process in taken) and taken
+        list(good)
+        assert good.results[0].tokens == engine.generate("x = []\nx.", max_new_tokens=12).tokens
+    assert "append" in known("x = []\nx.")
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="no such folder"):
+        PythonMembers("missing")
+    with pytest.raises(ValueError, match="seconds is 0"):
+        PythonMembers(seconds=0)
+    monkeypatch.setitem(sys.modules, "jedi", None)
+    with pytest.raises(Unsupported, match=r"jedi is not installed.*pip install 'shoal\[constraints\]'"):
+        PythonMembers()
