@@ -19,6 +19,22 @@ BEARABLE = 0.015
 """Share of the items that a reader may be ready to lose."""
 
 
+def merged(reports: Sequence[Report]) -> Report:
+    """One report of several of one model and suite: that of most items, and the speed-ups that only others have.
+
+    A row from another report has the full model's share of right answers there, under "of".
+    """
+    first, *rest = sorted(reports, key=lambda report: -report["suites"][0]["items"])
+    suite, others = first["suites"][0], {}
+    rows = list(suite["answers"])
+    for report in rest:
+        full, *more = report["suites"][0]["answers"]
+        known = {row.get("speedup") for row in rows}
+        rows += [{**row, "of": full["accuracy"]} for row in more if row["speedup"] not in known]
+        others[f", {full['n']:,} items"] = report
+    return {**first, "suites": [{**suite, "answers": rows}], **({"others": others} if others else {})}
+
+
 def table(model: str, report: Report) -> str:
     """One model's answers: D3 and its controls at each speed-up, beside full depth and trivial answers."""
     suite = report["suites"][0]
@@ -47,8 +63,9 @@ def short(reports: Mapping[tuple[str, str], Report]) -> str:
             rival = ["no such mean", ""]  # answers may be too short for two levels to reach it
             if "constant" in at:
                 rival = [_points(_turned(at["constant"]["difference"])), _p(at["constant"]["versus_d3"])]
-            lines.append([model, f"{name}, {full['n']:,}", _percent(full["accuracy"]), f"{d3['speedup']:g}x",
-                          times, _points(_turned(d3["difference"])), *rival, _percent(d3["same"])])
+            right = _percent(d3.get("of", full["accuracy"]))
+            lines.append([model, f"{name}, {d3['n']:,}", right, f"{d3['speedup']:g}x", times,
+                          _points(_turned(d3["difference"])), *rival, _percent(d3["same"])])
     return markdown(["model", "suite, items", "full depth: right %", "ideal", "in time, D3 / constant",
                      "D3: points lost [95 %]", "constant: points lost [95 %]", "p between them",
                      "same text under D3, %"], lines)
@@ -59,7 +76,8 @@ def _line(row: Row) -> list[str]:
     if "versus_d3" in row and row["label"] != "d3":
         rival = [_points(row["versus_d3"]), _p(row["versus_d3"])]
     depth = f"{row['mean_layers']:.2f} ({row['mean_layers_ended']:.2f})"
-    return [f"{row['speedup']:.2f}x", _time(row), row["label"], depth, _percent(row["accuracy"]),
+    few = f" ({row['n']:,} items)" if "of" in row else ""
+    return [f"{row['speedup']:.2f}x{few}", _time(row), row["label"], depth, _percent(row["accuracy"]),
             _points(_turned(lost)), _p(lost), _percent(lost["detectable"]), *rival, _percent(row["same"])]
 
 
@@ -91,7 +109,7 @@ def lossy(report: Report) -> list[dict[str, Any]]:
     return [
         {"task": TASKS[suite["suite"]], "suite": suite["suite"],
          "label": f"d3:alpha={row['method']['method_args']['alpha']:.6f}", "ideal": round(row["ideal_speedup"], 3),
-         "time": round(row["timing"]["realised_speedup"], 3), "full": round(full["accuracy"], 4),
+         "time": round(row["timing"]["realised_speedup"], 3), "full": round(row.get("of", full["accuracy"]), 4),
          "drop": round(-row["difference"]["mean"], 4), "most": round(-row["difference"]["low"], 4), "n": row["n"]}
         for row in suite["answers"] if row["label"] == "d3" and row.get("timing")
     ]

@@ -5,9 +5,10 @@
 
 In benchmarks/evidence, MODEL-distance.json is what `shoal eval --measure distance` writes as results.json,
 MODEL-controls.json the same of fewer answers under all controls, MODEL-times.json the same with `--timed`,
-MODEL-SUITE.json what it writes of checked answers, and MODEL-why.json what benchmarks/why.py writes;
-benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as `<!-- distance:begin -->` and
-`<!-- distance:end -->`, short ones in the page, long ones beside the reports; `shoal recommend` reads the cards.
+MODEL-SUITE.json what it writes of checked answers (MODEL-SUITE-N.json of fewer), and MODEL-why.json what
+benchmarks/why.py writes; benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as
+`<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones beside the reports;
+`shoal recommend` reads the cards.
 """
 
 from __future__ import annotations
@@ -82,10 +83,15 @@ def load(kind: str = "distance") -> dict[str, Report]:
 
 
 def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
-    """Reports of checked answers by model and suite."""
-    found = {path: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
-    return {(path.stem.removesuffix(f"-{one['suites'][0]['suite']}"), one["suites"][0]["suite"]): one
-            for path, one in found.items() if "suites" in one}
+    """Reports of checked answers by model and suite, the one of most items first; others add what it lacks."""
+    found: dict[tuple[str, str], list[Report]] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        if "suites" in report:
+            suite = report["suites"][0]["suite"]
+            model, _, _ = path.stem.rpartition(f"-{suite}")
+            found.setdefault((model, suite), []).append(report)
+    return {key: checked.merged(reports) for key, reports in found.items()}
 
 
 def auto(name: str) -> Report:
@@ -96,7 +102,8 @@ def auto(name: str) -> Report:
 def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report]) -> dict[str, str]:
     """Markdown by the name of its mark."""
     some = {kind: load(kind) for kind in ("controls", "why", "times")}
-    every = {**reports, **{f"{model}, {suite}": report for (model, suite), report in answers.items()},
+    every = {**reports, **{f"{model}, {suite}{more}": report for (model, suite), one in answers.items()
+                           for more, report in {"": one, **one.get("others", {})}.items()},
              **{f"{model}, {kind}": report for kind, one in some.items() for model, report in one.items()}}
     return {
         "answers": "\n\n".join(checked.table(model, report) for (model, _), report in answers.items()),

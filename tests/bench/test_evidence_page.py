@@ -67,6 +67,22 @@ def test_a_control_that_cannot_reach_the_mean_is_said_so(evidence: ModuleType, r
     assert lines[1] == "| m | squad, 1,000 | 50.0 | 1.1x |  | +3.0 [+2.0 to +4.0] | no such mean |  | 25.0 |"
 
 
+def test_a_report_of_fewer_items_adds_the_speedups_that_the_first_lacks(
+    evidence: ModuleType, report: dict[str, Any]
+) -> None:
+    full, *rows = report["suites"][0]["answers"]
+    report["suites"][0]["items"] = 1000
+    few = {"suites": [{**report["suites"][0], "items": 300, "answers": [
+        {**full, "n": 300, "accuracy": 0.6}, *({**row, "n": 300, "speedup": speed} for row, speed in
+                                               zip(rows, (1.1, 1.1, 1.3, 1.3), strict=True))]}]}
+    both = evidence.checked.merged([few, report])
+    lines = evidence.checked.short({("m", "squad"): both}).splitlines()[2:]
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        ["squad, 1,000", "50.0", "1.05x"], ["squad, 1,000", "50.0", "1.1x"], ["squad, 300", "60.0", "1.3x"]]
+    assert "| 1.30x (300 items) |" in evidence.checked.table("m", both)
+    assert list(both["others"]) == [", 300 items"] and "others" not in evidence.checked.merged([report])
+
+
 def test_the_nearest_control_is_named_and_bold_where_it_is_beyond_doubt(evidence: ModuleType) -> None:
     def one(label: str, kl: float, p: float) -> dict[str, Any]:
         gap = {"mean": kl - 0.2, "low": kl - 0.21, "high": kl - 0.19, "p": 0.001, "p_holm": p}
