@@ -34,6 +34,7 @@ CARDS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m",
 SHOWN = ("d3", "constant", "linear", "d3, start 0.2", "reversed d3", "unified layer skipping", "early exit",
          "skipdecode")
 """Schedules in the tables, in this order; the reports hold all."""
+_PAIRED = "draft_model:"
 _EVERY, _LEAST = 32, 400
 """Positions of a column, and tokens that it must hold."""
 
@@ -62,18 +63,31 @@ def cards() -> dict[Path, str]:
     found, answers = {}, answered()
     for name, card in CARDS.items():
         path = ROOT / "src" / "shoal" / "cards" / f"{card}.json"
-        drafts = auto(name)
-        known = {"lossless": [lossless(kind, row) for kind, row in drafts["kinds"].items()],
+        rows, machine = lossless(name)
+        known = {"lossless": rows,
                  "lossy": [row for (model, _), one in answers.items() if model == name for row in checked.lossy(one)],
-                 "machine": f"{drafts['machine']['cpu']} with {drafts['machine']['cpu_capability']}"}
+                 "machine": f"{machine['cpu']} with {machine['cpu_capability']}"}
         found[path] = json.dumps({**json.loads(path.read_text("utf-8")), "evidence": known}) + "\n"
     return found
 
 
-def lossless(kind: str, row: Row) -> dict[str, Any]:
-    """What `auto` brought on a kind of text, as a card has it."""
-    return {"task": kind, "label": "auto", "speedup": round(row["ratio"], 3), "low": round(row["low"], 3),
-            "texts": row["texts"]}
+def lossless(name: str) -> tuple[list[dict[str, Any]], Report]:
+    """What `auto` brought on each kind of text, as a card has it, and on what machine.
+
+    With a smaller model that drafts beside it, from the report in which both took turns.
+    """
+    alone, path = auto(name), ROOT / "benchmarks" / "drafts" / f"{name}.json"
+    beside = json.loads(path.read_text("utf-8")) if path.is_file() else {"results": []}
+    if not any(row["system"].startswith(_PAIRED) for row in beside["results"]):
+        rows = alone["kinds"].items()
+        return [_lossless(kind, "auto", row["ratio"], row["low"], row["texts"]) for kind, row in rows], alone["machine"]
+    rows = [row for row in beside["results"] if row["system"] == "auto" or row["system"].startswith(_PAIRED)]
+    return [_lossless(row["kind"], row["system"], row["times_faster"]["mean"], row["times_faster"]["low"], row["texts"])
+            for row in rows], beside["machine"]
+
+
+def _lossless(task: str, label: str, speedup: float, low: float, texts: int) -> dict[str, Any]:
+    return {"task": task, "label": label, "speedup": round(speedup, 3), "low": round(low, 3), "texts": texts}
 
 
 def load(kind: str = "distance") -> dict[str, Report]:
