@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import pkgutil
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from shoal import methods
 from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
+from shoal.methods.rapid import Rapid
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
 from shoal.serve.errors import ApiError
@@ -50,6 +53,25 @@ def test_each_of_a_list_must_be_allowed() -> None:
         assert error.value.status == status, method
     with pytest.raises(ApiError, match="beside a list"):
         policy.choose(several, {"alpha": 0.9}, Settings())
+
+
+def test_no_free_text_of_a_request_names_a_file() -> None:
+    texts_that_name_none = {("a_star", "delimiter"), ("a_star", "verifier"), ("d3", "order"), ("d3_spec", "order")}
+    for name in policy.allowed(Settings()):
+        method = methods.get(name)
+        hints = get_type_hints(method)
+        free = {knob for knob in method.knobs() if {str, object, Path} & {hints[knob], *get_args(hints[knob])}}
+        for knob in sorted(free):
+            if (name, knob) in texts_that_name_none:
+                continue
+            with pytest.raises(ApiError, match=f"{knob} of {name} names a file") as error:
+                policy.choose(name, {knob: "/some/folder"}, Settings())
+            assert error.value.status == 403
+    assert policy.choose("rapid", {"length": 4}, Settings()) == Rapid(length=4)
+    assert policy.choose("rapid", {"draft": "m"}, Settings(methods=frozenset({"rapid"}))) == Rapid(draft="m")
+    with pytest.raises(ApiError, match="must be a function") as error:
+        policy.choose("rapid", {"likeness": "os.system"}, Settings())
+    assert error.value.status == 400
 
 
 def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:

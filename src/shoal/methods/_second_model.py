@@ -25,6 +25,7 @@ class PairedMethod(Method):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a draft model with the same tokens",)
+    reads: ClassVar[tuple[str, ...]] = ("draft",)
 
     draft: str | object = field(default=None)
 
