@@ -32,6 +32,7 @@ from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
 from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.random_switching import RandomSwitching
 from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
@@ -107,6 +108,7 @@ MATRIX: tuple[Method, ...] = (
     EntropyAdaptive(draft_of("llama", 0.3), tau=2.0, window=2),
     FoReaL(draft_of("hybrid", 0.3), lead=None),
     FoReaL(draft_of("hybrid", 0.3), lead=4),
+    RandomSwitching(draft_of("llama", 0.3), share=0.4),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

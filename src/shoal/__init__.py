@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shoal.methods.medusa import Medusa
     from shoal.methods.momentum import Momentum
     from shoal.methods.prompt_lookup import PromptLookup
+    from shoal.methods.random_switching import RandomSwitching
     from shoal.methods.rapid import Rapid
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
@@ -94,6 +95,7 @@ __all__ = [
     "NarrowMLPs",
     "PromptLookup",
     "PythonMembers",
+    "RandomSwitching",
     "Rapid",
     "Recipe",
     "Regex",
@@ -152,6 +154,7 @@ _HOME = {
     "PromptLookup": "shoal.methods.prompt_lookup",
     "PythonMembers": "shoal.engine.members",
     "RSD": "shoal.methods.rsd",
+    "RandomSwitching": "shoal.methods.random_switching",
     "Rapid": "shoal.methods.rapid",
     "Recipe": "shoal.decode.recipe",
     "Regex": "shoal.engine.constraint",

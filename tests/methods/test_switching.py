@@ -39,6 +39,7 @@ from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.random_switching import RandomSwitching, turn_of
 from shoal.types import Result, Sampling
 
 FULL = DepthPlan.full(6)
@@ -48,7 +49,8 @@ SETTINGS = [Sampling(), Sampling(temperature=0.8, top_k=12)]
 EAD = EntropyAdaptive(tau=1.6, window=2)
 CASES: list[Any] = [
     EAD, EntropyAdaptive(tau=1.2, window=5, dwell=3), EntropyAdaptive(tau=1.0, window=1, start="target"),
-    FoReaL(lead=3), FoReaL(lead=5, share=0.5), FoReaL(lead=None, share=0.4), FoReaL(share=0.0),
+    FoReaL(lead=3), FoReaL(lead=5, share=0.5), FoReaL(lead=None, share=0.4),
+    RandomSwitching(share=0.4), FoReaL(share=0.0),
 ]
 
 
@@ -100,7 +102,8 @@ class Replay:
         self.plans, self.seen = plans, [0, 0]
         self.fed, self.owners, self.logits = [0, 0], list[bool](), list[Tensor]()
         self.forwards = [0, 0]
-        (self._by_entropy if isinstance(method, EntropyAdaptive) else self._by_sentence)(method, new)
+        {"entropy_adaptive": self._by_entropy, "foreal": self._by_sentence, "random_switching": self._by_chance}[
+            method.name](method, new)
 
     @property
     def tokens(self) -> list[int]:
@@ -133,6 +136,11 @@ class Replay:
                 logits = self.ask(large)
             self.say(logits, large)
             written += 1
+
+    def _by_chance(self, method: RandomSwitching, new: int) -> None:
+        for place in range(new):
+            large = sampling.uniform(4, self.row, place, turn_of(self.text[: self.prompt])) < method.share
+            self.say(self.ask(large), large)
 
     def _by_sentence(self, method: FoReaL, new: int) -> None:
         most = math.inf if method.lead is None else method.lead
@@ -226,6 +234,7 @@ def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
         (EntropyAdaptive(draft, tau=math.inf), 0), (EntropyAdaptive(draft, tau=math.inf, start="target"), 0),
         (EntropyAdaptive(draft, tau=-1.0), 1), (EntropyAdaptive(draft, tau=-math.inf), 1),
         (FoReaL(draft, share=0.0), 0), (FoReaL(draft, lead=None, share=1.0), 1),
+        (RandomSwitching(draft, share=0.0), 0), (RandomSwitching(draft, share=1.0), 1),
         (EntropyAdaptive(draft, tau=99.0), 0), (FoReaL(draft, lead=1000), 1),
     ]
     for method, who in ends:
@@ -391,6 +400,7 @@ def test_what_is_refused() -> None:
         (lambda: FoReaL(lead=0), "lead is 0; it must be at least 1 token, or None"),
         (lambda: FoReaL(share=1.5), r"share is 1.5; it must be in \[0, 1\]"),
         (lambda: FoReaL(share=math.nan), "share is nan"),
+        (lambda: RandomSwitching(share=-0.1), r"share is -0.1; it must be in \[0, 1\]"),
     ],
 )
 def test_bad_knobs(make_one: Callable[[], Method], words: str) -> None:

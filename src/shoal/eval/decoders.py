@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from shoal.methods.base import Method
 from shoal.types import Stats
 
 Plan = DepthPlan | RisingPlan
+WORK = ("second_tokens", "switches", "branches", "thrown_away")
+"""Counts of `Stats` that an answer's outcome keeps: of two models that write, and of a search."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Answered:
         tokens: generated ids, the end-of-sequence token included where one came.
         layer_tokens: layers summed over them; for a method that guesses, those it read.
         finish_reason: why it ended; "length" where it was cut off.
+        work: what it took beside, as far as it took any: see `WORK`.
     """
 
     tokens: list[int]
     layer_tokens: float
     finish_reason: str | None = None
+    work: Mapping[str, int] = field(default_factory=dict)
 
 
 class Decoder:
@@ -125,7 +129,10 @@ class Decoder:
                 if error is not None:
                     raise error
                 (found,) = handles[number].results
-                yield number, Answered(list(found.tokens), self._layers(who, found.stats), found.finish_reason)
+                work = {name: count for name in WORK if (count := getattr(found.stats, name))}
+                yield number, Answered(
+                    list(found.tokens), self._layers(who, found.stats), found.finish_reason, work
+                )
             left -= len(done)
             done.clear()
 

@@ -112,6 +112,7 @@ class Evaluator:
             "asked": asked(sample),
             "cut": found.finish_reason == "length",
             "layers": found.layer_tokens,
+            **found.work,
             "tokens": found.tokens,
         }
 

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.depth.speedup import ideal_speedup
 from shoal.eval.agreement import agreement
 from shoal.eval.clustered import clustered_difference
+from shoal.eval.decoders import WORK
 from shoal.eval.paired import Difference, accuracy_difference, detectable, holm, ratio_difference, wilson
 
 Found = Mapping[str, Mapping[str, Any]]
@@ -44,10 +45,18 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 where guesses do not pay
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),
+        "repeated": mean(repeated(row["tokens"]) for row in rows),
+        **{f"{name}_per_answer": mean(row.get(name, 0) for row in rows) for name in WORK if any(name in r for r in rows)},
         **({"f1": mean(row["f1"] for row in rows)} if "f1" in rows[0] else {}),
         **({"verdicts": dict(Counter(row["verdict"] for row in rows))} if "verdict" in rows[0] else {}),
         **_agreement(full, other, items),
     }
+
+
+def repeated(tokens: Sequence[int], width: int = 4) -> float:
+    """Share of an answer's n-grams that stood in it before: seq-rep-n of Welleck et al., arXiv 1908.04319, 6.1."""
+    found = list(zip(*(tokens[first:] for first in range(width)), strict=False))
+    return 1 - len(set(found)) / len(found) if found else 0.0
 
 
 def loss_row(full: Found, other: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
