@@ -46,11 +46,17 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),
         "repeated": mean(repeated(row["tokens"]) for row in rows),
-        **{f"{name}_per_answer": mean(row.get(name, 0) for row in rows) for name in WORK if any(name in r for r in rows)},
+        **_work(rows),
         **({"f1": mean(row["f1"] for row in rows)} if "f1" in rows[0] else {}),
         **({"verdicts": dict(Counter(row["verdict"] for row in rows))} if "verdict" in rows[0] else {}),
         **_agreement(full, other, items),
     }
+
+
+def _work(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean counts of what answers took beside, as far as any of them took it."""
+    found = [name for name in WORK if any(name in row for row in rows)]
+    return {f"{name}_per_answer": mean(row.get(name, 0) for row in rows) for name in found}
 
 
 def repeated(tokens: Sequence[int], width: int = 4) -> float:
