@@ -22,7 +22,7 @@ from quality_tables import key_of
 from shoal import methods
 from shoal.cli import env
 from shoal.eval import suites
-from shoal.eval.decoders import Contender, contender
+from shoal.eval.decoders import Contender, Decoder, contender
 from shoal.eval.items import encode
 from shoal.eval.timing import alone
 
@@ -43,7 +43,7 @@ def main() -> int:
     samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.stack.max_positions)
     who: list[Contender] = [contender(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
     print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
-    timed = alone(engine, samples, who, args.max_new_tokens)
+    timed = alone(Decoder(engine), samples, who, args.max_new_tokens)
     report = {
         "command": ["python", "benchmarks/quality_times.py", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%d"),

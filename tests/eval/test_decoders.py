@@ -27,6 +27,7 @@ from shoal.eval.equal_depth import Lengths
 from shoal.eval.evaluate import Evaluator, apart
 from shoal.eval.items import Item, Sample
 from shoal.eval.rising import RisingPlan
+from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
@@ -221,3 +222,23 @@ def test_prompts_that_begin_alike_are_kept_apart() -> None:
     gaps = [b - a for found in places.values() for a, b in itertools.pairwise(found)]
     assert sum(gap < 8 for gap in gaps) <= len(gaps) // 20  # at the ends of windows
     assert max(gaps) < 2 * 8 * 8  # near enough that the first is still known
+
+
+def test_drawn_answers_are_those_of_lone_requests_and_their_seeds_differ(tiny_engine: Engine) -> None:
+    prompts = [[5, 6, 7, 8 + number] for number in range(6)]
+    decoder = Decoder(tiny_engine, 3, temperature=1.0)
+    who = contender(tiny_engine, BestOf(3), 12)
+    found = decoder.answers(prompts, who, 12)
+    assert len({decoder.drawn(prompt)["seed"] for prompt in prompts}) == 6
+    for prompt, answered in zip(prompts, found, strict=True):
+        alone = tiny_engine.generate(prompt, method=BestOf(3), max_new_tokens=12, **decoder.drawn(prompt))
+        assert answered.tokens == list(alone.tokens)
+        assert answered.work == {"branches": 3, "thrown_away": alone.stats.thrown_away}
+    greedy = Decoder(tiny_engine, 3).answers(prompts, who, 12)
+    assert [one.tokens for one in greedy] != [one.tokens for one in found] and not greedy[0].work.get("thrown_away")
+
+
+@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature is .*; it must be 0 \(greedy\) or more, and finite"):
+        Evaluator(engine_for(tiny("llama"), chat_tokenizer()), temperature=temperature)

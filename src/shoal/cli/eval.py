@@ -1,8 +1,8 @@
 """Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
 
-Problems are answered greedily and judged as their kind demands: by the final number, by the words, by the tests of
-code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file,
-so an interrupted evaluation goes on where it was.
+Problems are answered, greedily unless a temperature is given, and judged as their kind demands: by the final number,
+by the words, by the tests of code. Texts and reference solutions are scored, token by token, under each method's plan.
+Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both; or "
                       "distance to the full model, on its own answers")
     what.add_argument("--max-new-tokens", metavar="N", type=int, help="the longest answer; as fits the suite if none")
+    what.add_argument("--temperature", metavar="T", type=float, default=0.0, help="of the answers; 0 for greedy ones, "
+                      "of which searches make but one")
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     rivals = parser.add_argument_group("controls at equal realised depth")
     rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
@@ -107,9 +109,11 @@ def run(args: argparse.Namespace) -> int:
     parts = []
     for suite, part in zip(chosen, items, strict=True):
         longest = args.max_new_tokens or suite.max_new_tokens
-        evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe)
+        evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe,
+                              temperature=args.temperature)
         parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
-    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed, "suites": parts,
+    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed,
+              **({"temperature": args.temperature} if args.temperature else {}), "suites": parts,
               "minutes": kept.minutes, "warnings": warnings}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

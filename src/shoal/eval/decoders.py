@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,27 +79,28 @@ class Decoder:
     Args:
         engine: the model.
         rows: answers under way at once; where one ends, the next begins.
+        temperature: of the answers; 0 for greedy ones. What is drawn follows from the prompt.
 
     Attributes:
         deadline: `time.monotonic()` after which `answers` gives up with a TimeoutError; None for never.
     """
 
-    def __init__(self, engine: Engine, rows: int = 64) -> None:
-        self.engine, self.rows = engine, rows
+    def __init__(self, engine: Engine, rows: int = 64, temperature: float = 0.0) -> None:
+        self.engine, self.rows, self.temperature = engine, rows, temperature
         self.deadline: float | None = None
         self._risen: tuple[RisingPlan, Engine] | None = None
 
     def answers(
         self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> list[Answered]:
-        """Greedy answers in the order of the prompts; see `each_answer`."""
+        """Answers in the order of the prompts; see `each_answer`."""
         found = dict(self.each_answer(prompts, who, max_new_tokens, stop))
         return [found[number] for number in range(len(prompts))]
 
     def each_answer(
         self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Answered]]:
-        """Greedy answers as they end, each with the number of its prompt.
+        """Answers as they end, each with the number of its prompt.
 
         Prompts join in their order, and what they begin with in common is read once if it was read before they join.
 
@@ -117,7 +119,7 @@ class Decoder:
         done: list[tuple[int, BaseException | None]] = []
         handles = [
             scheduler.submit(list(prompt), deliver=partial(_ending, done, number), method=who.method or "full",
-                             max_new_tokens=max_new_tokens, stop=list(stop) or None)
+                             max_new_tokens=max_new_tokens, stop=list(stop) or None, **self.drawn(prompt))
             for number, prompt in enumerate(prompts)
         ]
         left = len(handles)
@@ -135,6 +137,10 @@ class Decoder:
                 )
             left -= len(done)
             done.clear()
+
+    def drawn(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Options of a request with that prompt; each has a seed of its own, else all would draw the same numbers."""
+        return {"temperature": self.temperature, "seed": zlib.crc32(repr(list(prompt)).encode())}
 
     def _layers(self, who: Contender, stats: Stats) -> float:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""

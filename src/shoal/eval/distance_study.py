@@ -16,7 +16,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
 from shoal.eval.controls import controls, setting
-from shoal.eval.decoders import Contender, contender
+from shoal.eval.decoders import Contender, Decoder, contender
 from shoal.eval.distance import Distances, Told, bin_sizes, other_model, subject
 from shoal.eval.equal_depth import Lengths
 from shoal.eval.evaluate import BIN
@@ -182,7 +182,7 @@ def times(
     groups = contenders_of(distances, texts, study)
     labelled = [(speed, who) for speed, who in _labelled(groups) if who.label in ("full", "d3", "constant")]
     samples = [Sample(Item(text.id, "", ""), text.prompt, ()) for text in chosen]
-    measured = alone(distances.engine, samples, [who for _, who in labelled], distances.max_new_tokens,
+    measured = alone(Decoder(distances.engine), samples, [who for _, who in labelled], distances.max_new_tokens,
                      distances.progress)
     prompt, answer = (round(mean(len(part) for part in parts))
                       for parts in zip(*((text.prompt, text.answer) for text in texts), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class Evaluator:
         batch: items measured together. What is finished survives an interruption.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
         unsafe: whether code that a model wrote is run where no sandbox works.
+        temperature: of the answers; 0 for greedy ones.
     """
 
     engine: Engine
@@ -41,6 +43,7 @@ class Evaluator:
     batch: int = 64
     progress: bool | None = None
     unsafe: bool = False
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch"):
@@ -48,7 +51,9 @@ class Evaluator:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.engine.tokenizer is None:
             raise ValueError("an evaluation needs a tokenizer; load the model with one")
-        self.decoder = Decoder(self.engine, self.batch)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more, and finite")
+        self.decoder = Decoder(self.engine, self.batch, self.temperature)
 
     def samples(self, items: Sequence[Item]) -> list[Sample]:
         """Items in the model's tokens, those that fit its context, short prompts first."""
@@ -63,6 +68,7 @@ class Evaluator:
         settings = precision(self.engine)
         if kind == "answers":
             settings["max_new_tokens"] = self.max_new_tokens
+            settings |= {"temperature": self.temperature} if self.temperature else {}
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
     def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:

@@ -132,7 +132,7 @@ def _answers(
     adjust(rows[1:], "difference")
     adjust([row for row in rows if row["label"] != "d3"], "versus_d3")
     if study.timed:
-        times = alone(evaluator.engine, _spread(samples, study.timed), everyone, longest, evaluator.progress)
+        times = alone(evaluator.decoder, _spread(samples, study.timed), everyone, longest, evaluator.progress)
         for figures, time in zip(rows, times, strict=True):
             figures["timing"] = time
     return rows

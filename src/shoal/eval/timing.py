@@ -8,19 +8,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.engine.engine import Engine
-from shoal.eval.decoders import Contender
+from shoal.eval.decoders import Contender, Decoder
 from shoal.eval.items import Sample
 
 
 def alone(
-    engine: Engine, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int,
+    decoder: Decoder, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int,
     progress: bool | None = None,
 ) -> list[dict[str, Any] | None]:
     """Seconds per answer and per token of each contender at batch 1, by the engine's own loop.
 
     Args:
-        engine: the model.
+        decoder: holds the model, and says how answers are drawn.
         samples: a few, of different lengths. The first is also used to warm up.
         contenders: the full model first; the others are compared with it answer by answer.
         max_new_tokens: the longest answer.
@@ -37,7 +36,8 @@ def alone(
             method = contenders[who].method
             if method is None:
                 continue
-            stats = engine.generate(list(sample.prompt), method=method, max_new_tokens=max_new_tokens).stats
+            options = {"max_new_tokens": max_new_tokens, **decoder.drawn(sample.prompt)}
+            stats = decoder.engine.generate(list(sample.prompt), method=method, **options).stats
             if number > 0:
                 seconds[who].append(stats.seconds)
                 paces[who].append(stats.decode_seconds / max(stats.new_tokens - 1, 1))
