@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,6 +96,7 @@ def run(
         report["full_by_group"] = by_group(answers)
         report["floors"] = floors(samples, evaluator.engine.tokenizer, evaluator.max_new_tokens, evaluator.unsafe)
         report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
+        report["between"] = _between({who.label: evaluator.answers(suite, samples, who) for who in fixed})
     if "loss" in study.measures:
         part = _spread(samples, loss_limit)
         lengths = Lengths(tuple(len(sample.reference) for sample in part))
@@ -136,6 +137,14 @@ def _answers(
         for figures, time in zip(rows, times, strict=True):
             figures["timing"] = time
     return rows
+
+
+def _between(found: Mapping[str, Found]) -> list[dict[str, Any]]:
+    """The differences of the methods that were asked for, each from each one before it, on the same items."""
+    return [
+        {"label": label, "than": other, **versus(found[other], found[label])}
+        for place, label in enumerate(found) for other in list(found)[:place]
+    ]
 
 
 def settled(

@@ -1,0 +1,161 @@
+"""Tables of docs/choosing.md: two models that take turns, searches, and choices of the next token, by right answers.
+
+    python benchmarks/choosing.py            writes them
+    python benchmarks/choosing.py --check    says whether they are out of date, exit code 1 if they are
+
+In benchmarks/choosing, KIND-MODEL-SUITE.json is what `shoal eval --suite SUITE --measure answers --methods ...` writes
+as results.json, KIND being `switching`, `search` or `tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import evidence
+from pages import markdown
+from quality_tables import between
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS = ROOT / "benchmarks" / "choosing"
+PAGE = ROOT / "docs" / "choosing.md"
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the page's tables, or compare them."""
+    text = PAGE.read_text("utf-8")
+    new = between(text, tables())
+    if new != text:
+        print(f"{'out of date' if '--check' in words else 'written'}: {PAGE.relative_to(ROOT)}")
+    if "--check" in words:
+        return int(new != text)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+def tables() -> dict[str, str]:
+    """Markdown by the name of its mark."""
+    makers = {"switching": switching, "search": search, "tokens": tokens}
+    found = {kind: load(kind) for kind in makers}
+    every = {f"{kind}, {name}": report for kind, reports in found.items() for name, report in reports.items()}
+    return {
+        **{kind: "\n\n".join(f"{head(name, report)}\n\n{makers[kind](report)}" for name, report in reports.items())
+           for kind, reports in found.items()},
+        "commands": "\n\n".join(evidence.command(name, report) for name, report in every.items()),
+    }
+
+
+def load(kind: str) -> dict[str, Report]:
+    """Reports of a kind by model and suite."""
+    return {path.stem.removeprefix(f"{kind}-"): json.loads(path.read_text("utf-8"))
+            for path in sorted(REPORTS.glob(f"{kind}-*.json"))}
+
+
+def head(name: str, report: Report) -> str:
+    """Which model, which items, and how answers were drawn."""
+    suite = report["suites"][0]
+    how = f"temperature {report['temperature']:g}" if "temperature" in report else "greedy"
+    return f"**{name.removesuffix('-' + suite['suite'])}, {suite['suite']}**, {suite['items']:,} items, {how}:"
+
+
+def switching(report: Report) -> str:
+    """Who wrote how much, and what that was worth beside chance at an equal share."""
+    rows = answers(report)
+    control = {one["label"]: one for one in rows if one["method"]["method"] == "random_switching"}
+    lines = []
+    for row in rows:
+        twin = None if row["label"] in control or not 0 < share(row) < 1 else min(
+            control.values(), key=lambda one: abs(share(one) - share(row)), default=None)
+        beside = "" if twin is None else f"{gap(versus(report, row, twin))} ({100 * share(twin):.0f} %)"
+        lines.append([shown(row), f"{100 * share(row):.0f}", f"{row.get('switches_per_answer', 0):.1f}", right(row),
+                      gap(row["difference"]), beside, pace(row)])
+    header = ["who writes", "large model's share of tokens, %", "switches an answer", "right % [95 %]",
+              "points more than the large model [95 %]", "points more than chance at a like share", "in time"]
+    return markdown(header, lines)
+
+
+def search(report: Report) -> str:
+    """Right answers beside the tokens that were decoded for them."""
+    rows = answers(report)
+    rivals = [row for row in rows if row["method"]["method"] == "best_of"]
+    lines = []
+    for row in rows:
+        twin = None if row in rivals or row is rows[0] else min(
+            rivals, key=lambda one: abs(spent(one) - spent(row)), default=None)
+        lines.append([shown(row, plain="one sample"), f"{spent(row):.0f}", right(row), gap(row["difference"]),
+                      "" if twin is None else f"{gap(versus(report, row, twin))} ({shown(twin)})"])
+    header = ["method", "tokens decoded an answer", "right % [95 %]", "points more than one sample [95 %]",
+              "points more than best_of at the nearest number of tokens"]
+    return markdown(header, lines)
+
+
+def tokens(report: Report) -> str:
+    """Right answers, repetition, and forwards."""
+    layers = report["num_layers"]
+    lines = [[shown(row), right(row), gap(row["difference"]), f"{100 * row['repeated']:.1f}",
+              f"{100 * row['share_cut']:.1f}", f"{row['tokens_per_answer']:.0f}",
+              f"{row['mean_layers'] / layers:.2f}"] for row in answers(report)]
+    header = ["method", "right % [95 %]", "points more than plain [95 %]", "4-grams that repeat, %", "cut off, %",
+              "tokens an answer", "forwards a token"]
+    return markdown(header, lines)
+
+
+def answers(report: Report) -> list[Row]:
+    """The full model's first."""
+    return list(report["suites"][0]["answers"])
+
+
+def shown(row: Row, plain: str = "the model alone") -> str:
+    """A contender without its models' files."""
+    words = [word for word in row["label"].split(":") if not word.startswith(("draft=", "judge="))]
+    return plain if words == ["full"] else ", ".join([f"`{words[0]}`", *words[1:]])
+
+
+def share(row: Row) -> float:
+    """Of the tokens, the engine's own model's."""
+    return 1 - float(row.get("second_tokens_per_answer", 0)) / float(row["tokens_per_answer"])
+
+
+def spent(row: Row) -> float:
+    """Tokens decoded for an answer, those thrown away included."""
+    return float(row["tokens_per_answer"]) + float(row.get("thrown_away_per_answer", 0))
+
+
+def versus(report: Report, row: Row, other: Row) -> Mapping[str, float]:
+    """What `row` has more right answers than `other`, on the same items."""
+    for one in report["suites"][0]["between"]:
+        if {one["label"], one["than"]} == {row["label"], other["label"]}:
+            sign = 1 if one["label"] == row["label"] else -1
+            low, high = sorted((sign * one["low"], sign * one["high"]))
+            return {"mean": sign * one["mean"], "low": low, "high": high, "p": one["p"]}
+    raise KeyError((row["label"], other["label"]))
+
+
+def right(row: Row) -> str:
+    """Share of right answers."""
+    low, high = row["accuracy_interval"]
+    return f"{100 * row['accuracy']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
+
+
+def gap(found: Mapping[str, float]) -> str:
+    """Points, bold where they are beyond doubt after Holm's adjustment, where there is one."""
+    if found["mean"] == found["low"] == found["high"] == 0:
+        return "0"
+    text = f"{100 * found['mean']:+.1f} [{100 * found['low']:+.1f} to {100 * found['high']:+.1f}]"
+    return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
+
+
+def pace(row: Row) -> str:
+    """How much faster a token comes than the engine's own model alone makes it."""
+    timing = row.get("timing")
+    return "" if timing is None else f"{timing['realised_speedup']:.2f}x"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
