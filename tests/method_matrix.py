@@ -42,6 +42,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.swift import Swift
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.methods.trimr import TrimR
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
 from trained_parts import part_for
@@ -107,6 +108,8 @@ MATRIX: tuple[Method, ...] = (
     EntropyAdaptive(draft_of("llama", 0.3), tau=2.0, window=2),
     FoReaL(draft_of("hybrid", 0.3), lead=None),
     FoReaL(draft_of("hybrid", 0.3), lead=4),
+    TrimR(share=None, repeats=None),
+    TrimR(share=0.5, thoughts=0, opening="", closing=(5, 6), inner=D3(alpha=0.9, core=2)),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shoal.methods.swift import Swift
     from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
+    from shoal.methods.trimr import TrimR
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
     from shoal.model.narrow import NarrowMLPs
@@ -109,6 +110,7 @@ __all__ = [
     "Tidal",
     "TokenLogprob",
     "TopKOracle",
+    "TrimR",
     "UnifiedLayerSkipping",
     "Unsupported",
     "VocabTrim",
@@ -167,6 +169,7 @@ _HOME = {
     "Tidal": "shoal.methods.tidal",
     "TokenLogprob": "shoal.types",
     "TopKOracle": "shoal.methods.topk_oracle",
+    "TrimR": "shoal.methods.trimr",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
     "Unsupported": "shoal.errors",
     "VocabTrim": "shoal.methods.vocabtrim",

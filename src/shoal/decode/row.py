@@ -128,6 +128,13 @@ class Row:
         self.forced = len(steps)
         return steps
 
+    def put(self, tokens: Sequence[int]) -> list[Step]:
+        """Emit what a loop has decided on, without a forward, behind a token that is not fed yet: certain, too."""
+        steps = self.emit(tokens, 0, self._certain)
+        self.forced += len(steps)
+        self.ledger.put += len(steps)
+        return steps
+
     def _certain(self, place: int, token: int) -> TokenLogprob | None:
         wanted = self.sampling.logprobs
         return None if wanted is None else TokenLogprob(token, 0.0, ((token, 0.0),)[:wanted])
