@@ -64,8 +64,8 @@ class TrimmingBatch(Batch):
     """
 
     def __init__(self, *args: Any, how: Trimming, **options: Any) -> None:
-        super().__init__(*args, **options)
         self._how, self._judge = how, _judge_of(how)
+        super().__init__(*args, **options)
         self._thoughts: dict[int, tuple[Row, Thoughts]] = {}  # with the row, so that no other one gets its id
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
@@ -185,8 +185,9 @@ class ModelJudge:
         self._stack, self._tokenizer = engine.stack, engine.tokenizer or own
         self._plan, self._cache = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, 0)
         self._seated: list[tuple[Row, list[int]]] = []
-        self._yes, self._no = (self._begins(word) for word in ("yes", "no"))
-        if set(self._yes) & set(self._no):
+        yes, no = (self._begins(word) for word in ("yes", "no"))
+        self._yes, self._no = sorted(yes - no), sorted(no - yes)
+        if not (self._yes and self._no):
             raise Unsupported(f"{engine.model_name or 'this model'} as a judge", "its tokens do not tell yes from no",
                               "Use another model, or a callable")
 
@@ -200,7 +201,8 @@ class ModelJudge:
 
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
         """See `Judge`."""
-        wanted, fed = {id(row) for row in rows}, list[tuple[Row, SequenceChunk]]()
+        fed: list[tuple[Row, SequenceChunk]] = []
+        wanted = {id(row) for row in rows}
         for slot, (row, tokens) in enumerate(self._seated):
             first = self._cache.positions[slot]
             piece = tokens[first : first + budget] if id(row) in wanted else []
@@ -237,10 +239,11 @@ class ModelJudge:
         """Whether yes, in all its spellings, is likelier than no."""
         return bool(logits[self._yes].logsumexp(0) > logits[self._no].logsumexp(0))
 
-    def _begins(self, word: str) -> list[int]:
+    def _begins(self, word: str) -> set[int]:
+        """First tokens of its spellings."""
         spelled = (self._tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"]
                    for one in (word, word.capitalize()) for space in ("", " "))
-        return sorted({ids[0] for ids in spelled})
+        return {ids[0] for ids in spelled}
 
     def _prompt(self, question: Question) -> list[int]:
         """Token ids; of thoughts that are too long the last part."""
@@ -252,7 +255,6 @@ class ModelJudge:
 
     def _ids(self, kind: str, thought: str, former: str) -> list[int]:
         said = texts()[kind].replace("{former}", former).replace("{thought}", thought)
-        said = f"{texts()['system']}\n\n{said}"
         if not getattr(self._tokenizer, "chat_template", None):
             return list(self._tokenizer(f"{said}\n\n")["input_ids"])
         return list(self._tokenizer.apply_chat_template(

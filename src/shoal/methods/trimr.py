@@ -45,7 +45,7 @@ class TrimR(Method):
         repeats: times that the same tokens in a row, 16 at least in all, close the thinking; at least 2, None: never.
         opening: the tag that begins the thinking, in the answer or at the end of the prompt; empty for an answer that
             begins with it; None for one that the tokenizer has as a token, else <think>.
-        closing: the tag that ends it, or its token ids; None for the one that belongs to the opening tag.
+        closing: the tag that ends it, or its token ids; None for that of the opening tag, as </think> of <think>.
         cues: words that begin a thought, with | between them; None for those of the file `trimr.json`.
         patience: seconds to wait for a callable's verdict, more than 0.
         inner: the method whose depth plan is run; None for full depth.
@@ -139,10 +139,12 @@ class Trimming(Loop):
         """The tags as text; the second may be empty where it is given as ids and there is no tokenizer."""
         opening, closing = self.knobs.opening, self.knobs.closing
         known: list[list[str]] = texts()["tags"]
-        had = [pair for pair in known if self._has(pair[1])] if opening is None else []
-        first = (had or known)[0] if opening is None else [opening, opening.replace("<", "</", 1) or known[0][1]]
-        ends = next((pair[1] for pair in known if pair[0] == first[0]), first[1]) if closing is None else closing
-        return first[0], ends if isinstance(ends, str) else self._spelled(ends)
+        if opening is None:
+            opening = next((begins for begins, ends in known if self._has(ends)), known[0][0])
+        if closing is None:
+            mate = f"{opening[0]}/{opening[1:]}" if opening else known[0][1]
+            closing = next((ends for begins, ends in known if begins == opening), mate)
+        return opening, closing if isinstance(closing, str) else self._spelled(closing)
 
     def ending(self, manner: str) -> list[int]:
         """What closes the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
