@@ -39,6 +39,7 @@ from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.superposed import Superposed
 from shoal.methods.swift import Swift
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
@@ -110,6 +111,8 @@ MATRIX: tuple[Method, ...] = (
     FoReaL(draft_of("hybrid", 0.3), lead=4),
     TrimR(share=None, repeats=None),
     TrimR(share=0.5, thoughts=0, opening="", closing=(5, 6), inner=D3(alpha=0.9, core=2)),
+    Superposed(k=1),
+    Superposed(k=3, tokens=7, sharpen=0.5, inner=D3(alpha=0.9, core=2)),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

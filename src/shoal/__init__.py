@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.snapkv import SnapKV
     from shoal.methods.streaming_llm import StreamingLLM
+    from shoal.methods.superposed import Superposed
     from shoal.methods.swift import Swift
     from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
@@ -106,6 +107,7 @@ __all__ = [
     "Stats",
     "Step",
     "StreamingLLM",
+    "Superposed",
     "Swift",
     "Tidal",
     "TokenLogprob",
@@ -165,6 +167,7 @@ _HOME = {
     "Stats": "shoal.types",
     "Step": "shoal.types",
     "StreamingLLM": "shoal.methods.streaming_llm",
+    "Superposed": "shoal.methods.superposed",
     "Swift": "shoal.methods.swift",
     "Tidal": "shoal.methods.tidal",
     "TokenLogprob": "shoal.types",

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Alternative = tuple[str, tuple[int, ...], float]
+"""Another answer: its text, its token ids, and its score, which is higher for a better one."""
 _EMPTY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -218,6 +220,7 @@ class Result:
     """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut.
 
     `changes` says what was done to another model to make the one that answered; what is exact is exact to that one.
+    `alternatives` are answers that the method has found beside this one, best first.
     """
 
     text: str
@@ -228,3 +231,4 @@ class Result:
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     changes: str = ""
+    alternatives: tuple[Alternative, ...] = ()

@@ -194,7 +194,8 @@ def test_steps_come_at_once_and_are_certain() -> None:
     assert [step.index for step in steps] == list(range(150))
     logs = stream.result.logprobs
     assert logs is not None and len(logs) == 150
-    put = [logs[place].logprob for place in range(stream.result.text.index("I have"), stream.result.text.index("</think>"))]
+    begins, ends = (stream.result.text.index(words) for words in ("I have", "</think>"))
+    put = [logs[place].logprob for place in range(begins, ends)]
     assert put == [0.0] * len(put)
     again = engine().generate(OPEN, method=TrimR(judge=states, inner=D3(alpha=1.0), **QUIET), max_new_tokens=150,
                               logits_processor=[script(SAME)])
@@ -202,9 +203,10 @@ def test_steps_come_at_once_and_are_certain() -> None:
 
 
 def test_the_answer_may_end_within_what_is_put_in() -> None:
-    for more, reason in (({"max_new_tokens": 40}, "length"), ({"max_new_tokens": 90, "stop": ["same result"]}, "stop")):
-        found = engine().generate([OPEN, SHORT[0]], method=TrimR(judge=states, **QUIET), logits_processor=[script(SAME)],
-                                  **more)[0]
+    stops: dict[str, Any] = {"max_new_tokens": 90, "stop": ["same result"]}
+    for more, reason in (({"max_new_tokens": 40}, "length"), (stops, "stop")):
+        found = engine().generate([OPEN, SHORT[0]], method=TrimR(judge=states, **QUIET),
+                                  logits_processor=[script(SAME)], **more)[0]
         assert found.finish_reason == reason and "I have" in found.text and "</think>" not in found.text
 
 
@@ -421,4 +423,5 @@ def test_over_http() -> None:
     assert answer["choices"][0]["text"] == expected.text
     assert "".join(json.loads(one)["choices"][0]["text"] for one in data) == expected.text
     assert refused.status_code == 403 and "judge of trimr names a file" in refused.json()["error"]["message"]
-    assert capped["choices"][0]["text"].startswith(plain.text[:15]) and texts()["forceful"].strip() in str(capped["choices"])
+    text = capped["choices"][0]["text"]
+    assert text.startswith(plain.text[:15]) and texts()["forceful"].strip() in text

@@ -19,6 +19,7 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
         seed=row.seed,
         logprobs=_logprobs(row),
         changes=info.changes,
+        alternatives=row.alternatives,
     )
 
 
