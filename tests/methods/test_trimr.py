@@ -1,4 +1,4 @@
-"""TrimR against a slow reading of whole texts, over forwards without a cache; and judges that do not do as they should."""
+"""TrimR against a slow reading of whole texts, over forwards without a cache; and judges that fail."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ CASES = [
     ("x = 4.</think> Wait, x = 4. Wait, x = 4. Wait, it is", {}),
     ("A first one. It is = 4. But it is long. Wait, = 4. Wait, = 4. Wait, = 4. Wait, ", {"sentences": 1}),
     (ROUND, {"repeats": 4}), (ROUND, {"repeats": 6}), ("So: " + "z" * 30, {"repeats": 2}), (ROUND, {"repeats": 9}),
-    (OTHER, {"share": 0.2, "thoughts": 1}), (OTHER, {"share": 0.2, "thoughts": 0}), (OTHER, {"share": 0.3, "thoughts": 5}),
+    (OTHER, {"share": 0.2, "thoughts": 1}), (OTHER, {"share": 0.2, "thoughts": 0}),
+    (OTHER, {"share": 0.3, "thoughts": 5}),
     ("One = 1 Then = 2 Then, = 2 Then ", {"cues": "Then|So that"}),
 ]
 
@@ -153,7 +154,8 @@ def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) ->
 
 def test_both_endings_and_none_have_occurred() -> None:
     """Else the cases above would say little."""
-    ends = [by_hand(text, TrimR(judge=states, **{**QUIET, **knobs}), len(text) + 150, OPEN, 0)[0] for text, knobs in CASES]
+    ends = [by_hand(text, TrimR(judge=states, **{**QUIET, **knobs}), len(text) + 150, OPEN, 0)[0]
+            for text, knobs in CASES]
     kinds = {one: sum(texts()[one] in end for end in ends) for one in ("gentle", "forceful")}
     assert kinds["gentle"] >= 4 and kinds["forceful"] >= 4 and len(ends) - sum(kinds.values()) >= 4
 
