@@ -111,7 +111,7 @@ METHODS = [
 @pytest.mark.parametrize("name", ["llama", "hybrid", "gemma3", "gpt2", "packed llama", "packed hybrid"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_drafts_and_scores_are_those_of_the_slow_twin(name: str, method: Superposed) -> None:
-    exact = 1e-2 if "packed" in name else 1e-9
+    exact = 5e-2 if "packed" in name else 1e-9
     for ids in PROMPTS[:3]:
         expected = by_hand(name.split()[-1], ids, method, 9)
         found = engine(name).generate(ids, method=method, max_new_tokens=9, ignore_eos=True)

@@ -26,8 +26,10 @@ from serving import MODEL, serving, tiny_engine
 from shoal.decode.sentences import last_of
 from shoal.decode.verifier import Question
 from shoal.depth.plan import DepthPlan
+from shoal.engine.constraint import Regex
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
+from shoal.engine.ranks import Ranks
 from shoal.engine.request import Request
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
@@ -392,6 +394,13 @@ def test_what_is_refused() -> None:
         generate(tiny("llama"), **batch(), custom_generate=TrimR(opening="", closing=(4,)), output_scores=True,
                  return_dict_in_generate=True)
     assert make(TrimR(judge="m", share=0.25).to_dict()) == TrimR(judge="m", share=0.25)
+    with pytest.raises(Unsupported, match="the part 'constraint' beside a loop of its own, Trimming"):
+        engine().generate(OPEN, method=TrimR(), constraint=Regex("a+"))
+    for judge, timed in ((states, True), (None, False)):
+        assert Trimming(TrimR(judge=judge), WORDS).timed == timed
+    assert not Trimming(TrimR(judge="m"), WORDS, engine()).timed
+    with pytest.raises(Unsupported, match="waiting for a callable in 2 processes"):
+        Ranks(size=2).check(TrimR(judge=states).recipe(ModelInfo(6)))
     both = make([TrimR(), KVInt8()]).recipe(ModelInfo(6, tokenizer=WORDS))
     assert (both.exact_to, both.parts) == ("none", ("store", "loop"))
     assert DepthPlan.full(6) == both.plan

@@ -128,6 +128,11 @@ class Trimming(Loop):
     tokenizer: Any
     judge: Any = None
 
+    @property
+    def timed(self) -> bool:
+        """A callable answers when it likes, a model within the steps."""
+        return self.judge is None and callable(self.knobs.judge)
+
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
         from shoal.loops.trimr import TrimmingBatch
