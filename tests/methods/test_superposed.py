@@ -32,7 +32,7 @@ from shoal.engine.request import Request
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.stream import Stream
 from shoal.errors import Unsupported
-from shoal.loops.ngrams import WEIGHTS, NGrams
+from shoal.loops.ngrams import WEIGHTS, NGramCounts
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
@@ -192,7 +192,7 @@ def test_a_session_goes_on_as_if_it_read_all_anew() -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.lists(st.integers(0, 5), max_size=7))
 @settings(max_examples=150, deadline=None)
 def test_ngrams_are_what_counting_says(text: list[int], last: list[int]) -> None:
-    found, expected = NGrams(text).after(last), shares(text, last)
+    found, expected = NGramCounts(text).after(last), shares(text, last)
     assert found.keys() == expected.keys()
     assert all(found[token] == pytest.approx(expected[token]) for token in found)
 

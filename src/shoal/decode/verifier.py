@@ -54,7 +54,7 @@ class Question:
     former: str = ""
 
 
-class Asked:
+class Awaited:
     """A question that somebody answers in a thread of its own, which is left behind where it gives no answer.
 
     Args:
@@ -102,7 +102,7 @@ class Asked:
 
 
 def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
-    """What a verifier says; see `Asked`.
+    """What a verifier says; see `Awaited`.
 
     Args:
         verifier: anybody's.
@@ -115,7 +115,7 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     """
     if verifier is likelihood:
         return attempt.likelihood
-    asked = Asked(verifier, attempt, seconds, "verifier")
+    asked = Awaited(verifier, attempt, seconds, "verifier")
     asked.wait()
     value = asked.answer
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:

@@ -10,7 +10,7 @@ WEIGHTS = (0.01, 0.04, 0.15, 0.18, 0.12)
 """Of n-grams of 2, 3, ... 6 tokens, as in the authors' code of arXiv 2405.18400; they need not sum to 1."""
 
 
-class NGrams:
+class NGramCounts:
     """The n-grams of a text, looked up by its places and not stored one by one: 12 bytes a token.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
 from shoal.decode.signals import log_probabilities
-from shoal.loops.ngrams import NGrams
+from shoal.loops.ngrams import NGramCounts
 from shoal.model.stack import SequenceChunk, Start
 from shoal.types import Step, TokenLogprob
 
@@ -105,7 +105,7 @@ class SuperposedBatch(Batch):
 
 
 @dataclass
-class Draft:
+class OneDraft:
     """One draft.
 
     Attributes:
@@ -127,11 +127,11 @@ class Draft:
         """Score per token."""
         return self.score / max(1, len(self.words))
 
-    def followed(self, token: int, score: float, log: TokenLogprob | None) -> Draft:
+    def followed(self, token: int, score: float, log: TokenLogprob | None) -> OneDraft:
         """It with a token more."""
         stop = self.stop.copy()
         text = self.text + "".join(piece.text for piece in stop.push([token]))
-        return Draft([*self.words, token], text, self.score + score, stop, [*self.logs, log])
+        return OneDraft([*self.words, token], text, self.score + score, stop, [*self.logs, log])
 
 
 class Drafts:
@@ -149,9 +149,9 @@ class Drafts:
     def __init__(self, how: Superposing, row: Row) -> None:
         self._knobs, self._row, self._plan = how.knobs, row, row.recipe.plan
         self._offered = how.knobs.tokens or 3 * how.knobs.k
-        self._counted = NGrams(row.tokens) if how.counted is None else how.counted
-        self.live = [Draft([], "", 0.0, row.stop.copy(), [])]
-        self.ended: list[Draft] = []
+        self._counted = NGramCounts(row.tokens) if how.counted is None else how.counted
+        self.live = [OneDraft([], "", 0.0, row.stop.copy(), [])]
+        self.ended: list[OneDraft] = []
         self.made = 0
 
     @property
@@ -180,7 +180,7 @@ class Drafts:
         self.live = [one for one in grown if one.stop.finish_reason is None]
         self.ended += [one for one in grown if one.stop.finish_reason is not None]
 
-    def _continued(self, draft: Draft, logits: Tensor) -> list[tuple[int, float, Tensor]]:
+    def _continued(self, draft: OneDraft, logits: Tensor) -> list[tuple[int, float, Tensor]]:
         """Tokens that may follow, each with its log-probability and the scores [V] that it comes from."""
         scores, alpha = self._row.scores(logits, draft.words), self._knobs.alpha
         best = log_probabilities(scores.double() / self._knobs.sharpen).topk(min(self._offered, len(scores)))

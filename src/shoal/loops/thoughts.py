@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from shoal.decode.sentences import last_of
 from shoal.decode.text import Detokenizer
 from shoal.decode.verifier import Question
-from shoal.methods.trimr import texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,3 +141,10 @@ class Repeats:
         self._runs = np.where(self._past == token, self._runs + 1, 0)
         self._past = np.concatenate(([token], self._past[:-1]))
         return bool((self._runs >= self._wanted).any())
+
+
+@cache
+def texts() -> Mapping[str, Any]:
+    """Prompts for a judge, cues, closing sentences and known tags; what is shipped beside this file."""
+    found: Mapping[str, Any] = json.loads(Path(__file__).with_name("trimr.json").read_text("utf-8"))
+    return found

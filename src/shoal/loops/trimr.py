@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.decode.batch import Batch
-from shoal.decode.verifier import Asked, Question
+from shoal.decode.verifier import Awaited, Question
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.loops.thoughts import Thoughts
-from shoal.methods.trimr import texts
+from shoal.loops.thoughts import Thoughts, texts
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Step
@@ -29,7 +28,7 @@ _QUESTION = 2048
 """Most tokens of a question to a model; of longer thoughts the beginning is left out."""
 
 
-class Judge(Protocol):
+class ThoughtJudge(Protocol):
     """Says yes or no, of one question per row at a time."""
 
     def ask(self, row: Row, question: Question) -> None:
@@ -139,19 +138,19 @@ class CallableJudge:
 
     def __init__(self, whom: Any, patience: float) -> None:
         self._whom, self._patience = whom, patience
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, Awaited] = {}
 
     def ask(self, row: Row, question: Question) -> None:
-        """See `Judge`."""
-        self._asked[id(row)] = Asked(self._whom, question, self._patience, "judge")
+        """See `ThoughtJudge`."""
+        self._asked[id(row)] = Awaited(self._whom, question, self._patience, "judge")
 
     def wait(self, seconds: float) -> None:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         for asked in list(self._asked.values())[:1]:
             asked.wait(seconds)
 
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         found: list[tuple[Row, bool]] = []
         for row in rows:
             if self._asked[id(row)].wait(0):
@@ -162,7 +161,7 @@ class CallableJudge:
         return found
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         alive = {id(row) for row in rows}
         self._asked = {key: one for key, one in self._asked.items() if key in alive}
 
@@ -192,7 +191,7 @@ class ModelJudge:
                               "Use another model, or a callable")
 
     def ask(self, row: Row, question: Question) -> None:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         self._cache.extend(1)
         self._seated.append((row, self._prompt(question)))
 
@@ -200,7 +199,7 @@ class ModelJudge:
         """Its work is done in steps."""
 
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         fed: list[tuple[Row, SequenceChunk]] = []
         wanted = {id(row) for row in rows}
         for slot, (row, tokens) in enumerate(self._seated):
@@ -221,11 +220,11 @@ class ModelJudge:
         return found
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         self._leave({id(row) for row, _ in self._seated} - {id(row) for row in rows})
 
     def rollback(self) -> None:
-        """See `Judge`."""
+        """See `ThoughtJudge`."""
         for slot in range(self._cache.rows):
             self._cache.rollback(slot)
 
@@ -262,7 +261,7 @@ class ModelJudge:
         ))
 
 
-def _judge_of(how: Trimming) -> Judge:
+def _judge_of(how: Trimming) -> ThoughtJudge:
     """Who judges for a batch.
 
     Raises:

@@ -17,7 +17,7 @@ from shoal.methods.base import Method
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
-    from shoal.loops.ngrams import NGrams
+    from shoal.loops.ngrams import NGramCounts
     from shoal.types import ModelInfo
 
 _MOST = 64
@@ -94,7 +94,7 @@ class Superposing(Loop):
     takes: ClassVar[tuple[str, ...]] = ("plan", "store", "constraint")
 
     knobs: Superposed
-    counted: NGrams | None = None
+    counted: NGramCounts | None = None
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
@@ -110,7 +110,7 @@ class Superposing(Loop):
 
 
 @lru_cache(maxsize=4)
-def _counted(path: str, stamp: int, tokenizer: Any) -> NGrams:
-    from shoal.loops.ngrams import NGrams
+def _counted(path: str, stamp: int, tokenizer: Any) -> NGramCounts:
+    from shoal.loops.ngrams import NGramCounts
 
-    return NGrams(tokens_of(path, tokenizer, "corpus"))
+    return NGramCounts(tokens_of(path, tokenizer, "corpus"))

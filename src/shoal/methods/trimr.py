@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
@@ -142,6 +140,8 @@ class Trimming(Loop):
     @property
     def tags(self) -> tuple[str, str]:
         """The tags as text; the second may be empty where it is given as ids and there is no tokenizer."""
+        from shoal.loops.thoughts import texts
+
         opening, closing = self.knobs.opening, self.knobs.closing
         known: list[list[str]] = texts()["tags"]
         if opening is None:
@@ -153,6 +153,8 @@ class Trimming(Loop):
 
     def ending(self, manner: str) -> list[int]:
         """What closes the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
+        from shoal.loops.thoughts import texts
+
         closing = self.knobs.closing
         if self.tokenizer is None:
             assert isinstance(closing, tuple)
@@ -181,10 +183,3 @@ class Trimming(Loop):
 
     def _spelled(self, ids: tuple[int, ...]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-@cache
-def texts() -> Mapping[str, Any]:
-    """Prompts for a judge, cues, closing sentences and known tags; what is shipped beside this file."""
-    found: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-    return found
