@@ -6,9 +6,9 @@ Each case is a short file that makes an object of a standard class (`constraints
 is wanted and ends with the object: once with a dot, which cuts the tokens of `.member` in two, once without, where only
 answers that begin with a dot count. The first answer is greedy, others are drawn at temperature 0.8. Another process
 makes the object and looks whether it has what stands behind the dot; jedi is not asked. Shares of answers that name a
-member that is there have Wilson's 95 % intervals, what the monitor adds a paired one; an answer without a member counts as
-none. With `--draws 2` there are 351 answers of each kind, three to a case, which the intervals take to be independent.
-The last line on stdout is the report as JSON.
+member that is there have Wilson's 95 % intervals, what the monitor adds a paired one; an answer without a member counts
+as none. With `--draws 2` there are 351 answers of each kind, three to a case, which the intervals take to be
+independent. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
