@@ -40,9 +40,11 @@ from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.superposed import Superposed
 from shoal.methods.swift import Swift
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.methods.trimr import TrimR
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.methods.vocabtrim import VocabTrim
 from trained_parts import part_for
@@ -109,6 +111,10 @@ MATRIX: tuple[Method, ...] = (
     FoReaL(draft_of("hybrid", 0.3), lead=None),
     FoReaL(draft_of("hybrid", 0.3), lead=4),
     RandomSwitching(draft_of("llama", 0.3), share=0.4),
+    TrimR(share=None, repeats=None),
+    TrimR(share=0.5, thoughts=0, opening="", closing=(5, 6), inner=D3(alpha=0.9, core=2)),
+    Superposed(k=1),
+    Superposed(k=3, tokens=7, sharpen=0.5, inner=D3(alpha=0.9, core=2)),
     Jacobi(n=1),
     Jacobi(n=5),
     StreamingLLM(window=None),

@@ -34,6 +34,7 @@ SILENT = {
     "py.typed": "Tells type checkers that the package is annotated.",
     "part.json": "The card of a trained part: its model, training, acceptance and licence.",
     "part.safetensors": "The part's tensors.",
+    "trimr.json": "Prompts for the judge of `trimr`, its closing sentences, cues and known tags.",
     "smollm2-135m-instruct.json": "What the layers of SmolLM2-135M-Instruct are worth.",
     "gemma-3-270m.json": "What the layers of Gemma 3 270M are worth.",
     "qwen2.5-coder-0.5b-instruct.json": "What the layers of Qwen2.5-Coder-0.5B-Instruct are worth.",

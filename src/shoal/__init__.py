@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from shoal.methods.skipdecode import SkipDecode
     from shoal.methods.snapkv import SnapKV
     from shoal.methods.streaming_llm import StreamingLLM
+    from shoal.methods.superposed import Superposed
     from shoal.methods.swift import Swift
     from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
+    from shoal.methods.trimr import TrimR
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
     from shoal.methods.vocabtrim import VocabTrim
     from shoal.model.narrow import NarrowMLPs
@@ -107,10 +109,12 @@ __all__ = [
     "Stats",
     "Step",
     "StreamingLLM",
+    "Superposed",
     "Swift",
     "Tidal",
     "TokenLogprob",
     "TopKOracle",
+    "TrimR",
     "UnifiedLayerSkipping",
     "Unsupported",
     "VocabTrim",
@@ -166,10 +170,12 @@ _HOME = {
     "Stats": "shoal.types",
     "Step": "shoal.types",
     "StreamingLLM": "shoal.methods.streaming_llm",
+    "Superposed": "shoal.methods.superposed",
     "Swift": "shoal.methods.swift",
     "Tidal": "shoal.methods.tidal",
     "TokenLogprob": "shoal.types",
     "TopKOracle": "shoal.methods.topk_oracle",
+    "TrimR": "shoal.methods.trimr",
     "UnifiedLayerSkipping": "shoal.methods.unified_layer_skipping",
     "Unsupported": "shoal.errors",
     "VocabTrim": "shoal.methods.vocabtrim",

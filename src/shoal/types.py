@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Alternative = tuple[str, tuple[int, ...], float]
+"""Another answer: its text, its token ids, and its score, which is higher for a better one."""
 _EMPTY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -91,8 +93,8 @@ class ModelInfo:
         kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty where they are not known.
         shows_queries: whether a part may see the queries of attention, and choose what they read.
         tokenizer: the model's tokenizer, where it has one.
-        draft_engine: makes the engine of another model with the same tokens, given its folder, its Hub id or the loaded
-            model; None where there is no engine to work beside.
+        draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model; with the same
+            tokens, or any if `same=False`. None where there is no engine to work beside.
         tensors: reads the safetensors file of a path, for methods that own trained tensors: tensors by name, on the
             model's device; ValueError for a file that cannot be read.
         fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
@@ -113,7 +115,7 @@ class ModelInfo:
     kv_sizes: tuple[tuple[int, int, int], ...] = ()
     shows_queries: bool = True
     tokenizer: Any = None
-    draft_engine: Callable[[Any], Any] | None = None
+    draft_engine: Callable[..., Any] | None = None
     tensors: Callable[[str], Mapping[str, Any]] | None = None
     fingerprint: Callable[[], str] | None = None
     free: bool = True
@@ -173,10 +175,12 @@ class Stats:
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
         kv_bytes_saved: what was not stored, against every layer storing every position as the model computes it.
         second_tokens: tokens of the answer that a second model wrote by itself; each counts the layers of that model.
-        second_layer_tokens: layer-tokens of a second model that writes, of its own layers, reading included.
+        second_layer_tokens: layer-tokens of a second model that writes or judges, of its own layers, reading included.
         switches: how often one model wrote a token after the other.
         branches: continuations that a search has made; 0 without a search.
         thrown_away: tokens that a search has decoded and that are not in the answer.
+        judge_calls: questions that were put to a judge.
+        put_tokens: tokens of the answer that a method has put there, not the model.
     """
 
     prompt_tokens: int
@@ -207,6 +211,8 @@ class Stats:
     switches: int = 0
     branches: int = 0
     thrown_away: int = 0
+    judge_calls: int = 0
+    put_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +220,7 @@ class Result:
     """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut.
 
     `changes` says what was done to another model to make the one that answered; what is exact is exact to that one.
+    `alternatives` are answers that the method has found beside this one, best first.
     """
 
     text: str
@@ -224,3 +231,4 @@ class Result:
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     changes: str = ""
+    alternatives: tuple[Alternative, ...] = ()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from backends import Backend, on_backends
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from backends import NATIVE, Backend, on_backends
 from drive import gap, prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
+from shoal.model.packed.stack import PackedStack
 from shoal.model.rewind import earliest, rewound
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.stack import SequenceChunk, Stack, Start
 
 FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, 1, NEVER])
@@ -98,3 +103,27 @@ def test_taps_show_the_states_and_exit_logits_read_them(backend: Backend, name: 
             shallow, filled(stack, (9, 5)), lambda layer, hidden, to=shown: to.update({layer: hidden.clone()})
         )
         assert gap(shown[2], shown[3]) == 0 < gap(shown[3], shown[4])
+
+
+@on_backends("llama", "hybrid", "gemma3")
+def test_a_forward_from_embeddings_is_that_of_their_tokens(
+    backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the kernels too, without a detour; and other vectors are read as they are."""
+    stack = backend.stack(name)
+    chunks = [block(4), block(2, row=1)]
+    expected = stack.forward(chunks, filled(stack, (9, 5)))
+    places = [torch.tensor(chunk.positions(base)) for chunk, base in zip(chunks, (9, 5), strict=True)]
+    vectors = [stack.embed(torch.tensor(chunk.tokens), at) for chunk, at in zip(chunks, places, strict=True)]
+    fed = pad_sequence(vectors, batch_first=True)
+    cache, other = filled(stack, (9, 5)), filled(stack, (9, 5))
+    if backend is NATIVE:
+        monkeypatch.setattr(PackedStack, "forward", None)
+    states: dict[int, torch.Tensor] = {}
+    found = stack.forward(chunks, cache, lambda layer, hidden: states.update({layer: hidden.clone()}),
+                          start=Start(0, fed))
+    assert gap(found, expected) <= backend.exact * 1e-2
+    assert gap(states[0][1, :2], vectors[1]) == 0
+    wrong = [replace(chunk, tokens=[0] * len(chunk.tokens)) for chunk in chunks]
+    assert gap(stack.forward(wrong, other, start=Start(0, fed)), found) == 0
+    assert gap(stack.forward(chunks, filled(stack, (9, 5)), start=Start(0, fed * 2)), found) > backend.exact

@@ -116,6 +116,7 @@ def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[st
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "stats": dataclasses.asdict(result.stats),
+        **({"alternatives": result.alternatives} if result.alternatives else {}),
         **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
         **args.method.to_dict(),
         "model": engine.model_name,

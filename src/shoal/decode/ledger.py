@@ -23,10 +23,12 @@ class RowLedger:
             the target's and those of guessing with its layers together.
         heads_read: how often the LM head was read in them.
         second_tokens: tokens of the answer that a second model wrote by itself.
-        second_layer_tokens: layer-tokens that it ran, of its own layers, what it read of the other's tokens included.
+        second_layer_tokens: layer-tokens that it, or a judge, ran, of its own layers, what it read included.
         switches: how often one model wrote a token after the other.
         branches: rows that a search has made for this one, the first included.
         searched: tokens that these decoded.
+        judged: questions that were put to a judge.
+        put: tokens that a loop has put into the answer.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
@@ -47,6 +49,8 @@ class RowLedger:
     switches: int = 0
     branches: int = 0
     searched: int = 0
+    judged: int = 0
+    put: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)

@@ -90,6 +90,11 @@ class Loop(ABC):
         """Most positions that a forward may store of a row beside those that the row has come to."""
         return 0
 
+    @property
+    def timed(self) -> bool:
+        """Whether what a step does depends on when somebody else has answered."""
+        return False
+
     @abstractmethod
     def batch(self) -> Callable[..., RowBatch]:
         """What makes its batches, of the arguments of `shoal.decode.batch.Batch`; mostly a class derived from it."""

@@ -14,7 +14,7 @@ from shoal.decode.recipe import Recipe, Rule
 from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.stop import StopState
 from shoal.model.kv import KVBytes
-from shoal.types import FinishReason, Sampling, Step, TokenLogprob
+from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class Row:
         steps: what was emitted.
         bytes: the row's KV when it finished.
         error: what went wrong while its KV was rewritten, which leaves it in no known state.
+        alternatives: other answers that were found beside the row's own, best first: text, token ids and score of each.
         record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
             a block also for those that a stop rule then cuts off.
     """
@@ -61,6 +62,7 @@ class Row:
     held: bool = False
     allowed: Allowed | None = None
     forced: int = 0
+    alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:
         if self.allowed is None:
@@ -126,6 +128,13 @@ class Row:
         while self.room and (token := self.allowed.sole(self.tokens[self.prompt_length :])) is not None:
             steps += self.emit([token], 0, self._certain)
         self.forced = len(steps)
+        return steps
+
+    def put(self, tokens: Sequence[int]) -> list[Step]:
+        """Emit what a loop has decided on, without a forward, behind a token that is not fed yet: certain, too."""
+        steps = self.emit(tokens, 0, self._certain)
+        self.forced += len(steps)
+        self.ledger.put += len(steps)
         return steps
 
     def _certain(self, place: int, token: int) -> TokenLogprob | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from shoal.decode.text import Detokenizer
@@ -37,7 +38,17 @@ class Sentences:
 
 def end_of(text: str) -> int | None:
     """Where the last sentence ends that does so in `text`; None where none does. One has a letter or a digit."""
-    end, place = None, 0
+    return max(_ends(text), default=None)
+
+
+def last_of(text: str, count: int) -> str:
+    """The last so many sentences of a text, the last of which need not have ended."""
+    ends = [end for end in _ends(text) if text[end:].strip()]
+    return text[ends[-count] :] if len(ends) >= count else text
+
+
+def _ends(text: str) -> Iterator[int]:
+    place = 0
     while (first := re.compile(r"[^\W_]").search(text, place)) and (found := _END.search(text, first.end())):
-        end = place = found.end()
-    return end
+        place = found.end()
+        yield place

@@ -1,12 +1,14 @@
-"""Verifiers: who says how promising an unfinished answer is. Imports no torch."""
+"""Verifiers: who says how promising an unfinished answer is, or what a thought says. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,70 @@ def likelihood(attempt: Attempt) -> float:
     return attempt.likelihood
 
 
-def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
-    """What a verifier says.
+@dataclass(frozen=True)
+class Question:
+    """What a judge of thoughts is asked, to which it says True or False.
 
-    It runs in a thread of its own, which is left behind where it gives no answer.
+    Attributes:
+        kind: "answers", whether the thought states an answer; "agrees", whether it is the one that `former` states.
+        thought: text.
+        former: an earlier thought that has stated one; empty where it is not asked about.
+    """
+
+    kind: Literal["answers", "agrees"]
+    thought: str
+    former: str = ""
+
+
+class Awaited:
+    """A question that somebody answers in a thread of its own, which is left behind where it gives no answer.
+
+    Args:
+        whom: anybody's callable.
+        what: its argument.
+        seconds: how long to wait in all; infinity for ever.
+        name: of the callable, for messages.
+    """
+
+    def __init__(self, whom: Callable[[Any], object], what: object, seconds: float, name: str) -> None:
+        self._name, self._seconds = name, seconds
+        self._found, self._failed = list[object](), list[BaseException]()
+        self._until = time.monotonic() + seconds
+
+        def ask() -> None:
+            try:
+                self._found.append(whom(what))
+            except BaseException as error:
+                self._failed.append(error)
+
+        self._thread = threading.Thread(target=ask, name=f"shoal-{name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, most: float = math.inf) -> bool:
+        """Whether there is nothing more to wait for, after so many seconds at most."""
+        left = min(most, self._until - time.monotonic())
+        self._thread.join(None if left == math.inf else max(0.0, left))
+        return not self._thread.is_alive() or time.monotonic() >= self._until
+
+    @property
+    def answer(self) -> object:
+        """What it said.
+
+        Raises:
+            ValueError: it failed.
+            TimeoutError: it has said nothing.
+        """
+        if self._failed:
+            failed = self._failed[0]
+            raise ValueError(f"the {self._name} failed: {type(failed).__name__}: {failed}") from failed
+        if not self._found:
+            raise TimeoutError(f"the {self._name} gave no answer within {self._seconds:g} s; use a faster one, or wait "
+                               "longer (option patience)")
+        return self._found[0]
+
+
+def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
+    """What a verifier says; see `Awaited`.
 
     Args:
         verifier: anybody's.
@@ -53,24 +115,9 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     """
     if verifier is likelihood:
         return attempt.likelihood
-    found: list[object] = []
-    failed: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            found.append(verifier(attempt))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=ask, name="shoal-verifier", daemon=True)
-    thread.start()
-    thread.join(None if seconds == math.inf else seconds)
-    if failed:
-        raise ValueError(f"the verifier failed: {type(failed[0]).__name__}: {failed[0]}") from failed[0]
-    if not found:
-        raise TimeoutError(f"the verifier gave no answer within {seconds:g} s; use a faster one, or wait longer "
-                           "(option patience)")
-    value = found[0]
+    asked = Awaited(verifier, attempt, seconds, "verifier")
+    asked.wait()
+    value = asked.answer
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ValueError(f"the verifier said {value!r}; it must say a number in [0, 1]")
     return float(value)

@@ -29,26 +29,29 @@ class DraftModels:
     def __init__(self, home: Engine, open_model: OpenModel) -> None:
         self._home, self._open = home, open_model
         self._known: dict[object, tuple[Any, Engine]] = {}
+        self._fit = set[object]()
         self._lock = threading.Lock()
 
-    def __call__(self, model: Any) -> Engine:
+    def __call__(self, model: Any, *, same: bool = True) -> Engine:
         """The engine of a companion, made when it is first asked for.
 
         Args:
             model: a folder, Hub id or `.gguf` file, or a transformers model, which is not changed.
+            same: whether its tokens must be those of the home engine's model.
 
         Raises:
             ValueError: it cannot be loaded.
-            Unsupported: its tokens are not those of the home engine's model.
+            Unsupported: its tokens are others, and must not be.
         """
         named = isinstance(model, str | os.PathLike)
         key = os.fspath(model) if named else id(model)
         with self._lock:
-            if key not in self._known:
-                engine = self._open(self._home, os.fspath(model) if named else model)
+            engine = self._known[key][1] if key in self._known else self._open(self._home, key if named else model)
+            if same and key not in self._fit:
                 check_tokens(self._home, engine)
-                self._known[key] = model, engine  # holds the model, so that nobody else gets its id
-            return self._known[key][1]
+                self._fit.add(key)
+            self._known[key] = model, engine  # holds the model, so that nobody else gets its id
+            return engine
 
 
 def same_tokens(home: Engine, other: Engine) -> bool:

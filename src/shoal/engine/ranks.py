@@ -51,6 +51,11 @@ class Ranks:
                 "it measures time, which differs between them, and all must run the same forwards",
                 "Leave the method's control at its default",
             )
+        if self.size > 1 and recipe.loop is not None and recipe.loop.timed:
+            raise Unsupported(
+                f"waiting for a callable in {self.size} processes", "it answers at another time in each of them",
+                "Let a model judge",
+            )
 
 
 ALONE = Ranks()

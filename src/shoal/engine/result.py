@@ -19,6 +19,7 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
         seed=row.seed,
         logprobs=_logprobs(row),
         changes=info.changes,
+        alternatives=row.alternatives,
     )
 
 
@@ -63,6 +64,8 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         switches=ledger.switches,
         branches=ledger.branches,
         thrown_away=max(0, ledger.searched - new) if ledger.branches else 0,
+        judge_calls=ledger.judged,
+        put_tokens=ledger.put,
     )
 
 

@@ -30,8 +30,7 @@ class PairedMethod(Method):
     draft: str | object = field(default=None)
 
     def __repr__(self) -> str:
-        shown = (f"{one.name}={_short(getattr(self, one.name))}" for one in fields(self))
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return short(self)
 
     def to_dict(self) -> dict[str, Any]:
         """See `Method.to_dict`; a loaded model has no JSON form."""
@@ -87,7 +86,12 @@ class Absent:
         raise Unsupported("drafting with a second model", "there is no engine to load it", "Use Engine.generate")
 
 
+def short(method: Method) -> str:
+    """A method as it is shown where a knob may be a loaded model: what is not a plain value by its type."""
+    shown = (f"{one.name}={_short(getattr(method, one.name))}" for one in fields(method))
+    return f"{type(method).__name__}({', '.join(shown)})"
+
+
 def _short(value: object) -> str:
-    """A knob as it is shown: what is not a plain value by its type."""
     plain = value is None or isinstance(value, str | int | float | tuple | os.PathLike | Method)
     return repr(value) if plain else f"<{type(value).__name__}>"

@@ -84,7 +84,8 @@ class ChatWire:
         choices = []
         for index, result in enumerate(results):
             delta, reason = self._said(index, result.text, result.finish_reason)
-            choices.append(_choice(index, "message", _message(delta), self._logprobs(result.logprobs or ()), reason))
+            choice = _choice(index, "message", _message(delta), self._logprobs(result.logprobs or ()), reason)
+            choices.append({**choice, **_others(result)})
         return {**self.head, "choices": choices, "usage": usage}
 
     def _logprobs(self, found: Sequence[TokenLogprob | None]) -> Json | None:
@@ -142,7 +143,7 @@ class CompletionWire:
                 self._prefixes[index] + result.text,
                 self._logprobs(index, [*self._scored[index], *(result.logprobs or ())]),
                 result.finish_reason,
-            )
+            ) | _others(result)
             for index, result in enumerate(results)
         ]
         return {**self.head, "choices": choices, "usage": usage}
@@ -190,6 +191,11 @@ def _head(prefix: str, kind: str, model: str) -> Json:
 
 def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _others(result: Result) -> Json:
+    """The texts of other answers that a method has found beside this one, where it has."""
+    return {"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}
 
 
 def _message(delta: Json) -> Json:

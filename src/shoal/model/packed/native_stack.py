@@ -110,11 +110,11 @@ class NativeStack(PackedStack):
         start: Start | None = None,
     ) -> Tensor:
         """Run `chunks` through the layers that their plans name; see the protocol."""
-        if start is not None or not _fits(chunks) or not _readable(chunks, cache):
+        if (start is not None and start.layer) or not _fits(chunks) or not _readable(chunks, cache):
             return super().forward(chunks, cache, hook, start=start)
         work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
-            return super().forward(chunks, cache, hook)
+            return super().forward(chunks, cache, hook, start=start)
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self._reach:
@@ -124,7 +124,10 @@ class NativeStack(PackedStack):
         choices = _choices(chunks, work, batch, cache, self.dtype)
         asked = choices is None and any(chunk.query_hook for chunk in chunks)
         choose = _chooser(self.dtype, chunks, work, cache) if asked else None
-        logits = self._model.forward(batch, self._binding(cache), taps=taps, choose=choose, choices=choices)
+        vectors = None if start is None else _vectors(start.hidden, chunks)
+        logits = self._model.forward(
+            batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors
+        )
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
             for chunk, count in zip(chunks, counts, strict=True):
@@ -291,6 +294,12 @@ class NativeStack(PackedStack):
             attention_out_norm=layer.attention_out_norm,
             mlp_out_norm=layer.mlp_out_norm,
         )
+
+
+def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
+    """What enters the first layer [tokens, D], float32, of [chunks, nodes, D]."""
+    parts = [states[: len(chunk.tokens)] for states, chunk in zip(hidden, chunks, strict=True)]
+    return torch.cat(parts).float().contiguous()
 
 
 def layer_window(shape: Shape, layer: int) -> int | None:

@@ -12,11 +12,15 @@ static void embed(const Worker *w) {
     for (int t = 0; t < r->b->tokens; t++) {
         float *x = r->x + t * r->x_line;
         const int64_t row = (int64_t)r->b->ids[t] * m->hidden;
+        for (int k = m->hidden; w->id == 0 && k < r->x_line; k++) x[k] = 0;
+        if (r->b->vectors) {
+            memcpy(x + first, r->b->vectors + (int64_t)t * m->hidden + first, 4ll * (last - first));
+            continue;
+        }
         if (!m->embedding) lookup(&m->table, r->b->ids[t], first, last, x);
         else if (m->embedding_dtype == DTYPE_FP32) memcpy(x + first, (const float *)m->embedding + row + first, 4ll * (last - first));
         else for (int k = first; k < last; k++) x[k] = bf16_to_float(((const uint16_t *)m->embedding)[row + k]);
         for (int k = first; k < last; k++) x[k] *= m->embedding_scale;
-        for (int k = m->hidden; w->id == 0 && k < r->x_line; k++) x[k] = 0;
     }
 }
 

@@ -231,6 +231,7 @@ class NativeModel:
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
 
@@ -246,6 +247,8 @@ class NativeModel:
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
 
+            vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
+
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
 
@@ -260,6 +263,9 @@ class NativeModel:
         if taps is not None:
             check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
+        if vectors is not None:
+            check_plain("vectors", vectors, (struct.tokens, self.spec.hidden))
+            struct.vectors = vectors.data_ptr()
         asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.kv_heads)
         self._check(struct)

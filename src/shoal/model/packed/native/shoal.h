@@ -102,6 +102,7 @@ typedef struct {
     const int32_t *counts;         /* [tokens], 0: all that it sees */
     ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
+    const float *vectors;      /* [tokens][hidden]: what enters the first layer in place of the ids' embeddings; or NULL */
 } ShoalBatch;
 
 /* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest or drawn ones. Its vectors take the

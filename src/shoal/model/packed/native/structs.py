@@ -156,6 +156,7 @@ class BatchStruct(ctypes.Structure):
         ("counts", c_void_p),
         ("choices", c_void_p),
         ("taps", c_void_p),
+        ("vectors", c_void_p),
     ]
 
 

@@ -1,0 +1,150 @@
+"""What one row thinks, thought by thought, and what is to be asked or done about it. Knows no model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shoal.decode.sentences import last_of
+from shoal.decode.text import Detokenizer
+from shoal.decode.verifier import Question
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shoal.methods.trimr import Trimming
+
+Manner = Literal["gentle", "forceful"]
+"""How a thinking is closed."""
+_LONGEST, _LEAST = 128, 16
+"""Most tokens of what is found to be repeated, and least tokens of all its repetitions together."""
+_TAIL = 32
+"""Tokens at the end of a prompt in which an opening tag is looked for."""
+
+
+class Thoughts:
+    """Follows one row.
+
+    Args:
+        how: what to look for.
+        prompt: the row's token ids.
+        most: tokens that the row may emit.
+
+    Attributes:
+        due: what is to be asked, or how the thinking is to be closed; None for nothing. Whoever asks calls `hear`, and
+            whoever closes calls `close`.
+        read: tokens that it was shown.
+    """
+
+    def __init__(self, how: Trimming, prompt: Sequence[int], most: int) -> None:
+        knobs, (self._opening, self._closing) = how.knobs, how.tags
+        self._knobs, self._tokenizer, self._words = knobs, how.tokenizer, Detokenizer(how.tokenizer)
+        self._special = frozenset(getattr(how.tokenizer, "all_special_ids", ()))
+        cues = texts()["cues"] if knobs.cues is None else knobs.cues
+        self._cue = re.compile(rf"(?:\A|(?<=\s))(?:{'|'.join(map(re.escape, cues.split('|')))})(?=\W)")
+        self._longest = max(map(len, cues.split("|"))) + 2
+        self._most = most * (knobs.share or 2)
+        self._repeats = None if knobs.repeats is None else Repeats(knobs.repeats)
+        self.due: Question | Manner | None = None
+        self.read = self._thought = self._ended = self._same = 0
+        self._text, self._former = "", ""
+        self._waiting = deque[str]()
+        ends = self._spelled(prompt[-_TAIL:]).rstrip().endswith(self._opening)
+        self._state: Literal["before", "thinking", "after"] = "thinking" if ends else "before"
+
+    def see(self, token: int) -> None:
+        """The row's next token; not while something is due."""
+        self.read += 1
+        if self._state == "after":
+            return
+        self._text += self._spelled([token]) if token in self._special else self._words.push(token)
+        if self._state == "before" and (place := self._text.find(self._opening)) >= 0:
+            self._state, self._text = "thinking", self._text[place + len(self._opening) :]
+        elif self._state == "before":
+            self._text = self._text[-len(self._opening) :]
+        if self._state == "thinking":
+            self._look(token)
+
+    def hear(self, yes: bool) -> None:
+        """The answer to the question that is due."""
+        asked, self.due = self.due, None
+        assert isinstance(asked, Question)
+        if asked.kind == "answers" and yes and self._former:
+            self.due = Question("agrees", asked.thought, self._former)
+            return
+        if asked.kind == "agrees" or yes:
+            self._same = self._same + 1 if asked.kind == "agrees" and yes else 1
+            self._former = asked.thought
+        if self._same >= self._knobs.agree:
+            self.due = "gentle"
+        else:
+            self._next()
+
+    def close(self, tokens: int) -> None:
+        """The thinking is over, by so many tokens that were put in."""
+        self.due, self._state = None, "after"
+        self.read += tokens
+
+    def _look(self, token: int) -> None:
+        """At what has become of the thinking with its last token."""
+        if self._closing and self._closing in self._text:
+            self._state = "after"
+            return
+        thinking, looped = self.read, self._repeats is not None and self._repeats.push(token)
+        self._cut()
+        if looped or thinking >= self._most and self._ended >= self._knobs.thoughts:
+            self.due = "forceful"
+        elif self._knobs.judge is not None:
+            self._next()
+
+    def _cut(self) -> None:
+        """Take off the thoughts that have ended; each begins with its cue, where it has one."""
+        start = max(1, self._thought - self._longest)
+        while (found := self._cue.search(self._text, start)) is not None:
+            thought, self._text = self._text[: found.start()].strip(), self._text[found.start() :]
+            start = 1
+            if re.search(r"[^\W_]", thought):
+                self._ended += 1
+                self._waiting.append(last_of(thought, self._knobs.sentences))
+        self._thought = len(self._text)
+
+    def _next(self) -> None:
+        """The next thought that nobody has been asked about."""
+        if self._waiting:
+            self.due = Question("answers", self._waiting.popleft())
+
+    def _spelled(self, tokens: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+class Repeats:
+    """Sees where tokens go round in a circle.
+
+    Args:
+        times: that they come in a row.
+    """
+
+    def __init__(self, times: int) -> None:
+        sizes = np.arange(1, _LONGEST + 1)
+        self._wanted = np.maximum(sizes * times, _LEAST) - sizes
+        self._past, self._runs = np.full(_LONGEST, -1), np.zeros(_LONGEST, int)
+
+    def push(self, token: int) -> bool:
+        """Whether with this token the last ones are `times` the same."""
+        self._runs = np.where(self._past == token, self._runs + 1, 0)
+        self._past = np.concatenate(([token], self._past[:-1]))
+        return bool((self._runs >= self._wanted).any())
+
+
+@cache
+def texts() -> Mapping[str, Any]:
+    """Prompts for a judge, cues, closing sentences and known tags; what is shipped beside this file."""
+    found: Mapping[str, Any] = json.loads(Path(__file__).with_name("trimr.json").read_text("utf-8"))
+    return found

@@ -1,0 +1,281 @@
+"""TrimR's step: rows decode as in the plain loop, but for those that wait for a verdict, and those that are closed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.decode.batch import Batch
+from shoal.decode.verifier import Awaited, Question
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.loops.thoughts import Thoughts, texts
+from shoal.model.kv import KVCache
+from shoal.model.stack import SequenceChunk
+from shoal.types import Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.accept import Outcome
+    from shoal.decode.row import Row
+    from shoal.methods.trimr import Trimming
+
+_PAUSE = 0.02
+"""Seconds to wait for a verdict where no row of the batch can go on; others of the engine wait as long."""
+_QUESTION = 2048
+"""Most tokens of a question to a model; of longer thoughts the beginning is left out."""
+
+
+class ThoughtJudge(Protocol):
+    """Says yes or no, of one question per row at a time."""
+
+    def ask(self, row: Row, question: Question) -> None:
+        """Begin with a row's question."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """For one of the answers, where they come by themselves."""
+        ...
+
+    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
+        """What has been said by now of these rows' questions, after work of at most so many tokens.
+
+        A row for which it fails is given the `error`.
+        """
+        ...
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Forget the questions of all other rows."""
+        ...
+
+    def rollback(self) -> None:
+        """See `RowBatch`."""
+        ...
+
+
+class TrimmingBatch(Batch):
+    """See the file.
+
+    Args:
+        how: what to look for, and who judges.
+    """
+
+    def __init__(self, *args: Any, how: Trimming, **options: Any) -> None:
+        self._how, self._judge = how, _judge_of(how)
+        super().__init__(*args, **options)
+        self._thoughts: dict[int, tuple[Row, Thoughts]] = {}  # with the row, so that no other one gets its id
+
+    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
+        """A step of the rows that wait for nothing, and some of the judge's work; see `Batch.step`."""
+        wanted = None if rows is None else {id(row) for row in rows}
+        chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
+        self._thoughts = {id(row): self._thoughts.get(id(row)) or (row, self._thoughts_of(row)) for row in self.rows}
+        self._judge.keep(self.rows)
+        steps = self._hear([row for row in chosen if self._waits(row)], budget)
+        able = [row for row in chosen if not self._waits(row)]
+        return steps + super().step(budget, able, most) if able else steps
+
+    def _hear(self, waiting: Sequence[Row], budget: int) -> list[Step]:
+        """Let the rows go on of which the judge has spoken."""
+        if not waiting:
+            return []
+        start, steps = time.perf_counter(), list[Step]()
+        if len(waiting) == len(self.rows):
+            self._judge.wait(_PAUSE)
+        for row, yes in self._judge.said(waiting, budget):
+            self._thoughts[id(row)][1].hear(yes)
+            steps += self._act(row)
+        self.retire()
+        self.clock.draft_seconds += time.perf_counter() - start
+        self.clock.count(time.perf_counter() - start, decoding=True)
+        return steps
+
+    def _thoughts_of(self, row: Row) -> Thoughts:
+        return Thoughts(self._how, row.tokens[: row.prompt_length], row.emitted + row.stop.room)
+
+    def _waits(self, row: Row) -> bool:
+        return row.error is None and isinstance(self._thoughts[id(row)][1].due, Question)
+
+    def _settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
+        """See `Batch`; what is said is read, and the thinking closed where it is to be."""
+        steps = super()._settle(ended, outcomes)
+        for share, _ in ended:
+            if share.row.finish_reason is None:
+                steps += self._act(share.row)
+        self.retire()
+        return steps
+
+    def _act(self, row: Row) -> list[Step]:
+        """Read what the row has emitted, as far as nothing is due; then ask, or close."""
+        thoughts = self._thoughts[id(row)][1]
+        while thoughts.due is None and thoughts.read < len(row.steps):
+            thoughts.see(row.steps[thoughts.read].token)
+        if thoughts.due is None:
+            return []
+        if isinstance(thoughts.due, Question):
+            row.ledger.judged += 1
+            self._judge.ask(row, thoughts.due)
+            return []
+        steps = row.put(self._how.ending(thoughts.due))
+        thoughts.close(len(steps))
+        return steps
+
+    def rollback(self) -> None:
+        """See `Batch`."""
+        super().rollback()
+        self._judge.rollback()
+
+
+class CallableJudge:
+    """A judge in Python, each question in a thread of its own.
+
+    Args:
+        whom: the callable.
+        patience: seconds that a question may take.
+    """
+
+    def __init__(self, whom: Any, patience: float) -> None:
+        self._whom, self._patience = whom, patience
+        self._asked: dict[int, Awaited] = {}
+
+    def ask(self, row: Row, question: Question) -> None:
+        """See `ThoughtJudge`."""
+        self._asked[id(row)] = Awaited(self._whom, question, self._patience, "judge")
+
+    def wait(self, seconds: float) -> None:
+        """See `ThoughtJudge`."""
+        for asked in list(self._asked.values())[:1]:
+            asked.wait(seconds)
+
+    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
+        """See `ThoughtJudge`."""
+        found: list[tuple[Row, bool]] = []
+        for row in rows:
+            if self._asked[id(row)].wait(0):
+                try:
+                    found.append((row, _truth(self._asked.pop(id(row)).answer)))
+                except (ValueError, TimeoutError) as error:
+                    row.error = error
+        return found
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """See `ThoughtJudge`."""
+        alive = {id(row) for row in rows}
+        self._asked = {key: one for key, one in self._asked.items() if key in alive}
+
+    def rollback(self) -> None:
+        """There is nothing to forget."""
+
+
+class ModelJudge:
+    """A judge that is a model: it reads all questions together, as far as the budget of a step goes.
+
+    Args:
+        engine: the model's.
+        own: the tokenizer of the model that thinks, for a judge that comes without one.
+
+    Raises:
+        Unsupported: its tokens do not tell yes from no.
+    """
+
+    def __init__(self, engine: Any, own: Any) -> None:
+        self._stack, self._tokenizer = engine.stack, engine.tokenizer or own
+        self._plan, self._cache = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, 0)
+        self._seated: list[tuple[Row, list[int]]] = []
+        yes, no = (self._begins(word) for word in ("yes", "no"))
+        self._yes, self._no = sorted(yes - no), sorted(no - yes)
+        if not (self._yes and self._no):
+            raise Unsupported(f"{engine.model_name or 'this model'} as a judge", "its tokens do not tell yes from no",
+                              "Use another model, or a callable")
+
+    def ask(self, row: Row, question: Question) -> None:
+        """See `ThoughtJudge`."""
+        self._cache.extend(1)
+        self._seated.append((row, self._prompt(question)))
+
+    def wait(self, seconds: float) -> None:
+        """Its work is done in steps."""
+
+    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
+        """See `ThoughtJudge`."""
+        fed: list[tuple[Row, SequenceChunk]] = []
+        wanted = {id(row) for row in rows}
+        for slot, (row, tokens) in enumerate(self._seated):
+            first = self._cache.positions[slot]
+            piece = tokens[first : first + budget] if id(row) in wanted else []
+            if piece:
+                ends = first + len(piece) == len(tokens)
+                fed.append((row, SequenceChunk(slot, piece, [0] * len(piece), self._plan, wanted=int(ends))))
+                budget -= len(piece)
+        if not fed:
+            return []
+        logits = iter(self._stack.forward([chunk for _, chunk in fed], self._cache))
+        for row, chunk in fed:
+            self._cache.commit(chunk.row, range(len(chunk.tokens)))
+            row.ledger.second_layer_tokens += len(chunk.tokens) * self._stack.num_layers
+        found = [(row, self._verdict(next(logits))) for row, chunk in fed if chunk.wanted]
+        self._leave({id(row) for row, _ in found})
+        return found
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """See `ThoughtJudge`."""
+        self._leave({id(row) for row, _ in self._seated} - {id(row) for row in rows})
+
+    def rollback(self) -> None:
+        """See `ThoughtJudge`."""
+        for slot in range(self._cache.rows):
+            self._cache.rollback(slot)
+
+    def _leave(self, gone: set[int]) -> None:
+        """Let questions go."""
+        if gone:
+            stay = [slot for slot, (row, _) in enumerate(self._seated) if id(row) not in gone]
+            self._seated = [self._seated[former] for former in self._cache.select(stay)]
+
+    def _verdict(self, logits: Tensor) -> bool:
+        """Whether yes, in all its spellings, is likelier than no."""
+        return bool(logits[self._yes].logsumexp(0) > logits[self._no].logsumexp(0))
+
+    def _begins(self, word: str) -> set[int]:
+        """First tokens of its spellings."""
+        spelled = (self._tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"]
+                   for one in (word, word.capitalize()) for space in ("", " "))
+        return {ids[0] for ids in spelled}
+
+    def _prompt(self, question: Question) -> list[int]:
+        """Token ids; of thoughts that are too long the last part."""
+        thought, former = question.thought, question.former
+        most = min(_QUESTION, (self._stack.max_positions or _QUESTION) - 1)
+        while len(ids := self._ids(question.kind, thought, former)) > most and thought + former:
+            thought, former = (one[max(1, len(one) // 4) :] for one in (thought, former))
+        return ids
+
+    def _ids(self, kind: str, thought: str, former: str) -> list[int]:
+        said = texts()[kind].replace("{former}", former).replace("{thought}", thought)
+        if not getattr(self._tokenizer, "chat_template", None):
+            return list(self._tokenizer(f"{said}\n\n")["input_ids"])
+        return list(self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}], add_generation_prompt=True, tokenize=True, return_dict=False
+        ))
+
+
+def _judge_of(how: Trimming) -> ThoughtJudge:
+    """Who judges for a batch.
+
+    Raises:
+        Unsupported: a model is to judge and there is no engine to load it, or it cannot.
+    """
+    judge = how.knobs.judge
+    if how.judge is not None:
+        return ModelJudge(how.judge, how.tokenizer)
+    if isinstance(judge, str) or hasattr(judge, "get_output_embeddings"):
+        raise Unsupported("a judge", "there is no engine to load it", "Use Engine.generate")
+    return CallableJudge(judge, how.knobs.patience)
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"the judge said {value!r:.200}; it must say True or False")
+    return value

@@ -1,0 +1,116 @@
+"""Superposed decoding: several drafts of an answer from one forward per token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Loop, Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.draft.corpus import stamp_of, tokens_of
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+
+if TYPE_CHECKING:
+    from shoal.decode.loop import RowBatch
+    from shoal.decode.row import Row
+    from shoal.loops.ngrams import NGramCounts
+    from shoal.types import ModelInfo
+
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class Superposed(Method):
+    """Writes k drafts side by side for one forward a token, as for suggestions; the best one is the answer.
+
+    What enters the model is a mean of the drafts' last embeddings, weighted by how likely the drafts are. Its likeliest
+    tokens are offered to all drafts, each of which weighs them by n-grams of its own text, and the best k continuations
+    go on. The answer has the best mean score per token; `result.alternatives` holds the others, the best first. Nothing
+    is drawn: temperature and truncation of a request play no part. An answer comes as a whole. The KV is that of the
+    mixture, so a next turn reads the answer anew.
+
+    Attributes:
+        k: drafts; 1 is plain decoding. At most 64.
+        tokens: how many of the model's likeliest tokens are offered, at least k; None for 3 k.
+        alpha: weight of the n-grams beside the model, 0 to 1 exclusive; 0 leaves them out.
+        sharpen: temperature of the model's own distribution, above 0; small ones keep the drafts to what is likely.
+        unseen: log-probability (nats) of a token that no n-gram has behind a draft; the authors' code has about -370.
+        corpus: a UTF-8 text file whose n-grams are counted; None for those of the prompt.
+        inner: the method whose depth plan is run; None for full depth.
+    """
+
+    name: ClassVar[str] = "superposed"
+    paper: ClassVar[str] = "arXiv 2405.18400"
+    reads: ClassVar[tuple[str, ...]] = ("corpus",)
+
+    k: int = 3
+    tokens: int | None = None
+    alpha: float = 0.54
+    sharpen: float = 0.06
+    unseen: float = -10.0
+    corpus: str | None = None
+    inner: Method | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.k <= _MOST:
+            raise ValueError(f"k is {self.k}; it must be in 1..{_MOST}")
+        if self.tokens is not None and self.tokens < self.k:
+            raise ValueError(f"tokens is {self.tokens}; it must be at least k, {self.k}")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha is {self.alpha}; it must be in [0, 1)")
+        if not self.sharpen > 0:
+            raise ValueError(f"sharpen is {self.sharpen}; it must be more than 0")
+        if not -math.inf < self.unseen <= 0:
+            raise ValueError(f"unseen is {self.unseen}; it must be 0 or less and finite, a log-probability")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The inner method's recipe with the loop put in.
+
+        Raises:
+            ValueError: the corpus cannot be read.
+            Unsupported: what `inner` fills has no place beside a loop.
+        """
+        own = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+        if self.k == 1:
+            return own
+        counted = None if self.corpus is None else _counted(self.corpus, stamp_of(self.corpus), info.tokenizer)
+        return replace(own, loop=Superposing(self, counted))
+
+
+@dataclass(frozen=True)
+class Superposing(Loop):
+    """The part `loop`; see `Superposed`.
+
+    Attributes:
+        knobs: of the method.
+        counted: n-grams of a corpus; None for those of each row's prompt.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("plan", "store", "constraint")
+
+    knobs: Superposed
+    counted: NGramCounts | None = None
+
+    def batch(self) -> Callable[..., RowBatch]:
+        """See `Loop`."""
+        from shoal.loops.superposed import SuperposedBatch
+
+        return partial(SuperposedBatch, how=self)
+
+    def check(self, row: Row) -> None:
+        """Refuse a request for the scores of every token."""
+        if row.record is not None:
+            raise Unsupported("scores and logits of every token with superposed", "they are of a mixture of drafts",
+                              "Leave output_scores and output_logits out")
+
+
+@lru_cache(maxsize=4)
+def _counted(path: str, stamp: int, tokenizer: Any) -> NGramCounts:
+    from shoal.loops.ngrams import NGramCounts
+
+    return NGramCounts(tokens_of(path, tokenizer, "corpus"))
