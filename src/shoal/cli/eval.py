@@ -1,7 +1,7 @@
 """Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
 
-Problems are answered greedily and judged as their kind demands: by the final number, by the words, by the tests of
-code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file,
+Problems are answered, greedily unless there is a temperature, and judged as their kind demands: by the final number,
+by the words, by the tests of code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file,
 so an interrupted evaluation goes on where it was.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,10 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--plot", metavar="DIR", type=Path, help="draw pictures into this folder (needs matplotlib)")
     how.add_argument("--timed", metavar="N", type=int, default=0, help="answers that each method also decodes alone, "
                      "in turn, for seconds and the realised speed-up")
-    how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
+    how.add_argument("--temperature", metavar="T", type=float, default=0.0, help="at which answers are drawn, the full "
+                     "model's too; searches such as best_of need one above 0")
+    how.add_argument("--batch", metavar="N", type=int, default=64, help="rows decoded together, branches of searches "
+                     "counted")
     how.add_argument("--minutes", metavar="T", type=float, help="distance: begin no further texts after so long; the "
                      "same command goes on from there")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -107,10 +111,10 @@ def run(args: argparse.Namespace) -> int:
     parts = []
     for suite, part in zip(chosen, items, strict=True):
         longest = args.max_new_tokens or suite.max_new_tokens
-        evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe)
+        evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe, temperature=args.temperature)
         parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
-    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed, "suites": parts,
-              "minutes": kept.minutes, "warnings": warnings}
+    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed,
+              "temperature": args.temperature, "suites": parts, "minutes": kept.minutes, "warnings": warnings}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
@@ -176,6 +180,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.others and args.measure != "distance":
         raise ValueError("--others are compared by distance; add --measure distance, or evaluate each by itself")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
     check_groups(_words(args.groups) + _words(args.loss_groups))
     for measure in _words(args.measure):
         if measure not in ("answers", "loss") and args.measure != "distance":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,11 +62,15 @@ class Answered:
         tokens: generated ids, the end-of-sequence token included where one came.
         layer_tokens: layers summed over them; for a method that guesses, those it read.
         finish_reason: why it ended; "length" where it was cut off.
+        thrown_away: tokens that a search decoded and that are not in it.
+        second: tokens of it that a second model wrote.
     """
 
     tokens: list[int]
     layer_tokens: float
     finish_reason: str | None = None
+    thrown_away: int = 0
+    second: int = 0
 
 
 class Decoder:
@@ -74,27 +79,28 @@ class Decoder:
     Args:
         engine: the model.
         rows: answers under way at once; where one ends, the next begins.
+        temperature: at which answers are drawn, each by its prompt's own random numbers; 0 takes the likeliest tokens.
 
     Attributes:
         deadline: `time.monotonic()` after which `answers` gives up with a TimeoutError; None for never.
     """
 
-    def __init__(self, engine: Engine, rows: int = 64) -> None:
-        self.engine, self.rows = engine, rows
+    def __init__(self, engine: Engine, rows: int = 64, temperature: float = 0.0) -> None:
+        self.engine, self.rows, self.temperature = engine, rows, temperature
         self.deadline: float | None = None
         self._risen: tuple[RisingPlan, Engine] | None = None
 
     def answers(
         self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> list[Answered]:
-        """Greedy answers in the order of the prompts; see `each_answer`."""
+        """Answers in the order of the prompts; see `each_answer`."""
         found = dict(self.each_answer(prompts, who, max_new_tokens, stop))
         return [found[number] for number in range(len(prompts))]
 
     def each_answer(
         self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Answered]]:
-        """Greedy answers as they end, each with the number of its prompt.
+        """Answers as they end, each with the number of its prompt.
 
         Prompts join in their order, and what they begin with in common is read once if it was read before they join.
 
@@ -113,7 +119,7 @@ class Decoder:
         done: list[tuple[int, BaseException | None]] = []
         handles = [
             scheduler.submit(list(prompt), deliver=partial(_ending, done, number), method=who.method or "full",
-                             max_new_tokens=max_new_tokens, stop=list(stop) or None)
+                             max_new_tokens=max_new_tokens, stop=list(stop) or None, **self._drawn(prompt))
             for number, prompt in enumerate(prompts)
         ]
         left = len(handles)
@@ -125,9 +131,15 @@ class Decoder:
                 if error is not None:
                     raise error
                 (found,) = handles[number].results
-                yield number, Answered(list(found.tokens), self._layers(who, found.stats), found.finish_reason)
+                yield number, Answered(list(found.tokens), self._layers(who, found.stats), found.finish_reason,
+                                       found.stats.thrown_away, found.stats.second_tokens)
             left -= len(done)
             done.clear()
+
+    def _drawn(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """How a prompt's answer is drawn, whatever else is answered beside it."""
+        seed = zlib.crc32(repr(list(prompt)).encode())
+        return {"temperature": self.temperature, "seed": seed} if self.temperature else {}
 
     def _layers(self, who: Contender, stats: Stats) -> float:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""

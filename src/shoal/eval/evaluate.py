@@ -33,6 +33,7 @@ class Evaluator:
         batch: items measured together. What is finished survives an interruption.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
         unsafe: whether code that a model wrote is run where no sandbox works.
+        temperature: at which answers are drawn; 0 takes the likeliest tokens.
     """
 
     engine: Engine
@@ -41,6 +42,7 @@ class Evaluator:
     batch: int = 64
     progress: bool | None = None
     unsafe: bool = False
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch"):
@@ -48,7 +50,7 @@ class Evaluator:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.engine.tokenizer is None:
             raise ValueError("an evaluation needs a tokenizer; load the model with one")
-        self.decoder = Decoder(self.engine, self.batch)
+        self.decoder = Decoder(self.engine, self.batch, self.temperature)
 
     def samples(self, items: Sequence[Item]) -> list[Sample]:
         """Items in the model's tokens, those that fit its context, short prompts first."""
@@ -63,6 +65,8 @@ class Evaluator:
         settings = precision(self.engine)
         if kind == "answers":
             settings["max_new_tokens"] = self.max_new_tokens
+            if self.temperature:
+                settings["temperature"] = self.temperature
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
     def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
@@ -113,6 +117,7 @@ class Evaluator:
             "cut": found.finish_reason == "length",
             "layers": found.layer_tokens,
             "tokens": found.tokens,
+            **{name: count for name in ("thrown_away", "second") if (count := getattr(found, name))},
         }
 
     def losses(

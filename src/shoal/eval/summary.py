@@ -43,6 +43,8 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "mean_layers_ended": sum(r["layers"] for r in ended) / sum(len(r["tokens"]) for r in ended) if ended else None,
         "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 where guesses do not pay
         "tokens_per_answer": tokens / len(items),
+        **{f"{name}_per_answer": sum(row.get(name, 0) for row in rows) / len(items)
+           for name in ("thrown_away", "second") if any(name in row for row in rows)},
         "share_cut": mean(bool(row["cut"]) for row in rows),
         **({"f1": mean(row["f1"] for row in rows)} if "f1" in rows[0] else {}),
         **({"verdicts": dict(Counter(row["verdict"] for row in rows))} if "verdict" in rows[0] else {}),
