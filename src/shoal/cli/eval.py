@@ -1,8 +1,8 @@
 """Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
 
 Problems are answered, greedily unless there is a temperature, and judged as their kind demands: by the final number,
-by the words, by the tests of code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in a file,
-so an interrupted evaluation goes on where it was.
+by the words, by the tests of code. Texts and reference solutions are scored, token by token, under each method's plan.
+Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
 """
 
 from __future__ import annotations
