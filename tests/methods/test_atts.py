@@ -27,7 +27,7 @@ from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.eval.items import Item
 from shoal.methods import make
-from shoal.methods.atts import ATTS, ByChunk, Judged
+from shoal.methods.atts import ATTS, ByChunk, JudgedTurns
 from shoal.methods.calibrated import Calibrated
 from shoal.types import Sampling
 from test_matrix import engine_of
@@ -82,7 +82,7 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) ->
 def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
     """Whatever pieces the large model reads a chunk in."""
     policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores)
-    loop = Judged(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
+    loop = JudgedTurns(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, stack=HF.stack("llama"), sampling=how, seed=4,
                  chunk=chunk)
     for number, (row, ids) in enumerate(zip(run.rows, SHORT, strict=True)):
@@ -101,7 +101,7 @@ def test_on_packed_executors(backend: Backend) -> None:
     model = small(backend.dtype)
     policy = ByChunk(METHOD.alpha, METHOD.draft_tokens, METHOD.target_tokens, METHOD.scores)
     stack = packed(model, kernels=backend is NATIVE)
-    loop = Judged(policy, stack, DepthPlan.full(SMALL_LAYERS), "small")
+    loop = JudgedTurns(policy, stack, DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 24, stack=backend.stack("llama"), seed=4)
     for number, ids in enumerate(SHORT):
         assert run.tokens[number] == replayed(ids, METHOD, Sampling(), number, 24)[0]

@@ -72,11 +72,11 @@ class ATTS(SwitchingMethod):
                              "--for atts make them, or take alpha 0 or 1")
         policy = ByChunk(float(self.alpha), self.draft_tokens, self.target_tokens, tuple(sorted(self.scores)))
         recipe = self.switched(info, policy)
-        return replace(recipe, loop=Judged(**{one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}))
+        return replace(recipe, loop=JudgedTurns(**{one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}))
 
 
 @dataclass(frozen=True)
-class Judged(Switching):
+class JudgedTurns(Switching):
     """The part `loop`; see `Switching`."""
 
     def batch(self) -> Callable[..., RowBatch]:
