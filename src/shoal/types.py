@@ -208,6 +208,12 @@ class Stats:
     branches: int = 0
     thrown_away: int = 0
 
+    @property
+    def beside(self) -> dict[str, int]:
+        """What only searches and answers of two models have, by name, where it is not 0."""
+        names = ("branches", "thrown_away", "switches", "second_tokens")
+        return {name: count for name in names if (count := getattr(self, name))}
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

@@ -43,7 +43,8 @@ from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_
 TURNS = Ruled(turns)
 _APART = ("snapkv", "centroid_kv", "entropy_adaptive", "atts")
 FORCED = [method for method in MATRIX if "window=4" not in repr(method) and method.name not in _APART]
-"""Those that let a forward hold several tokens of the text, and do not go by what was uncertain about each of them, or by how many there are."""
+"""Those that let a forward hold several tokens of the text, and go neither by what was uncertain about each of them nor
+by how many there are."""
 
 
 @functools.cache

@@ -72,7 +72,8 @@ class ATTS(SwitchingMethod):
                              "--for atts make them, or take alpha 0 or 1")
         policy = ByChunk(float(self.alpha), self.draft_tokens, self.target_tokens, tuple(sorted(self.scores)))
         recipe = self.switched(info, policy)
-        return replace(recipe, loop=JudgedTurns(**{one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}))
+        parts = {one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}
+        return replace(recipe, loop=JudgedTurns(**parts))
 
 
 @dataclass(frozen=True)
