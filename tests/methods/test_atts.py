@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from backends import HF, NATIVE, TORCH, Backend, packed
 from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
 from drive import SHORT, decode, prompt, stack_of
 from families import tiny
 from shoal.calibrate import chunks
+from shoal.cli import main
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
@@ -189,6 +191,29 @@ def test_without_scores_or_a_draft_it_says_what_is_missing() -> None:
         engine().generate(SHORT[0], method=ATTS(small()), max_new_tokens=3)
     with pytest.raises(ValueError, match="atts has no draft model"):
         engine().generate(SHORT[0], method=METHOD, max_new_tokens=3)
+
+
+def test_the_command_writes_a_card_that_decodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folders = []
+    for number, model in enumerate((tiny("llama"), small(torch.float32))):
+        folders.append(tmp_path / f"model{number}")
+        model.save_pretrained(folders[-1])
+        chat_tokenizer().save_pretrained(folders[-1])
+    items = [{"question": f"What {'x' * number} is 1 + 1?", "answer": "2"} for number in range(1, 60)]
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, items)))
+    words = ["calibrate", "--for", "atts", "--model", str(folders[0]), "--suite", str(tmp_path / "few.jsonl"),
+             "--dtype", "float32", "--json", "--out", str(tmp_path / "card.json"), "--loss-n", "4"]
+    assert main(words) != 0 and "take --draft, the smaller model" in capsys.readouterr().err
+    pair = [*words, "--draft", str(folders[1]), "--draft-tokens", "3", "--samples", "2"]
+    assert main(pair) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "card.json").read_text()) == made
+    method = make(str(tmp_path / "card.json"))
+    assert isinstance(method, Calibrated) and isinstance(method.inner, ATTS) and len(method.inner.scores) >= 2
+    found = shoal.load(str(folders[0]), dtype="float32").generate("Hello", method=method, max_new_tokens=12)
+    assert found.stats.second_tokens >= 3 and found.stats.target_forwards > 0
 
 
 def test_the_card_s_scores_are_what_the_model_says_of_the_other_one_s_chunks(tmp_path: Path) -> None:
