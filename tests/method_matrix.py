@@ -10,6 +10,7 @@ from drafts import draft_of
 from shoal.methods.a_star import AStar
 from shoal.methods.adadec import AdaDec
 from shoal.methods.aded import ADED
+from shoal.methods.atts import ATTS
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
@@ -108,6 +109,8 @@ MATRIX: tuple[Method, ...] = (
     AdaDec(threshold=0.9, candidates=4, lookahead=2),
     EntropyAdaptive(draft_of("llama", 0.3), tau=-1.0),
     EntropyAdaptive(draft_of("llama", 0.3), tau=2.0, window=2),
+    ATTS(draft_of("llama", 0.3), draft_tokens=0),
+    ATTS(draft_of("llama", 0.3), alpha=0.6, draft_tokens=3, target_tokens=2, scores=(4.0, 4.3, 4.5, 4.6, 4.8, 5.0)),
     FoReaL(draft_of("hybrid", 0.3), lead=None),
     FoReaL(draft_of("hybrid", 0.3), lead=4),
     RandomSwitching(draft_of("llama", 0.3), share=0.4),

@@ -28,7 +28,7 @@ class Script:
         return self.steps(root)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Given(Method):
     """A method that is one recipe."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.methods.a_star import AStar
     from shoal.methods.adadec import AdaDec
     from shoal.methods.aded import ADED
+    from shoal.methods.atts import ATTS
     from shoal.methods.auto import Auto
     from shoal.methods.base import Method
     from shoal.methods.best_of import BestOf
@@ -67,6 +68,7 @@ __all__ = [
     "D3",
     "DEL",
     "RSD",
+    "ATTS",
     "AStar",
     "AdaDec",
     "Auto",
@@ -125,6 +127,7 @@ __all__ = [
 
 _HOME = {
     "ADED": "shoal.methods.aded",
+    "ATTS": "shoal.methods.atts",
     "AStar": "shoal.methods.a_star",
     "AdaDec": "shoal.methods.adadec",
     "Auto": "shoal.methods.auto",

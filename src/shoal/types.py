@@ -214,6 +214,12 @@ class Stats:
     judge_calls: int = 0
     put_tokens: int = 0
 
+    @property
+    def beside(self) -> dict[str, int]:
+        """What only searches and answers of two models have, by name, where it is not 0."""
+        names = ("branches", "thrown_away", "switches", "second_tokens")
+        return {name: count for name in names if (count := getattr(self, name))}
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

@@ -91,6 +91,16 @@ def test_lines_in_error_stop_nobody() -> None:
     assert "-1" in found[7]["error"]
 
 
+def test_what_a_search_cost_is_said_and_nothing_where_there_is_none() -> None:
+    search = {"method": "best_of", "method_args": {"n": 3}}
+    asked = {"prompt": "abc", "temperature": 1.0, "seed": 2, "max_new_tokens": 6}
+    found = answers(engine(), [{**asked, **search}, asked])
+    alone = engine().generate("abc", method=search, temperature=1.0, seed=2, max_new_tokens=6)
+    assert alone.stats.beside == {"branches": 3, "thrown_away": 12}
+    assert (found[1]["branches"], found[1]["thrown_away"]) == (3, 12)
+    assert not {"branches", "thrown_away", "switches", "second_tokens"} & set(found[2])
+
+
 def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
     model = engine()
     inner = model.stack.forward

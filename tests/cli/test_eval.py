@@ -164,6 +164,25 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
     assert len(suite["answers"]) == 2 and "loss" not in suite
 
 
+def test_drawn_answers_are_their_prompts_own_and_kept_apart_from_greedy_ones(capsys, tmp_path, tiny_folder, problems):
+    """Whatever is answered beside them; a search says what it threw away."""
+    words = ["--model", tiny_folder, "--suite", problems, "--measure", "answers", "--methods", "best_of:n=3", *SMALL,
+             "--out", str(tmp_path)]
+    greedy = evaluated(capsys, *words, "--n", "4")["suites"][0]["answers"]
+    drawn = evaluated(capsys, *words, "--n", "4", "--temperature", "1.5")
+    full, search = drawn["suites"][0]["answers"]
+    assert drawn["temperature"] == 1.5 and "thrown_away_per_answer" not in full
+    assert greedy[1]["same"] == 1 and "thrown_away_per_answer" not in greedy[1]
+    assert search["thrown_away_per_answer"] > 0 and search["mean_layers"] > 2 * full["mean_layers"]
+    words = [*words[:-1], str(tmp_path / "other"), "--n", "4", "--temperature", "1.5"]
+    one_by_one = evaluated(capsys, *words, "--batch", "3")
+    for a, b in zip(one_by_one["suites"][0]["answers"], (full, search), strict=True):
+        assert (a["tokens_per_answer"], a.get("thrown_away_per_answer")) == (
+            b["tokens_per_answer"], b.get("thrown_away_per_answer"))
+    for bad in ("-1", "inf", "nan"):
+        assert "it must be 0 or more" in fails(capsys, *words, "--temperature", bad)
+
+
 def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, problems):
     for share in ("0.25", "0"):
         assert main(["prune", "ppm", "--model", tiny_folder, "--share", share, "--multiple", "8", "--json", "--out",

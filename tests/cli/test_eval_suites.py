@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.eval.evaluate import Evaluator
-from shoal.eval.sandbox.process import Sandbox, find
+from shoal.sandbox.process import Sandbox, find
 
 
 def tasks(folder: Path) -> str:

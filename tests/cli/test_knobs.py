@@ -173,5 +173,5 @@ def test_help_has_the_fields_own_words(odd):
 
 
 def test_owners():
-    assert knobs.owners("--alpha") == ["d3", "d3_spec", "momentum", "superposed"]
+    assert knobs.owners("--alpha") == ["atts", "d3", "d3_spec", "momentum", "superposed"]
     assert knobs.owners("--nothing") == []

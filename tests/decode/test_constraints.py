@@ -42,11 +42,12 @@ from shoal.types import Result
 from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_of
 
 TURNS = Ruled(turns)
-_APART = ("snapkv", "centroid_kv", "entropy_adaptive", "superposed")
+_APART = ("snapkv", "centroid_kv", "entropy_adaptive", "superposed", "atts")
 BOUND = [method for method in MATRIX if not isinstance(method, TrimR) or method.share is None]
 """Those that put in no tokens of their own, which no law has allowed."""
 FORCED = [method for method in BOUND if "window=4" not in repr(method) and method.name not in _APART]
-"""Those that let a forward hold several tokens of the text, and do not go by what was uncertain about each of them."""
+"""Those that let a forward hold several tokens of the text, and go neither by what was uncertain about each of them nor
+by how many there are."""
 
 
 @functools.cache

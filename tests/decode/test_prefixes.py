@@ -63,7 +63,7 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str
         talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
 
 
-LAGGING = ("entropy_adaptive", "foreal", "random_switching")
+LAGGING = ("entropy_adaptive", "foreal", "random_switching", "atts")
 """Two models write in turns, and the engine's own has read no more than up to where it wrote last."""
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import Unsupported
-from shoal.eval.sandbox import process
-from shoal.eval.sandbox.process import LIMITS, Kind, Program, Sandbox, find
+from shoal.sandbox import process
+from shoal.sandbox.process import LIMITS, Kind, Program, Sandbox, find
 
 GOOD = Program("def f():\n    return 1\n", "assert f() == 1\n", "f")
 FOUND = "def f():\n    return 1\n"

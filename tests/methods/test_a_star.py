@@ -65,7 +65,7 @@ class Toy:
 class ToyBranch:
     """As `shoal.decode.search.Branch`."""
 
-    greedy, score, text = False, 0.0, ""
+    greedy, score, text, question = False, 0.0, "", ""
 
     def __init__(self, toy: Toy, path: Path) -> None:
         self.toy, self.path, self.alive = toy, path, True
@@ -303,7 +303,7 @@ def test_a_verifier_of_ones_own_steers() -> None:
         promise=lambda words: (1 + sum(token % 2 == 0 for token in words)) / (1 + len(words)),
     )
     assert (list(found.tokens), found.stats.branches) == (tokens, made)
-    assert seen[0] == Attempt(tuple(SHORT[0]), (), "", False, 1.0)
+    assert seen[0] == Attempt(tuple(SHORT[0]), (), "", False, 1.0, WORDS.decode(SHORT[0], skip_special_tokens=True))
     assert all(one.text == WORDS.decode(one.tokens, skip_special_tokens=True) for one in seen)
     assert any(one.finished for one in seen) and all(0 < one.likelihood <= 1 for one in seen)
     other = engine.generate(SHORT[0], method=AStar(k=3, step=2, width=2), **WARM, max_new_tokens=10)
@@ -366,7 +366,7 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
         ({"delimiter": ""}, "delimiter is ''; it must have at least one character"),
         ({"patience": 0.0}, "patience is 0.0; it must be more than 0 seconds"),
         ({"patience": math.nan}, "patience is nan"),
-        ({"verifier": "judge"}, "verifier is 'judge'; it must be 'likelihood' or a callable"),
+        ({"verifier": "judge"}, "verifier is 'judge'; it must be 'likelihood', 'execution', an http"),
         ({"edge_cost": "two"}, "edge_cost of a_star is 'two'"),
     ],
 )

@@ -120,6 +120,10 @@ def test_a_method_per_request(server: Running) -> None:
     assert answer.choices[0].message.content == expected.text
     assert answer.metrics["depth"]["mean_layers"] == pytest.approx(expected.stats.mean_layers)
     assert answer.metrics["depth"]["full_layers"] == 4
+    assert answer.metrics["beside"] == {}
+    extra = {"method": "best_of", "method_args": {"n": 3}, "metrics": True}
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=10, temperature=1, extra_body=extra)
+    assert answer.metrics["beside"]["branches"] == 3 and answer.metrics["beside"]["thrown_away"] > 0
 
 
 @pytest.mark.parametrize(

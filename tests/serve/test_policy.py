@@ -56,7 +56,7 @@ def test_each_of_a_list_must_be_allowed() -> None:
 
 
 def test_no_free_text_of_a_request_names_a_file() -> None:
-    texts_that_name_none = {("a_star", "delimiter"), ("a_star", "verifier"), ("d3", "order"), ("d3_spec", "order"),
+    texts_that_name_none = {("a_star", "delimiter"), ("d3", "order"), ("d3_spec", "order"),
                             ("trimr", "opening"), ("trimr", "closing"), ("trimr", "cues")}
     for name in policy.allowed(Settings()):
         method = methods.get(name)
@@ -73,6 +73,23 @@ def test_no_free_text_of_a_request_names_a_file() -> None:
     with pytest.raises(ApiError, match="must be a function") as error:
         policy.choose("rapid", {"likeness": "os.system"}, Settings())
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize("name", ["a_star", "best_of"])
+def test_a_request_names_no_verifier_that_runs_or_asks_anything(name: str) -> None:
+    listed = Settings(methods=frozenset({name}))
+    assert policy.choose(name, {"verifier": "likelihood"}, Settings()) == make(name)
+    assert policy.choose(name, {"verifier": "execution"}, listed).to_dict()["method_args"]["verifier"] == "execution"
+    inner = {"method": name, "method_args": {"verifier": "http://127.0.0.1:9/"}}
+    for method, args, settings in (
+        (name, {"verifier": "execution"}, Settings()), (name, {"verifier": "http://127.0.0.1:9/"}, Settings()),
+        (name, {"verifier": "http://169.254.169.254/"}, listed), ([inner], {}, listed),
+        (name, {"verifier": "https://127.0.0.1/"}, Settings(methods=frozenset({name, "d3"}))),
+        ("prompt_lookup", {"inner": inner}, Settings()),
+    ):
+        with pytest.raises(ApiError, match=f"verifier of {name} names") as error:
+            policy.choose(method, args, settings)
+        assert error.value.status == 403
 
 
 def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:

@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
   shoal calibrate --for double_sparsity --suite wikitext2 --data DIR --out channels.json
   shoal calibrate --for adadec --suite humaneval --data DIR --out adadec.json
+  shoal calibrate --for atts --draft SMALLER --suite humaneval --data DIR --out atts.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
 """
 
@@ -35,15 +36,20 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
-    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "double_sparsity"), default="depth",
-                     help="a depth schedule, the entropy from which on adadec pauses, or the dimensions that "
-                     "double_sparsity scores by; for the latter two only --suite, --data, --loss-n, --seed, --threads "
-                     "and --out count")
+    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "atts", "double_sparsity"), default="depth",
+                     help="a depth schedule, the entropy from which on adadec pauses, the scores that atts compares "
+                     "with, or the dimensions that double_sparsity scores by; for the latter three only --suite, "
+                     "--data, --loss-n, --seed, --threads and --out count")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
                      "point of accuracy or agreement, or 1 %% of perplexity")
     aim.add_argument("--core", metavar="N", type=int, help="layers that always run; max(4, L/8) if none")
+    pair = parser.add_argument_group("for atts")
+    pair.add_argument("--draft", metavar="M", help="the smaller model")
+    pair.add_argument("--draft-tokens", metavar="N", type=int, default=64, help="tokens of a chunk")
+    pair.add_argument("--samples", metavar="N", type=int, default=4, help="chunks of each item")
+    pair.add_argument("--temperature", metavar="T", type=float, default=0.8, help="at which they are drawn")
     data = parser.add_argument_group("data")
     data.add_argument("--suite", metavar="S", help="a suite that `shoal eval --list` names, or FILE.jsonl; its "
                       "calibration part is read")
@@ -69,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Calibrate, print what was found, end with one JSON line."""
     if args.purpose != "depth":
-        return {"adadec": _learn_pauses, "double_sparsity": _channels}[args.purpose](args)
+        return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels}[args.purpose](args)
     from shoal.calibrate.calibration import Aim, card, search
     from shoal.eval import suites
     from shoal.eval.evaluate import Evaluator
@@ -139,6 +145,30 @@ def _learn_pauses(args: argparse.Namespace) -> int:
               f"tokens of reference solutions. The likeliest token is right at {found['right']:.1%} of all; by its "
               f"entropy, as many right as wrong, that is told in {found['accuracy']:.1%} of held-out tokens\n"
               f"written to {args.out}")
+    common.print_json(made)
+    return 0
+
+
+def _score_chunks(args: argparse.Namespace) -> int:
+    """The scores of atts; ends with one JSON line."""
+    from shoal.calibrate import chunks
+    from shoal.eval import suites
+    from shoal.methods.atts import ATTS
+
+    if args.draft is None or args.draft_tokens < 1 or args.samples < 1:
+        raise ValueError("scores for atts take --draft, the smaller model; --draft-tokens and --samples are at least 1")
+    suite, method = suites.get(_suite(args)), ATTS(args.draft, draft_tokens=args.draft_tokens)
+    _check_out(args.out)
+    items = suite.items(args.data, "calibration", args.loss_n, args.seed)
+    engine = _engine(args)
+    scores = chunks.observe(engine, items, method, args.samples, args.temperature, args.seed)
+    made = chunks.card(engine, method, scores, suite=suite.name, items=items, samples=args.samples,
+                       temperature=args.temperature, seed=args.seed, versions=_versions())
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        print(f"{len(scores)} chunks of {args.draft_tokens} tokens, mean losses of {scores[0]:.3f} to {scores[-1]:.3f} "
+              f"nats per token, {scores[len(scores) // 2]:.3f} in the middle; they are compared with by "
+              f"--method {args.out}")
     common.print_json(made)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> N
 
 def method_from(word: str) -> Method:
     """The method of a word such as `d3`, `d3:mean=0.6:core=4` or `card.json`."""
-    name, *knobs = word.split(":")
+    name, *knobs = re.split(r":(?=[a-z_]\w*(?:[:=]|$))", word)  # a value may be a URL
     parser = Parser(add_help=False)
     add_method(parser, card=False)
     options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]

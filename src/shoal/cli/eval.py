@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,6 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--measure", metavar="M,...", default="answers,loss", help="answers, loss or both; or "
                       "distance to the full model, on its own answers")
     what.add_argument("--max-new-tokens", metavar="N", type=int, help="the longest answer; as fits the suite if none")
-    what.add_argument("--temperature", metavar="T", type=float, default=0.0, help="of the answers; 0 for greedy ones, "
-                      "of which searches make but one")
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
     rivals = parser.add_argument_group("controls at equal realised depth")
     rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
@@ -69,7 +68,10 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--plot", metavar="DIR", type=Path, help="draw pictures into this folder (needs matplotlib)")
     how.add_argument("--timed", metavar="N", type=int, default=0, help="answers that each method also decodes alone, "
                      "in turn, for seconds and the realised speed-up")
-    how.add_argument("--batch", metavar="N", type=int, default=64, help="items decoded together")
+    how.add_argument("--temperature", metavar="T", type=float, default=0.0, help="at which answers are drawn, the full "
+                     "model's too; searches such as best_of need one above 0")
+    how.add_argument("--batch", metavar="N", type=int, default=64, help="rows decoded together, branches of searches "
+                     "counted")
     how.add_argument("--minutes", metavar="T", type=float, help="distance: begin no further texts after so long; the "
                      "same command goes on from there")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -180,6 +182,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.others and args.measure != "distance":
         raise ValueError("--others are compared by distance; add --measure distance, or evaluate each by itself")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
     check_groups(_words(args.groups) + _words(args.loss_groups))
     for measure in _words(args.measure):
         if measure not in ("answers", "loss") and args.measure != "distance":

@@ -27,6 +27,9 @@ from shoal.types import Step
 _LEAST_SHARE = 4
 """Prompts share a forward where decoding leaves them at least one part in so many of it; else they get their own."""
 
+_DOZE = 0.002
+"""Seconds that a step without anything to run may take, where a search waits for others."""
+
 
 class Batch:
     """Rows under way on one cache. A row that has emitted nothing reads its prompt; the others decode.
@@ -151,6 +154,8 @@ class Batch:
         reading = [row for row in rows if self._reads(row)]
         decoding = [row for row in rows if row.room and not self._reads(row)]
         if not (reading or decoding):
+            for search in self.searches[: not steps]:
+                search.doze(_DOZE)
             return steps
         trees = self.propose(decoding)
         drafted = time.perf_counter()

@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+    from concurrent.futures import Future
 
     from shoal.decode.accept import Outcome, Target
     from shoal.decode.loop import RowBatch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
     from shoal.model.kv_form import Store
+
+    Awaited = Branch | Future[Any]
+    """What a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]
 PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop", "constraint")
@@ -62,11 +66,12 @@ class Search(Protocol):
         """
         ...
 
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
         """The search for one row: yields the branches for which it waits, and returns the one that won.
 
         It goes on when each of those has ended, or has what it was told to `advance`, and nothing but that may decide
-        when: so what it finds depends on no other row. A winner that has not ended goes on to its end.
+        when: so what it finds depends on no other row. A winner that has not ended goes on to its end. A future among
+        them stands for what somebody else has to say, such as a verifier; other rows go on meanwhile.
 
         Args:
             root: has read the prompt but for its last token, and emitted nothing.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from shoal.types import FinishReason, Step
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.recipe import Search
+    from shoal.decode.recipe import Awaited, Search
     from shoal.decode.row import Row
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,11 @@ class Branch:
         return "".join(step.text for step in self.row.steps)
 
     @property
+    def question(self) -> str:
+        """The text of the prompt, without special tokens; empty without a tokenizer."""
+        return self.row.stop.text_of(self.row.tokens[: self.row.prompt_length])
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the branch ended; None while it goes on."""
         return self.row.finish_reason
@@ -137,7 +143,7 @@ class SearchRun:
         self.branches = [Branch(self, trunk, 0)]
         self._most, self._made = root.branches, 1
         self._run = search.run(self.branches[0])
-        self._awaited: Sequence[Branch] = self.branches[:]
+        self._awaited: Sequence[Awaited] = self.branches[:]
         self._winner: Branch | None = None
         self._error: BaseException | None = None
 
@@ -150,7 +156,7 @@ class SearchRun:
         if self._error is not None:
             raise self._error
         try:
-            while all(self._rests(branch.row) for branch in self._awaited):
+            while all(map(self._rests, self._awaited)):
                 if self._winner is not None:
                     return self._finish(self._winner)
                 self._resume()
@@ -158,6 +164,10 @@ class SearchRun:
             self._error = error
             raise
         return []
+
+    def doze(self, seconds: float) -> None:
+        """Give what others say to the search so long to come; returns at once where it waits for none of them."""
+        wait([one for one in self._awaited if isinstance(one, Future)], seconds)
 
     def _resume(self) -> None:
         """Let the search run to its next wait, or to its end."""
@@ -170,8 +180,9 @@ class SearchRun:
             return
         if not isinstance(awaited, Sequence):
             raise ValueError(f"a search yielded a {type(awaited).__name__}; yield a list of the branches to wait for")
-        for branch in awaited:
-            self._check(branch)
+        for one in awaited:
+            if not isinstance(one, Future):
+                self._check(one)
         self._awaited = list(awaited)
 
     def fork(self, branch: Branch, count: int) -> list[Branch]:
@@ -214,7 +225,10 @@ class SearchRun:
             for branch in self.branches[left:]:
                 self.end(branch)
 
-    def _rests(self, row: Row) -> bool:
+    def _rests(self, one: Awaited) -> bool:
+        if isinstance(one, Future):
+            return one.done()
+        row = one.row
         return row.leaves or (row.room == 0 and self.batch.due(row) == 0)
 
     def _check(self, branch: object) -> None:

@@ -97,6 +97,10 @@ class StopState:
         self.room = max(0, min(limits))
         self.finish_reason: FinishReason | None = None if self.room else "length"
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, as the row's own are read."""
+        return self._detokenizer.text_of(tokens)
+
     def copy(self) -> StopState:
         """The same state for a row that goes another way from here."""
         twin = copy.copy(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -33,6 +34,10 @@ class Detokenizer:
         self._given = 0  # characters of decode(context + open) given out
         self._run: _ByteRun | None = None
         self._kinds: dict[int, bytes | None] = {}
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Any tokens as text; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._decode(list(tokens))
 
     def copy(self) -> Detokenizer:
         """The same state for other tokens to come."""

@@ -180,7 +180,8 @@ class Scheduler:
         row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
-        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store)
+        other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
+        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other)
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(

@@ -62,7 +62,7 @@ class Answered:
 
     Attributes:
         tokens: generated ids, the end-of-sequence token included where one came.
-        layer_tokens: layers summed over them; for a method that guesses, those it read.
+        layer_tokens: layers summed over them, each of the model that wrote it; for a method that guesses, those it read.
         finish_reason: why it ended; "length" where it was cut off.
         work: what it took beside, as far as it took any: see `WORK`.
     """
@@ -146,6 +146,8 @@ class Decoder:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""
         if isinstance(who.plan, RisingPlan):
             return who.plan.layer_tokens(stats.new_tokens)
+        if stats.second_tokens:
+            return stats.layer_tokens
         layers, head = self.engine.stack.num_layers, self.engine.stack.head_layers
         return stats.new_tokens * ((layers + head) / stats.ideal_speedup - head)
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from shoal.eval import judges
 from shoal.eval.items import Item
 from shoal.eval.judges import tests
-from shoal.eval.sandbox.process import Program, Sandbox, find
+from shoal.sandbox.process import Program, Sandbox, find
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -16,12 +16,12 @@ from shoal.eval.evaluate import BIN, Evaluator
 from shoal.eval.floors import floors
 from shoal.eval.items import Item, Sample
 from shoal.eval.judges import TESTS
-from shoal.eval.sandbox.process import find
 from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
 from shoal.eval.timing import alone
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
+from shoal.sandbox.process import find
 
 PILOT = 128
 """Items on which a control's answer lengths are learnt before it is run on all."""

@@ -102,17 +102,17 @@ class SwitchingBatch(Batch):
         """Whether the row holds a token that the small model does not have."""
         return bool(self._common < self.stack.vocab_size) and max(row.tokens) >= self._common
 
-    def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Read]:
+    def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
         """What the large model reads of the rows now, and says where it comes to their ends."""
-        fed = _fed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
+        fed = feed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
         return _said(fed, self.stack.forward([chunk for _, chunk in fed], self.cache))
 
-    def _read_small(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Read]:
+    def _read_small(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
         """The same by the small model, in the large one's vocabulary."""
         self._seat(rows)
         wanted = {id(row) for row in rows}
         places = [(row, slot, self._plan) for slot, row in enumerate(self._seated) if id(row) in wanted]
-        fed = _fed(places, self._small, budget, most)
+        fed = feed(places, self._small, budget, most)
         logits = self._how.stack.forward([chunk for _, chunk in fed], self._small)[..., : self.stack.vocab_size]
         missing = self.stack.vocab_size - logits.shape[-1]
         return _said(fed, torch.nn.functional.pad(logits, (0, missing), value=-torch.inf))
@@ -128,7 +128,7 @@ class SwitchingBatch(Batch):
         self._small.extend(len(new))
         self._seated += new
 
-    def _write(self, read: Sequence[_Read], *, large: bool) -> list[Step]:
+    def _write(self, read: Sequence[Read], *, large: bool) -> list[Step]:
         """Row by row a token, and then what was read is kept: what fails can begin again, and so can who comes after.
 
         No token where the model has not come to the row's end, or leaves the word to the other one.
@@ -174,16 +174,16 @@ class SwitchingBatch(Batch):
             self._small.rollback(slot)
 
 
-_Fed = tuple["Row", SequenceChunk]
-_Read = tuple["Row", SequenceChunk, "Tensor | None"]
+Fed = tuple["Row", SequenceChunk]
+Read = tuple["Row", SequenceChunk, "Tensor | None"]
 """A row, what was fed of it, and logits [V] after its last token where that was among it."""
 
 
-def _fed(
+def feed(
     places: Sequence[tuple[Row, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
-) -> list[_Fed]:
+) -> list[Fed]:
     """What is fed of the rows, each with its slot and plan: all that the cache lacks, as far as the budget goes."""
-    fed: list[_Fed] = []
+    fed: list[Fed] = []
     for row, slot, plan in places:
         first = cache.positions[slot]
         tokens = row.tokens[first:][: min(budget, most or budget)]
@@ -195,7 +195,7 @@ def _fed(
     return sorted(fed, key=lambda pair: pair[1].row)
 
 
-def _said(fed: Sequence[_Fed], logits: Tensor) -> list[_Read]:
+def _said(fed: Sequence[Fed], logits: Tensor) -> list[Read]:
     lines = iter(logits)
     return [(row, chunk, next(lines) if chunk.wanted else None) for row, chunk in fed]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.verifier import Attempt, Verifier, likelihood, verdict
+from shoal.decode.verifier import Verifier, ask, attempt_of
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe import Awaited
     from shoal.decode.search import Branch
 
 EdgeCost = Literal["change", "rise", "fall", "one"]
@@ -23,7 +24,7 @@ _BUDGET = 8
 
 
 @dataclass(frozen=True)
-class AStar(Method):
+class AStar(VerifiedMethod):
     """Continues the most promising of all unfinished answers by a step, several ways at a time, until one is finished.
 
     A verifier says of an answer so far how promising it is, r in [0, 1]; h = 1 - r stands for what is still to pay, and
@@ -41,9 +42,6 @@ class AStar(Method):
         width: answers that keep their KV while they wait, at least 1.
         edge_cost: of a step: "change" is |dh|, with which h never promises too much; "rise" only increases of h;
             "fall" only decreases; "one" is 1.
-        verifier: "likelihood", the geometric mean of the tokens' probabilities, or a callable that is given a
-            `shoal.decode.verifier.Attempt` and returns a number in [0, 1].
-        patience: seconds to wait for a verdict, more than 0.
         inner: the method by which each answer is decoded; None for full depth.
     """
 
@@ -56,8 +54,6 @@ class AStar(Method):
     budget: int | None = None
     width: int = 4
     edge_cost: EdgeCost = "change"
-    verifier: str | object = "likelihood"
-    patience: float = 30.0
     inner: Method | None = None
 
     def __post_init__(self) -> None:
@@ -69,17 +65,6 @@ class AStar(Method):
             raise ValueError(f"budget is {self.budget}; it must be at least 1 token, or None")
         if not self.delimiter:
             raise ValueError("delimiter is ''; it must have at least one character")
-        if not self.patience > 0:
-            raise ValueError(f"patience is {self.patience}; it must be more than 0 seconds")
-        if self.verifier != "likelihood" and not callable(self.verifier):
-            raise ValueError(f"verifier is {self.verifier!r}; it must be 'likelihood' or a callable")
-
-    def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; a callable has no JSON form."""
-        if self.verifier != "likelihood":
-            raise Unsupported("a_star with a verifier of one's own as JSON", "a callable cannot be written down",
-                              "Use the verifier 'likelihood', or call it from Python")
-        return super().to_dict()
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The inner method's recipe with the search put in.
@@ -94,8 +79,7 @@ class AStar(Method):
             if self.inner is not None and getattr(recipe, part) is not None:
                 raise Unsupported(f"{self.inner.name} as inner of a_star", f"it {what}", "Give another, such as d3")
         budget = _BUDGET * info.max_new_tokens if self.budget is None else self.budget
-        judge = likelihood if self.verifier == "likelihood" else cast("Verifier", self.verifier)
-        return replace(recipe, search=BestFirst(self, budget, judge))
+        return replace(recipe, search=BestFirst(self, budget, self.judge()))
 
 
 @dataclass(frozen=True)
@@ -116,7 +100,7 @@ class BestFirst:
         """The prompt's own, those that wait, and those under way."""
         return 1 if greedy else 1 + self.knobs.width + self.knobs.k
 
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
         """See `shoal.decode.recipe.Search`."""
         if root.greedy:
             return root
@@ -162,20 +146,21 @@ class _Walk:
         self._left, self._made = how.budget, 0
         self._waiting: list[_Node] = []
 
-    def run(self) -> Generator[Sequence[Branch], None, Branch]:
+    def run(self) -> Generator[Sequence[Awaited], None, Branch]:
         """The winner."""
-        node = self._node(self._root, None)
+        yield from self._judge([self._root], None)
+        node = heapq.heappop(self._waiting)
         while not node.finished and self._left:
             branch = yield from self._revived(node)
             ways = branch.fork(self._knobs.k) if branch is self._root else [branch, *branch.fork(self._knobs.k - 1)]
             yield from self._advance(ways)
-            self._judge(ways, node)
+            yield from self._judge(ways, node)
             self._give_up()
             node = heapq.heappop(self._waiting)
         best = min([node, *self._waiting], key=lambda one: (not one.finished, one))
         return (yield from self._revived(best))
 
-    def _revived(self, node: _Node) -> Generator[Sequence[Branch], None, Branch]:
+    def _revived(self, node: _Node) -> Generator[Sequence[Awaited], None, Branch]:
         """The node's branch, read anew where its KV was given up."""
         if node.branch is not None:
             return node.branch
@@ -185,7 +170,7 @@ class _Walk:
         yield [branch]
         return branch
 
-    def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[Branch], None, None]:
+    def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[Awaited], None, None]:
         """Each by a step, token by token, as far as the budget goes."""
         begun = [(way, len(way.tokens), len(way.text)) for way in ways]
         while going := [way for way, tokens, text in begun if not self._over(way, tokens, text)][: self._left]:
@@ -199,22 +184,19 @@ class _Walk:
         ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._knobs.step
         return ended or self._knobs.delimiter in way.text[text:].lstrip()
 
-    def _judge(self, ways: Sequence[Branch], parent: _Node) -> None:
-        """Let those that differ wait."""
-        seen: set[tuple[int, ...]] = set()
+    def _judge(self, ways: Sequence[Branch], parent: _Node | None) -> Generator[Sequence[Awaited], None, None]:
+        """Let those that differ wait, once the verifier has said of each what it is worth."""
+        differ: dict[tuple[int, ...], Branch] = {}
         for way in ways:
-            words = tuple(way.tokens)
-            if words in seen:
+            if differ.setdefault(tuple(way.tokens), way) is not way:
                 way.end()
-            else:
-                seen.add(words)
-                heapq.heappush(self._waiting, self._node(way, parent))
+        said = [ask(self._how.verifier, attempt_of(way), self._knobs.patience) for way in differ.values()]
+        yield said
+        for way, score in zip(differ.values(), said, strict=True):
+            heapq.heappush(self._waiting, self._node(way, parent, 1 - score.result()))
 
-    def _node(self, branch: Branch, parent: _Node | None) -> _Node:
-        row, finished = branch.row, branch.finish_reason is not None
-        shown = Attempt(tuple(row.tokens[: row.prompt_length]), tuple(branch.tokens), branch.text, finished,
-                        min(1.0, math.exp(branch.score)))
-        h = 1 - verdict(self._how.verifier, shown, self._knobs.patience)
+    def _node(self, branch: Branch, parent: _Node | None, h: float) -> _Node:
+        finished = branch.finish_reason is not None
         g = 0.0 if parent is None else parent.g + _cost(self._knobs.edge_cost, parent.h, h)
         self._made += 1
         deeper = 0 if parent is None else parent.shortness - 1

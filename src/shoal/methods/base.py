@@ -82,7 +82,8 @@ class Method(ABC):
         name: the name of its file and of its row in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: what must be there before it runs, in words, such as ("layer scores",).
-        reads: knobs that name files; a server does not take them from everybody.
+        reads: knobs that name files, or what is run or asked over the network; a server does not take them from
+            everybody.
         fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
         family: its family, where the parts of its recipe would say another one; see `shoal.methods._combined`.
     """

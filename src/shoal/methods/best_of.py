@@ -1,29 +1,34 @@
-"""Best of n: several samples, of which the one that the model itself finds most likely is the answer."""
+"""Best of n: several samples, of which the one that the model itself, or a verifier, finds best is the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe import Awaited
     from shoal.decode.search import Branch
 
 
 @dataclass(frozen=True)
-class BestOf(Method):
+class BestOf(VerifiedMethod):
     """n samples are decoded side by side; the one with the best mean log-probability per token is the answer.
 
     Needs a temperature above 0: greedy samples would all be alike, so a greedy request is decoded once. The prompt is
     read once. Likely is what the model finds so before temperature and truncation; in transformers' `model.generate`
-    these are processors and enter the comparison. The answer comes as a whole, when the last sample has ended, and the
-    statistics count the work of all.
+    these are processors and enter the comparison. A verifier may decide instead; where it finds two samples equally
+    good, the likelier one wins. The answer comes as a whole, when the last sample has ended, and the statistics count
+    the work of all.
 
     Attributes:
         n: samples; 1 changes nothing.
@@ -52,32 +57,46 @@ class BestOf(Method):
         if self.inner is not None and recipe.search is not None:
             what = f"{self.inner.name} as inner of {self.name}"
             raise Unsupported(what, "it searches itself", "Give another, such as d3")
-        return replace(recipe, search=MeanLogprob(self.n))
+        return replace(recipe, search=Favourite(self.n, self.judge(), self.patience))
 
 
 @dataclass(frozen=True)
-class MeanLogprob:
-    """All samples to their ends; of two that are equally likely the earlier wins.
+class Favourite:
+    """All samples to their ends; of two that are equally good and likely the earlier wins.
 
     Attributes:
         samples: how many.
+        verifier: who judges.
+        patience: seconds to wait for it.
     """
 
     samples: int
+    verifier: Verifier = likelihood
+    patience: float = 30.0
 
     def most(self, greedy: bool) -> int:
         """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
         return 1 if greedy else self.samples
 
-    def run(self, root: Branch) -> Generator[Sequence[Branch], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
         """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
         samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
             sample.advance()
-        best = samples[0]
-        yield [best]
-        for sample in samples[1:]:
+        left: list[tuple[Branch, Future[float]]] = []
+        for sample in samples:
             yield [sample]
-            best, worse = (sample, best) if sample.score > best.score else (best, sample)
-            worse.end()
-        return best
+            left.append((sample, ask(self.verifier, attempt_of(sample), self.patience)))
+            if all(said.done() for _, said in left):
+                left = [_best(left)]
+        yield [said for _, said in left]
+        return _best(left)[0]
+
+
+def _best(judged: Sequence[tuple[Branch, Future[float]]]) -> tuple[Branch, Future[float]]:
+    """The sample of the best verdict; the others are given up."""
+    best = max(judged, key=lambda one: (one[1].result(), one[0].score))
+    for sample, _ in judged:
+        if sample is not best[0]:
+            sample.end()
+    return best

@@ -30,15 +30,17 @@ class Need:
     Attributes:
         columns: how many columns.
         own: bytes of a column where it is not in the slot; 0 where it is.
+        second: bytes that a second model stores of the row, in a cache of its own.
     """
 
     columns: tuple[int, ...]
     own: tuple[int, ...]
+    second: int = 0
 
     @property
     def own_bytes(self) -> int:
         """Bytes beside the slot."""
-        return sum(count * size for count, size in zip(self.columns, self.own, strict=True))
+        return self.second + sum(count * size for count, size in zip(self.columns, self.own, strict=True))
 
 
 class KVRoom:
@@ -62,6 +64,7 @@ class KVRoom:
         guesses: int = 0,
         kept: Callable[[int], int] | None = None,
         store: Store | None = None,
+        second: Stack | None = None,
     ) -> Need:
         """What a row can come to store.
 
@@ -72,6 +75,7 @@ class KVRoom:
             guesses: most nodes of a forward beside the root.
             kept: most columns that are kept of so many positions, in layers without a window; None for all.
             store: in what form; None for the slot.
+            second: another model that reads the row with all its layers.
         """
         ends = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in plan.attention]
         columns = [
@@ -83,7 +87,7 @@ class KVRoom:
         forms = [None if store is None else store.form(layer) for layer in range(len(columns))]
         own = [0 if form is None else column_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
-        return Need(tuple(columns), tuple(own))
+        return Need(tuple(columns), tuple(own), 0 if second is None else _whole(second, prompt + answer + guesses))
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Bytes that rows with these needs can occupy together."""
@@ -121,6 +125,12 @@ class KVRoom:
             for layer, window in enumerate(self._windows)
         )
         return sum(map(mul, columns, self._sizes))
+
+
+def _whole(stack: Stack, length: int) -> int:
+    """Bytes of so many positions in all layers of a model."""
+    ends = (length if window is None else min(length, window + WINDOW_SLACK) for window in stack.windows)
+    return sum(map(mul, ends, stack.position_bytes))
 
 
 def _in_slot(need: Need, layer: int) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+from shoal.decode.verifier import NoVerdict, NoVerdictInTime
 from shoal.engine.request_handle import Item, RequestHandle, ScheduledRow
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
 from shoal.serve.errors import ApiError, refused
 from shoal.types import Result, Step
+
+LOG = logging.getLogger("shoal.serve")
 
 
 class Answer:
@@ -146,4 +150,9 @@ def _failure(error: BaseException) -> BaseException:
         return ApiError(503, "the server's memory does not suffice for this request now", code="out_of_memory")
     if isinstance(error, Interrupted):
         return ApiError(503, str(error), code="interrupted")
+    if isinstance(error, NoVerdict):
+        LOG.error("a verifier failed: %s", error)
+        late = isinstance(error, NoVerdictInTime)
+        message = f"the verifier of answers {'gave none in time' if late else 'failed'}; the server's log says more"
+        return ApiError(504 if late else 502, message, code="no_verdict")
     return error

@@ -65,7 +65,7 @@ _OURS: dict[str, Field] = {
     "guided_grammar": Honoured("a grammar of the answer, in Lark's notation or GBNF"),
     "guided_choice": Honoured("the texts of which the answer is one"),
     "guided_members": Honoured("`python`: a dot in Python code is followed by members alone, where they are known"),
-    "metrics": Honoured("adds what the answer cost: layers, guesses, times"),
+    "metrics": Honoured("adds what the answer cost: layers, guesses, times, branches, switches of models"),
     "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and if it was guessed"),
 }
 _OLD_TOOLS = "give `tools`"

@@ -21,7 +21,7 @@ from shoal.serve.answer import Answer
 from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
 from shoal.serve.echo import prompt_logprobs
 from shoal.serve.errors import ApiError, no_model, refused
-from shoal.serve.metrics import Metrics, report
+from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import note
 from shoal.serve.prompts import chat_ids, prompts_of
 from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
@@ -230,6 +230,7 @@ class RequestHandler:
             completion_tokens=usage["completion_tokens"],
             finish=[result.finish_reason for result in results],
             mean_layers=round(layers / max(1, usage["completion_tokens"]), 2),
+            **beside(results),
             queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4),
         )
         if self._settings.log_prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -135,12 +136,18 @@ def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]
             "num_accepted_draft_tokens": accepted,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
         },
+        "beside": beside(results),
         "queue_time_ms": 1e3 * max(entry.queue_seconds for entry in entries),
         "time_to_first_token_ms": 1e3 * max(firsts) if firsts else None,
         "generation_time_ms": 1e3 * max(one.decode_seconds for one in stats),
         "mean_itl_ms": 1e3 * sum(gaps) / len(gaps) if gaps else None,
         "tokens_per_second": sum(one.tokens_per_second for one in stats),
     }
+
+
+def beside(results: list[Result]) -> dict[str, int]:
+    """What only searches and answers of two models have, summed up: see `Stats.beside`."""
+    return dict(sum((Tally(result.stats.beside) for result in results), Tally[str]()))
 
 
 def _histogram(depths: list[float]) -> dict[str, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from shoal import methods
+from shoal.decode.verifier import is_url
 from shoal.methods.base import LAYER_SCORES, SHOWN_QUERIES, WRAPPED, Method
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
@@ -71,8 +73,11 @@ def _check(spec: Any, settings: Settings) -> None:
 
 
 def _check_files(name: str, args: Any, settings: Settings) -> None:
-    """Refuse knobs that name files of the server, unless the operator has listed the method."""
-    given = [knob for knob in methods.get(name).reads if isinstance(args, Mapping) and args.get(knob) is not None]
-    if given and settings.methods is None:
-        message = f"{given[0]} of {name} names a file of the server, which requests may not"
+    """Refuse knobs that name files of the server, unless the operator has listed the method, and URLs in any case."""
+    method = methods.get(name)
+    defaults = {field.name: field.default for field in fields(method)}
+    given = [knob for knob in method.reads
+             if isinstance(args, Mapping) and args.get(knob) not in (None, defaults[knob])]
+    if given and (settings.methods is None or any(is_url(args[knob]) for knob in given)):
+        message = f"{given[0]} of {name} names a file of the server, or what it runs or asks, which requests may not"
         raise ApiError(403, message, param="method_args", code="method_not_allowed")

@@ -9,7 +9,8 @@ from types import CodeType
 from typing import Any
 
 from shoal.eval.items import Item
-from shoal.eval.sandbox.process import Program, Sandbox
+from shoal.sandbox.process import Program, Sandbox
+from shoal.sandbox.source import tree_of, whole
 
 SECONDS = 15.0
 """The longest that a program may run; one of the references takes half of it."""
@@ -34,21 +35,12 @@ def block(text: str) -> str:
     return re.sub(r"\A\s*```\w*\n", "", text).split("\n```")[0].rstrip() + "\n"
 
 
-def whole(code: str) -> str:
-    """The code without the last lines, where an answer that was cut off can only be read without them."""
-    lines = code.splitlines()
-    for count in range(len(lines), 0, -1):
-        if _tree("\n".join(lines[:count])) is not None:
-            return "\n".join(lines[:count]) + "\n"
-    return code
-
-
 def needed(code: str, entry: str, tests: str) -> str:
     """Imports, and the definitions that `entry` and the tests need; all of it where `entry` is not defined.
 
     Models like to add examples and checks of their own, which are not what is judged.
     """
-    tree = _tree(code)
+    tree = tree_of(code)
     if tree is None or not any(entry in _bound(node) for node in tree.body):
         return code
     wanted, kept = {entry, *re.findall(r"\w+", tests)}, set[int]()
@@ -79,12 +71,3 @@ def _used(code: CodeType) -> set[str]:
 def _imports(node: ast.stmt) -> bool:
     kinds = (ast.Import, ast.ImportFrom)
     return isinstance(node, kinds) or isinstance(node, ast.Try) and any(isinstance(n, kinds) for n in ast.walk(node))
-
-
-def _tree(code: str) -> ast.Module | None:
-    try:
-        tree = ast.parse(code)
-        compile(tree, "", "exec")
-        return tree
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None

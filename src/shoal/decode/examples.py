@@ -1,0 +1,159 @@
+"""A verifier of programs: they are run on the examples that the prompt itself gives. Imports no torch.
+
+An example is a call and what it shall return, as doctest has it (`>>> f(2)`, and the value below it), or in a line of
+its own (`f(2) => 4`). Asserts are none: a prompt may show those that an answer is judged by.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shoal.decode.verifier import Attempt
+from shoal.sandbox.process import Program, Sandbox, find
+from shoal.sandbox.source import tree_of, whole
+
+SECONDS = 5.0
+"""The longest that an example may take; after one that takes longer no other is tried."""
+_ARROW = re.compile(r"[ \t]*[-*]?[ \t]*(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
+_FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*```\w*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_ENDS = re.compile(r"\"\"\"|'''")
+_RUNS = (ast.Expr, ast.Assert, ast.If, ast.For, ast.While, ast.With, ast.Match)
+_OWN = threading.local()
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a call shall return.
+
+    Attributes:
+        call: an expression.
+        wanted: how its value looks.
+        before: statements that come first.
+    """
+
+    call: str
+    wanted: str
+    before: str = ""
+
+    @property
+    def test(self) -> str:
+        """A program that fails where it returns something else."""
+        equal = f" or found == (\n{self.wanted}\n)" if _is_value(self.wanted) else ""
+        return f"{self.before}\nfound = (\n{self.call}\n)\nassert repr(found) == {self.wanted!r}{equal}\n"
+
+    @property
+    def entry(self) -> str:
+        """The function that is called; empty where that is a method."""
+        names = (node.func.id for node in ast.walk(ast.parse(self.call, mode="eval"))
+                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+        return next(names, "")
+
+
+def execution(attempt: Attempt) -> float:
+    """The share of the prompt's examples that a finished program passes.
+
+    An answer that has not ended, and one to a prompt without examples, is judged by its likelihood.
+
+    Raises:
+        Unsupported: there is no sandbox for programs here.
+    """
+    shown = examples(attempt.question) if attempt.finished else ()
+    if not shown:
+        return attempt.likelihood
+    code = program(attempt.question, attempt.text)
+    return _workers().submit(_passed, code, shown).result() / len(shown)
+
+
+@functools.lru_cache(maxsize=64)
+def examples(prompt: str) -> tuple[Example, ...]:
+    """The examples of a prompt, each once, in their order."""
+    found: dict[Example, None] = {}
+    lines, before = prompt.splitlines(), list[str]()
+    for number, line in enumerate(lines):
+        if line.strip().startswith(">>>"):
+            source, wanted = _doctest([one.strip() for one in lines[number:]])
+            if wanted and _is_call(source):
+                found[Example(source, wanted, "\n".join(before))] = None
+            elif source and tree_of(source) is not None and source not in before:
+                before.append(source)
+        elif (arrow := _ARROW.fullmatch(line)) and _is_call(arrow[1]) and _is_value(_ENDS.split(arrow[2])[0].strip()):
+            found[Example(arrow[1], _ENDS.split(arrow[2])[0].strip())] = None
+    return tuple(found)
+
+
+def program(prompt: str, answer: str) -> str:
+    """The program of an answer: its code block, with the code that an open block at the prompt's end begins it with.
+
+    What it would do beyond its definitions is left out, such as tests that it brings along.
+    """
+    fences = list(_FENCE.finditer(prompt))
+    if len(fences) % 2:
+        code = prompt[fences[-1].end() :] + answer.split("\n```")[0]
+    elif blocks := _BLOCK.findall(answer):
+        code = max(blocks, key=len)
+    else:
+        code = answer if fences else prompt + answer
+    tree = tree_of(whole(code))
+    if tree is None:
+        return code
+    tree.body = [node for node in tree.body if not isinstance(node, _RUNS)]
+    return ast.unparse(tree) + "\n"
+
+
+def _doctest(lines: list[str]) -> tuple[str, str]:
+    """The source that begins in the first line, and the value below it; empty where there is none, or an error."""
+    end = next((place for place, line in enumerate(lines) if place and not line.startswith("...")), len(lines))
+    source = "\n".join([lines[0][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[1:end])])
+    wanted = list[str]()
+    for line in lines[end:]:
+        text = _ENDS.split(line)[0].strip()
+        if not text or text.startswith((">>>", "```")):
+            break
+        wanted.append(text)
+        if text != line:
+            break
+    if wanted and wanted[0].startswith("Traceback"):
+        return "", ""
+    values = ("\n".join(wanted[:count]) for count in range(1, len(wanted) + 1))
+    return source, next(filter(_is_value, values), "\n".join(wanted))
+
+
+def _is_call(source: str) -> bool:
+    try:
+        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source, mode="eval")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _is_value(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    """Threads that each have a sandbox; a sandbox ends with the thread that began it."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, "shoal-execution")
+
+
+def _passed(code: str, shown: tuple[Example, ...]) -> int:
+    """How many of the examples a program passes."""
+    if not hasattr(_OWN, "sandbox"):
+        _OWN.sandbox = Sandbox(find())
+    count = 0
+    for example in shown:
+        verdict = _OWN.sandbox.run(Program(code, example.test, example.entry), SECONDS)
+        count += verdict == "passed"
+        if verdict == "timeout":
+            break
+    return count

@@ -1,0 +1,68 @@
+"""What methods have in common that ask a verifier which answer is best. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from shoal.decode.examples import execution
+from shoal.decode.verifier import Endpoint, Verifier, is_url, likelihood
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+
+_NAMED: dict[str, Verifier] = {"likelihood": likelihood, "execution": execution}
+
+
+@dataclass(frozen=True)
+class VerifiedMethod(Method):
+    """A method that compares answers by what a verifier says of them.
+
+    Attributes:
+        verifier: "likelihood", the geometric mean of the tokens' probabilities; "execution", which runs a finished
+            program on the examples that the prompt gives, and judges all else by likelihood; an http or https URL,
+            which is sent an attempt as JSON and answers {"score": r}; or a callable that is given a
+            `shoal.decode.verifier.Attempt` and returns a number in [0, 1].
+        patience: seconds to wait for a verdict, more than 0.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("verifier",)
+
+    verifier: str | object = field(default="likelihood", kw_only=True)
+    patience: float = field(default=30.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.patience > 0:
+            raise ValueError(f"patience is {self.patience}; it must be more than 0 seconds")
+        self.judge()
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Method.to_dict`; a callable has no JSON form."""
+        if not isinstance(self.verifier, str):
+            raise Unsupported(f"{self.name} with a verifier of one's own as JSON", "a callable cannot be written down",
+                              "Name a verifier, or call the method from Python")
+        return super().to_dict()
+
+    def judge(self) -> Verifier:
+        """Who says which answer is best."""
+        return named(self.verifier, self.patience)
+
+
+def named(spec: object, seconds: float) -> Verifier:
+    """The verifier that a method's option means; a callable is one.
+
+    Args:
+        spec: "likelihood", "execution", an http or https URL, or a callable.
+        seconds: how long to wait for an answer.
+
+    Raises:
+        ValueError: it is nothing of these.
+    """
+    if callable(spec):
+        return spec
+    if isinstance(spec, str) and spec in _NAMED:
+        return _NAMED[spec]
+    if not is_url(spec):
+        raise ValueError(f"verifier is {spec!r}; it must be 'likelihood', 'execution', an http or https URL, or a "
+                         "callable")
+    return Endpoint(str(spec), seconds)
