@@ -62,7 +62,7 @@ class Answered:
 
     Attributes:
         tokens: generated ids, the end-of-sequence token included where one came.
-        layer_tokens: layers summed over them, each of the model that wrote it; for a method that guesses, those it read.
+        layer_tokens: layers summed over them, of the model that wrote each; for a method that guesses, those it read.
         finish_reason: why it ended; "length" where it was cut off.
         work: what it took beside, as far as it took any: see `WORK`.
     """
