@@ -19,9 +19,10 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
+from shoal.model.masked import LladaSource
 from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.source import FileSource
+from shoal.model.packed.source import FileSource, ModelSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk
 from shoal.types import MaskedModel
@@ -68,8 +69,6 @@ def test_the_packed_block_in_torch_too(folder: Path, shape: str) -> None:
     engine = shoal.load(str(folder), dtype="float32", backend="packed")
     assert isinstance(engine.stack, PackedStack) and native.available() == (type(engine.stack) is not PackedStack)
     model = shoal.load(str(folder), dtype="float32", backend="hf").model
-    from shoal.model.packed.source import ModelSource
-
     engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
     expected = forward(weights(), WORDS)
     assert (logits_of(engine, WORDS).double() - expected).abs().max() <= 2e-4 * expected.abs().max()
@@ -139,8 +138,6 @@ def test_a_handed_over_model_and_models_that_are_none() -> None:
 
 
 def test_names_go_both_ways(folder: Path, shape: str) -> None:
-    from shoal.model.masked import LladaSource
-
     if shape == "Dream":
         return
     files = FileSource(folder)

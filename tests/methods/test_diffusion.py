@@ -19,7 +19,7 @@ from generate_calls import generate
 from masked import MASK, masked_engine, masked_model, seen_by_all
 from method_matrix import MASKED
 from serving import MODEL, serving
-from shoal.decode import sampling
+from shoal.decode import loop, sampling
 from shoal.engine.constraint import Regex
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -27,15 +27,16 @@ from shoal.engine.request import Request
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.stream import Stream
 from shoal.errors import Unsupported
+from shoal.loops.canvas import Confident, Guess
 from shoal.methods import make
-from shoal.methods.adablock import AdaBlock
+from shoal.methods.adablock import AdaBlock, Delimited
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.diffusion import Diffusion
 from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.prophet import Prophet
+from shoal.methods.prophet import Prophet, WideGap
 from shoal.types import Result
 
 NEW = 11
@@ -169,7 +170,7 @@ def test_a_row_is_the_same_alone_in_a_batch_and_in_a_scheduler(method: Method, n
     engine = masked_engine(name, shift=1)
     options: dict[str, Any] = {"method": method, "max_new_tokens": NEW, "temperature": 0.7, "seed": 7}
     together = engine.generate(SHORT, **options)
-    for number, ids in enumerate(SHORT):
+    for number in range(len(SHORT)):
         row = engine.rows(SHORT, Request.from_options(options))[number]
         row.slot = 0
         stream = Stream(engine, [row], engine.cache_for([row], NEW))
@@ -265,11 +266,13 @@ def test_kept_kv_changes_words_and_work() -> None:
 
 
 def test_a_confident_step_takes_all_that_are_sure_and_the_surest() -> None:
-    from shoal.loops.canvas import Confident, Guess
-
     guesses = [Guess(place, 1, sure, 0.0, 0.0) for place, sure in enumerate((0.5, 0.95, 0.2, 0.91))]
-    places = lambda commit: sorted(one.place for one in commit.choose(guesses, 1))  # noqa: E731
-    assert places(Confident(0.9)) == [1, 3] and places(Confident(0.99)) == [1] and places(Confident(0.0)) == [0, 1, 2, 3]
+
+    def places(commit: Confident) -> list[int]:
+        return sorted(one.place for one in commit.choose(guesses, 1))
+
+    assert places(Confident(0.9)) == [1, 3] and places(Confident(0.99)) == [1]
+    assert places(Confident(0.0)) == [0, 1, 2, 3]
     assert places(Confident(factor=0.0)) == [1]
     assert places(Confident(factor=0.3)) == [1, 3]  # the second needs 1 - 0.3 / 3 = 0.9, the third 1 - 0.3 / 4
     assert places(Confident(factor=2.0)) == [0, 1, 3]
@@ -286,9 +289,6 @@ def test_prophet_fills_with_the_argmax_of_the_step_at_which_it_leaves_off() -> N
 
 
 def test_prophet_asks_for_less_in_each_third_and_looks_at_its_region() -> None:
-    from shoal.loops.canvas import Guess
-    from shoal.methods.prophet import WideGap
-
     guesses = [Guess(place, 1, 0.5, 0.0, gap) for place, gap in ((3, 1.0), (5, 3.0))]
     assert [WideGap((3.0, 2.0, 1.0), None).over(guesses, done) for done in (0, 0.3, 0.34, 0.67, 1)] == [
         False, False, True, True, True]
@@ -297,9 +297,6 @@ def test_prophet_asks_for_less_in_each_third_and_looks_at_its_region() -> None:
 
 
 def test_blocks_end_behind_the_surest_delimiter() -> None:
-    from shoal.loops.canvas import Guess
-    from shoal.methods.adablock import Delimited
-
     guesses = [Guess(place, token, sure, 0, 0) for place, token, sure in
                ((8, 1, 0.9), (9, 5, 0.4), (10, 6, 0.6), (11, 1, 0.9), (12, 5, 0.95))]
     assert Delimited(3, 0.3, (5, 6)).choose(guesses, 16, 8) == 3  # a quarter of 16 from place 8 on
@@ -349,8 +346,6 @@ def test_a_forward_that_fails_leaves_the_canvas_as_it_was(monkeypatch: pytest.Mo
         engine = masked_engine()
         whole = answer(engine, SHORT[0], method)
         rows = engine.rows([SHORT[0]], Request.from_options({"method": method, "max_new_tokens": NEW, "seed": 7}))
-        from shoal.decode import loop
-
         batch = loop.begin(rows[0].recipe.loop, engine.stack, engine.cache_for(rows, NEW), rows)
         forward, calls = engine.stack.forward, 0
 
@@ -453,7 +448,8 @@ def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
 
 def test_in_transformers_generate() -> None:
     ids = torch.tensor([SHORT[0], prompt(len(SHORT[0]), 3, VOCAB - 1)])
-    out = generate(masked_model(), input_ids=ids, max_new_tokens=NEW, custom_generate=Diffusion(block=4), pad_token_id=0)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "custom_generate": Diffusion(block=4), "pad_token_id": 0}
+    out = generate(masked_model(), input_ids=ids, **options)
     expected = [answer(masked_engine(), row, Diffusion(block=4)).tokens for row in ids.tolist()]
     assert [tuple(row) for row in out[:, ids.shape[1] :].tolist()] == expected
 

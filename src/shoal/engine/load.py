@@ -255,8 +255,8 @@ def _pack(
 
 def _check_decoder(config: Any) -> None:
     if config.model_type in ("llada", "Dream"):
-        raise Unsupported(f"a loaded model of type {config.model_type!r}", "Shoal runs its blocks without the code that "
-                          "came with it", "Give its folder or Hub id")
+        why = "Shoal runs its blocks without the code that came with it"
+        raise Unsupported(f"a loaded model of type {config.model_type!r}", why, "Give its folder or Hub id")
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL

@@ -101,7 +101,7 @@ def _ranked(guesses: Sequence[Guess]) -> list[Guess]:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class FixedBlocks:
     """Says where a block ends: so many words on, at any rate not beyond the answer. Immutable.
 
     Attributes:
@@ -125,7 +125,7 @@ class Blocks:
         return min(self.size or BLOCK, left)
 
 
-class Exit(ABC):
+class EarlyFill(ABC):
     """Says when all masks are filled at once. Immutable."""
 
     @abstractmethod

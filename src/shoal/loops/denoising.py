@@ -76,7 +76,7 @@ class DenoisingBatch(Batch):
     def _forward_over(self, canvases: Sequence[Canvas], hidden: bool) -> Sequence[Tensor]:
         """The same of one forward, with prompts masked if they are `hidden`."""
         chunks = [canvas.chunk(self.cache.positions[canvas.row.slot], self._how.reuse, hidden) for canvas in canvases]
-        logits = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
+        logits: Sequence[Tensor] = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
         for canvas, chunk in zip(canvases, chunks, strict=True):
             canvas.count(len(chunk.tokens))
         return logits

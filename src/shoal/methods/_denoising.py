@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.loops.canvas import BLOCK, Blocks, Commit, Exit, Remasking, Reuse, Scheduled
+from shoal.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
 from shoal.methods.base import MASKED, Method
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class Denoising(Loop):
 
     masked: MaskedModel | None
     commit: Commit
-    blocks: Blocks
+    blocks: FixedBlocks
     remasking: Remasking = "confidence"
     guidance: float = 0.0
     reuse: Reuse = "none"
-    exit: Exit | None = None
+    exit: EarlyFill | None = None
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
@@ -56,8 +56,8 @@ class Denoising(Loop):
     def check(self, row: Row) -> None:
         """Refuse what has no meaning where words come in any order, and blocks and steps that do not fit the answer."""
         room, size, asked = row.stop.room, self.blocks.size, row.sampling
-        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
-        if row.processors or penalties != (1, 0, 0):
+        penalised = asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty
+        if row.processors or penalised:
             what = "logits processors" if row.processors else "penalties"
             raise Unsupported(f"{what} with a masked-diffusion model", "words come in any order, so no text stands "
                               "before them that these could go by", "Leave them out")
@@ -108,7 +108,7 @@ class DenoisingMethod(Method):
         if any(info.windows):
             raise Unsupported(f"{self.name} with sliding windows", "they say nothing of what stands to the right",
                               "Use a model whose layers see all of the text")
-        blocks = parts.pop("blocks", None) or Blocks(self.block)
+        blocks = parts.pop("blocks", None) or FixedBlocks(self.block)
         return Recipe(DepthPlan.full(info.num_layers), loop=Denoising(info.masked, commit, blocks, **parts))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.loops.canvas import Blocks, Confident, Guess, Reuse
+from shoal.loops.canvas import Confident, FixedBlocks, Guess, Reuse
 from shoal.methods._denoising import DenoisingMethod, check_range
 
 if TYPE_CHECKING:
@@ -56,18 +56,18 @@ class AdaBlock(DenoisingMethod):
 
 
 @dataclass(frozen=True)
-class Delimited(Blocks):
+class Delimited(FixedBlocks):
     """See `AdaBlock`."""
 
     threshold: float = 0.3
     ids: tuple[int, ...] = ()
 
     def ahead(self, length: int, left: int) -> int:
-        """See `Blocks`."""
+        """See `FixedBlocks`."""
         return max(super().ahead(length, left), self._window(length, left))
 
     def choose(self, guesses: Sequence[Guess], length: int, left: int) -> int:
-        """See `Blocks`."""
+        """See `FixedBlocks`."""
         start = length - left
         found = [guess for guess in guesses if guess.place < start + self._window(length, left)
                  and guess.token in self.ids]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Diffusion(DenoisingMethod):
     """Fills masks block by block, in a fixed number of steps: in each the words that the model is surest of.
 
-    The answer has `max_new_tokens` places, or fewer where the context ends, and is cut at an end of sequence. A block of
-    1 decodes from left to right. Fewer steps than words are faster, and decide words together that may not fit.
+    The answer has `max_new_tokens` places, or fewer where the context ends, and is cut at an end of sequence. A block
+    of 1 decodes from left to right. Fewer steps than words are faster, and decide words together that may not fit.
 
     Attributes:
         steps: forwards of the whole answer, spread evenly over its words; None for one a word.
@@ -44,8 +44,8 @@ class Diffusion(DenoisingMethod):
         if not 0 <= self.guidance < float("inf"):
             raise ValueError(f"guidance is {self.guidance}; it must be >= 0 and finite, 0 being none")
         if self.guidance and self.reuse != "none":
-            raise ValueError(f"guidance is {self.guidance} beside reuse={self.reuse!r}: two texts are run and the KV of "
-                             "one is kept; leave one of them out")
+            raise ValueError(f"guidance is {self.guidance} beside reuse={self.reuse!r}: two texts are run, and the KV "
+                             "of one is kept; leave one of them out")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """Every layer, and a loop of its own."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.loops.canvas import Exit, Guess, Remasking, Scheduled
+from shoal.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
 from shoal.methods._denoising import DenoisingMethod
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ class Prophet(DenoisingMethod):
 
 
 @dataclass(frozen=True)
-class WideGap(Exit):
+class WideGap(EarlyFill):
     """See `Prophet`; where no mask of the region is left, the answer stands, and nothing is waited for."""
 
     gaps: tuple[float, ...]
     region: tuple[int, int] | None
 
     def over(self, guesses: Sequence[Guess], progress: float) -> bool:
-        """See `Exit`."""
+        """See `EarlyFill`."""
         least = self.gaps[min(int(progress * _THIRDS), _THIRDS - 1)]
         first, count = self.region or (0, len(guesses) and guesses[-1].place + 1)
         gaps = [guess.gap for guess in guesses if first <= guess.place < first + count]

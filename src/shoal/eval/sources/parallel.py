@@ -8,11 +8,14 @@ ones. Each task draws a prompt, and knows all right answers; a training text is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
+from typing import Any
 
 from shoal.eval.items import Item, Part
 
@@ -123,3 +126,21 @@ def read(_: Path | None, part: Part) -> list[Item]:
             prompt, answers = drawn(task, random, part)
             found[prompt] = Item(f"parallel/{prompt}", prompt, answers[0], answers[0], task, "listed", answers, prompt)
     return list(found.values())
+
+
+def total_correlation(answers: Sequence[str]) -> float:
+    """Bits by which words that are drawn apart from each other differ from answers that are all as likely.
+
+    Zero where each word follows from the prompt alone; what even a perfect model loses by deciding all words at once.
+    """
+    lists = [answer.split() for answer in answers]
+    length = max(map(len, lists))
+    places = zip(*([*words, *[""] * (length - len(words))] for words in lists), strict=True)
+    apart = sum(_entropy(Counter(place)) for place in places)
+    return apart - _entropy(Counter(map(tuple, lists)))
+
+
+def _entropy(counts: Counter[Any]) -> float:
+    """In bits, of what is counted."""
+    whole = sum(counts.values())
+    return math.log2(whole) - sum(count * math.log2(count) for count in counts.values()) / whole
