@@ -312,28 +312,31 @@ def test_each_step_decides_something_and_blocks_fill_the_answer(method: Method) 
     assert len(found.tokens) == 13 and 1 <= forwards <= 13 and MASK not in found.tokens
 
 
-def test_a_finished_block_is_streamed_and_later_ones_cannot_change_it() -> None:
-    engine, method = masked_engine(), Diffusion(block=4, steps=6)
-    stream = engine.stream(SHORT[0], method=method, max_new_tokens=NEW)
-    sizes, forwards = list[int](), 0
-    with stream:
+def test_words_are_streamed_once_none_before_them_is_open_at_the_latest_with_their_block() -> None:
+    engine, method, ids = masked_engine(), Diffusion(block=4, steps=6), SHORT[0]
+    order, open_, ready = Replay(masked_model(), ids, method).order, set(range(NEW)), list[int]()
+    for places in order:
+        open_ -= set(places)
+        ready.append(min(open_, default=NEW))
+    sent = [0] * len(order)
+    with engine.stream(ids, method=method, max_new_tokens=NEW) as stream:
         for step in stream:
-            if stream._rows[0].ledger.target_forwards > forwards:
-                forwards = stream._rows[0].ledger.target_forwards
-                sizes.append(step.index)
-    assert sizes == [0, 4, 8]
+            sent[stream._rows[0].ledger.target_forwards - 1] = step.index + 1
+    assert [max(sent[: at + 1]) for at in range(len(sent))] == ready and len(set(ready)) > 3
     for fewer in (4, 8):
-        with engine.stream(SHORT[0], method=method, max_new_tokens=NEW) as part:
+        with engine.stream(ids, method=method, max_new_tokens=NEW) as part:
             head = [next(part).token for _ in range(fewer)]
         assert tuple(head) == stream.result.tokens[:fewer]
 
 
-def test_an_end_of_sequence_ends_the_row_behind_its_block() -> None:
-    whole = answer(masked_engine(), SHORT[0], Diffusion(block=4))
-    ended = answer(masked_engine(), SHORT[0], Diffusion(block=4), stop_token_ids=[whole.tokens[5]])
+def test_an_end_of_sequence_ends_the_row_once_none_before_it_is_open() -> None:
+    method, ids = Diffusion(block=4), SHORT[0]
+    whole, order = answer(masked_engine(), ids, method), Replay(masked_model(), ids, method).order
+    ended = answer(masked_engine(), ids, method, stop_token_ids=[whole.tokens[5]])
     last = whole.tokens.index(whole.tokens[5])
     assert ended.tokens == whole.tokens[: last + 1] and ended.finish_reason == "stop"
-    assert ended.stats.target_forwards == 4 * (last // 4 + 1)
+    needed = max(number for number, places in enumerate(order) if min(places) <= last) + 1
+    assert ended.stats.target_forwards == needed < len(order)
 
 
 class Torn(RuntimeError):

@@ -104,6 +104,8 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 
 
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
+    import torch
+
     from shoal.train import corpus, export
     from shoal.train.loop import Trainer, Training
 
@@ -116,7 +118,8 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
-    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
+    half = engine.stack.dtype == torch.bfloat16
+    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half)
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")

@@ -47,7 +47,7 @@ class DenoisingBatch(Batch):
         return []
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """Decide some words of each row; blocks that are ready are emitted. See `Batch.step`."""
+        """Decide some words of each row; those that have no mask before them are emitted. See `Batch.step`."""
         start = time.perf_counter()
         wanted = None if rows is None else {id(row) for row in rows}
         self._canvases = {id(row): self._canvases.get(id(row)) or Canvas(row, self._model) for row in self.rows}
@@ -139,8 +139,8 @@ class Canvas:
 
     @property
     def waits(self) -> bool:
-        """Whether the block has masks."""
-        return self.end is None or any(place in self._masks for place in range(self.start, self.end))
+        """Whether anything is left to decide."""
+        return bool(self._masks)
 
     @property
     def before(self) -> int:
@@ -209,6 +209,9 @@ class Canvas:
             self.words[self.row.prompt_length + guess.place] = guess.token
             self._note(guess, logits[guess.place - self.start])
         self.steps, self.left = self.steps + 1, max(1, self.left - 1)
+        ready = min(self._masks, default=self.length)
+        if self.end is not None and ready >= self.end:
+            self.start, self.end, self.fresh = ready, None, True
 
     def _note(self, guess: Guess, logits: Tensor) -> None:
         """What whoever wants log-probabilities or scores is told when the word is emitted."""
@@ -231,17 +234,13 @@ class Canvas:
         self._forwards += 1
 
     def say(self) -> list[Step]:
-        """Emit the block if it is ready, and those behind it that are; the row may end there."""
-        if self.waits:
-            return []
-        first, self.start = self.start, min(self._masks, default=self.length)
-        self.end, self.fresh = None, True
-        place = self.row.prompt_length
+        """Emit what has no mask before it: nothing can change it any more. The row may end there."""
+        first, last = self.row.emitted, min(self._masks, default=self.length)
         if self.row.record is not None:
-            for at in range(first, self.start):
+            for at in range(first, last):
                 self.row.record(*self._seen[at])
-        return self.row.emit(self.words[place + first : place + self.start], 0,
-                             lambda offset, token: self._logs.get(first + offset))
+        words = self.words[self.row.prompt_length :][first:last]
+        return self.row.emit(words, 0, lambda offset, token: self._logs.get(first + offset))
 
 
 def _ranks(logs: Tensor, remasking: str) -> list[float]:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Diffusion(DenoisingMethod):
     """Fills masks block by block, in a fixed number of steps: in each the words that the model is surest of.
 
-    The answer has `max_new_tokens` places, or fewer where the context ends, and is cut at an end of sequence. A block
-    of 1 decodes from left to right. Fewer steps than words are faster, and decide words together that may not fit.
+    The answer has `max_new_tokens` places, or fewer where the context ends, and is ready once an end of sequence has no
+    mask before it. A word is emitted when none before it is open: at the latest with its block. A block of 1 decodes
+    from left to right. Fewer steps than words are faster, and decide words together that may not fit.
 
     Attributes:
         steps: forwards of the whole answer, spread evenly over its words; None for one a word.
