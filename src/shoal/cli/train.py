@@ -58,8 +58,8 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
     how.add_argument("--steps", metavar="N", type=int, help="diffusion: steps, 3500 if none")
     how.add_argument("--batch", metavar="N", type=int, help="tokens of a step, 2048 if none; diffusion: texts, 64")
-    how.add_argument("--rate", metavar="R", type=float, help="highest learning rate of matrices by Muon, 0.003 if none; "
-                     "AdamW takes a third. diffusion: 0.006")
+    how.add_argument("--rate", metavar="R", type=float, help="highest learning rate of matrices by Muon, AdamW takes a "
+                     "third; 0.003 if none, diffusion: 0.006")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")

@@ -85,8 +85,8 @@ class DenoisingMethod(Method):
     """A method that fills the masks of a masked-diffusion model.
 
     Attributes:
-        block: words of a block; blocks are filled from left to right. None for 32, or a shorter answer; the whole answer
-            at most.
+        block: words of a block, the whole answer at most; blocks are filled from left to right. None for 32, or a
+            shorter answer.
     """
 
     needs: ClassVar[tuple[str, ...]] = (MASKED,)
