@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import shoal
 from masked import MASK, masked_model
+from shoal.cli.entry import main
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.eval import judges, suites
@@ -126,3 +130,31 @@ def test_prompts_of_the_parts_differ_and_answers_use_known_words() -> None:
 def test_a_listed_answer_is_one_of_them_and_nothing_else(text: str, right: bool) -> None:
     item = Item("x", "p", "a b c", "a b c", golds=("a b c", "b a c"))
     assert judges.get("listed")(text, item) == {"right": right}
+
+
+def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    canvas = str(Path(__file__).parents[2] / "hub" / "shoal-canvas")
+    words = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
+    words += ["--max-new-tokens", "12"]
+    assert main([*words, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
+    assert [row["label"] for row in rows] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
+    plain, sure, hasty = (row["accuracy"] for row in rows)
+    assert plain >= 0.8 and sure >= 0.7 and hasty < plain
+    assert rows[2]["ideal_speedup"] > rows[1]["ideal_speedup"] > 1 >= rows[0]["ideal_speedup"] > 0.4
+    assert main([*words, "--measure", "answers,loss"]) == 2
+    assert "a loss or log-likelihood under diffusion" in capsys.readouterr().err
+
+
+def test_the_model_that_ships_shows_the_closed_forms() -> None:
+    """One word after another is right; of two that are decided together half clash, of all none fits."""
+    engine = shoal.load(str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), dtype="float32")
+    items = [item for item in suites.get("parallel").items(None) if item.group == "replace_random"][:60]
+
+    def score(method: Method) -> float:
+        found = engine.generate([item.prompt for item in items], method=method, max_new_tokens=5)
+        return sum(judges.get("listed")(one.text, item)["right"] for one, item in zip(found, items, strict=True)) / 60
+
+    assert score(Diffusion()) >= 0.95 and score(FastDLLM(threshold=0.9, reuse="none")) >= 0.95
+    assert score(Diffusion(steps=1)) <= 0.2
+    assert 0 < score(FastDLLM(threshold=0.6, reuse="none")) < 0.95

@@ -414,6 +414,7 @@ def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[st
     ({"method": "fast_dllm", "method_args": {"factor": -1}}, "factor is -1"),
     ({"method": "prophet", "method_args": {"steps": 0}}, "steps is 0"),
     ({"method": "prophet", "method_args": {"region": [-1, 2]}}, "region is"),
+    ({"method": "prophet", "method_args": {"gaps": [1, -1, "inf"]}}, "gaps is .*0 or more, infinity for never"),
     ({"method": "adablock", "method_args": {"delimiters": []}}, "delimiters is empty"),
     ({"method": "adablock", "method_args": {"delimiter_threshold": -1}}, "delimiter_threshold is -1"),
 ])

@@ -42,8 +42,8 @@ class Prophet(DenoisingMethod):
         super().__post_init__()
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps is {self.steps}; it must be at least 1, or None for one a word")
-        if any(gap != gap for gap in self.gaps):
-            raise ValueError(f"gaps is {self.gaps}; they must be numbers, infinity for never")
+        if not all(gap >= 0 for gap in self.gaps):
+            raise ValueError(f"gaps is {self.gaps}; they must be 0 or more, infinity for never")
         if self.region is not None and (self.region[0] < 0 or self.region[1] < 1):
             raise ValueError(f"region is {self.region}; it must be a place from 0 on and at least 1 place")
 
