@@ -20,6 +20,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
 from shoal.methods.diffusion import Diffusion
+from shoal.methods.diffusion_grammar import DiffusionGrammar
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
@@ -61,6 +62,7 @@ MASKED: tuple[Method, ...] = (
     FastDLLM(factor=1.5, block=4, reuse="dual"),
     Prophet(gaps=(1.0, 0.8, 0.5), block=4),
     Prophet(gaps=(2.0, 1.0, 0.5), region=(2, 3)),
+    DiffusionGrammar(block=6),
     AdaBlock(threshold=0.2, delimiter_threshold=0.05, delimiters=tuple(range(40)), reuse="prefix"),
 )
 """Those that need a masked-diffusion model, and run in a matrix of their own."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
     from shoal.methods.diffusion import Diffusion
+    from shoal.methods.diffusion_grammar import DiffusionGrammar
     from shoal.methods.double_sparsity import DoubleSparsity
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
@@ -77,6 +78,7 @@ __all__ = [
     "D3Spec",
     "DepthPlan",
     "Diffusion",
+    "DiffusionGrammar",
     "DoubleSparsity",
     "DraftAndVerify",
     "DraftModel",
@@ -138,6 +140,7 @@ _HOME = {
     "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
     "Diffusion": "shoal.methods.diffusion",
+    "DiffusionGrammar": "shoal.methods.diffusion_grammar",
     "DoubleSparsity": "shoal.methods.double_sparsity",
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",

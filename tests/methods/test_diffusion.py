@@ -275,7 +275,7 @@ def test_a_confident_step_takes_all_that_are_sure_and_the_surest() -> None:
     assert places(Confident(0.0)) == [0, 1, 2, 3]
     assert places(Confident(factor=0.0)) == [1]
     assert places(Confident(factor=0.3)) == [1, 3]  # the second needs 1 - 0.3 / 3 = 0.9, the third 1 - 0.3 / 4
-    assert places(Confident(factor=2.0)) == [0, 1, 3]
+    assert places(Confident(factor=2.0)) == [0, 1, 3] and places(Confident(factor=0.25)) == [1]
 
 
 def test_prophet_fills_with_the_argmax_of_the_step_at_which_it_leaves_off() -> None:
@@ -386,7 +386,7 @@ def test_a_method_that_writes_from_left_to_right_is_refused_by_name(method: Meth
         answer(masked_engine(), SHORT[0], method)
 
 
-@pytest.mark.parametrize("name", ["diffusion", "fast_dllm", "prophet", "adablock"])
+@pytest.mark.parametrize("name", ["diffusion", "fast_dllm", "prophet", "adablock", "diffusion_grammar"])
 def test_a_model_that_writes_from_left_to_right_is_refused_by_name(name: str) -> None:
     with pytest.raises(Unsupported, match=f"{name} with a model that writes from left to right.*no mask_token_id"):
         answer(engine_for(tiny("llama")), SHORT[0], name)

@@ -26,6 +26,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
 from shoal.methods.diffusion import Diffusion
+from shoal.methods.diffusion_grammar import DiffusionGrammar
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
@@ -66,6 +67,7 @@ SHIPPED = {
     "swift": Swift,
     "del": DEL,
     "diffusion": Diffusion,
+    "diffusion_grammar": DiffusionGrammar,
     "fast_dllm": FastDLLM,
     "prophet": Prophet,
     "adablock": AdaBlock,
@@ -96,6 +98,7 @@ CONFIGURED = [
     DEL((2, 4, 8), 9, head=0.0),
     Diffusion(8, steps=4, remasking="entropy", guidance=0.5),
     FastDLLM(factor=1.5, reuse="dual"),
+    DiffusionGrammar(rules='a ::= "b" | "c" a'),
     Prophet(gaps=(math.inf, 5.0, 2), region=(3, 5)),
     AdaBlock(delimiters=("\n", 7), delimiter_threshold=2),
 ]

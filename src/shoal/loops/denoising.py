@@ -19,7 +19,6 @@ from shoal.types import Step, TokenLogprob
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.methods._denoising import Denoising
-    from shoal.types import MaskedModel
 
 
 class DenoisingBatch(Batch):
@@ -37,8 +36,7 @@ class DenoisingBatch(Batch):
 
     def __init__(self, *args: Any, how: Denoising, **options: Any) -> None:
         super().__init__(*args, **{**options, "prefixes": None})  # a prefix's KV depends on what stands behind it
-        assert how.masked is not None
-        self._how, self._model = how, how.masked
+        self._how = how
         self._canvases: dict[int, Canvas] = {}
 
     @property
@@ -50,7 +48,7 @@ class DenoisingBatch(Batch):
         """Decide some words of each row; those that have no mask before them are emitted. See `Batch.step`."""
         start = time.perf_counter()
         wanted = None if rows is None else {id(row) for row in rows}
-        self._canvases = {id(row): self._canvases.get(id(row)) or Canvas(row, self._model) for row in self.rows}
+        self._canvases = {id(row): self._canvases.get(id(row)) or Canvas(row, self._how) for row in self.rows}
         chosen = [self._canvases[id(row)] for row in self.rows if wanted is None or id(row) in wanted]
         for group in _within(budget, [canvas for canvas in chosen if canvas.waits]):
             for canvas, logits in zip(group, self._logits(group), strict=True):
@@ -116,7 +114,7 @@ class Canvas:
 
     Args:
         row: has emitted nothing.
-        model: whose mask stands where nothing is decided.
+        how: tells of the model, whose mask stands where nothing is decided, and of a grammar.
 
     Attributes:
         words: prompt and answer.
@@ -127,9 +125,11 @@ class Canvas:
         fresh: whether the next forward runs all of the canvas.
     """
 
-    def __init__(self, row: Row, model: MaskedModel) -> None:
-        self.row, self._model, self.length = row, model, row.stop.room
-        self.words = [*row.tokens, *[model.mask_token_id] * self.length]
+    def __init__(self, row: Row, how: Denoising) -> None:
+        assert how.masked is not None
+        self.row, self._model, self.length = row, how.masked, row.stop.room
+        self.words = [*row.tokens, *[self._model.mask_token_id] * self.length]
+        self._chart = None if how.grammar is None else how.grammar.chart(self.length, row.stop.ends)
         self._masks = set(range(self.length))
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._logs: dict[int, TokenLogprob] = {}
@@ -205,24 +205,42 @@ class Canvas:
     def fill(self, guesses: Sequence[Guess], logits: Tensor) -> None:
         """Put guesses in the place of masks, and go on to the next block where this one is ready."""
         for guess in guesses:
+            told = logits[guess.place - self.start]
+            token = self._lawful(guess, told)
             self._masks.remove(guess.place)
-            self.words[self.row.prompt_length + guess.place] = guess.token
-            self._note(guess, logits[guess.place - self.start])
+            self.words[self.row.prompt_length + guess.place] = token
+            self._note(guess.place, token, told)
         self.steps, self.left = self.steps + 1, max(1, self.left - 1)
         ready = min(self._masks, default=self.length)
         if self.end is not None and ready >= self.end:
             self.start, self.end, self.fresh = ready, None, True
 
-    def _note(self, guess: Guess, logits: Tensor) -> None:
+    def _lawful(self, guess: Guess, logits: Tensor) -> int:
+        """The guess, or what the row takes of the words that the grammar lets stand there, by logits [V]."""
+        chart, token = self._chart, guess.token
+        if chart is None:
+            return token
+        if not chart.lets(guess.place, token):
+            scores = self._scores(logits[None])[0]
+            rest = torch.full_like(scores, -torch.inf)
+            fits = [word for word in chart.words() if chart.lets(guess.place, word)]
+            rest[fits] = scores[fits]
+            u = self._uniform([guess.place], "again")[0]
+            token = sampling.likeliest(rest) if self.row.sampling.greedy else sampling.draw(
+                sampling.probs_of(rest, self.row.sampling), u)
+        chart.put(guess.place, token)
+        return token
+
+    def _note(self, place: int, token: int, logits: Tensor) -> None:
         """What whoever wants log-probabilities or scores is told when the word is emitted."""
         wanted = self.row.sampling.logprobs
         if wanted is None and self.row.record is None:
             return
         scores = self._scores(logits[None])[0]
         if wanted is not None:
-            self._logs[guess.place] = sampling.logprob(scores, guess.token, wanted)
+            self._logs[place] = sampling.logprob(scores, token, wanted)
         if self.row.record is not None:
-            self._seen[guess.place] = logits, scores
+            self._seen[place] = logits, scores
 
     def count(self, fed: int) -> None:
         """Note the work of a forward."""

@@ -16,6 +16,7 @@ from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
+from shoal.loops.grammar import MOST, CanvasGrammar
 from shoal.methods.base import MASKED, Method
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Denoising(Loop):
         guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), u being those under a masked prompt.
         reuse: which KV is kept from the first forward over a block to its last.
         exit: when all masks are filled at once; None for never.
+        grammar: what the answer must be a text of; None for any.
     """
 
     fills_masks: ClassVar[bool] = True
@@ -46,6 +48,7 @@ class Denoising(Loop):
     guidance: float = 0.0
     reuse: Reuse = "none"
     exit: EarlyFill | None = None
+    grammar: CanvasGrammar | None = None
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
@@ -70,6 +73,13 @@ class Denoising(Loop):
             raise Unsupported(f"{steps} steps for an answer of up to {room} words in {least} blocks",
                               "each block takes one step at least, and each step decides one word at least",
                               f"Use {least} to {room} steps")
+
+        if self.grammar is not None and room > MOST:
+            raise Unsupported(f"a grammar over {room} words", f"it is tried in plain Python, for up to {MOST}",
+                              f"Use a max_new_tokens of at most {MOST}")
+        if self.grammar is not None and not self.grammar.chart(room, row.stop.ends).possible:
+            raise Unsupported(f"a text of the grammar in {room} words", "it has none that fits",
+                              "Use another max_new_tokens, or allow the end of sequence")
 
     def share(self, first: int, last: int, length: int) -> int:
         """Steps that words first..last-1 of an answer of `length` may take; what is not scheduled needs no number."""
