@@ -85,6 +85,7 @@ def run_document(path: Path, folder: Path, *, real: bool = False) -> int:
 def _working_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
+    Path("hub").symlink_to(ROOT / "hub")  # as in a clone
     try:
         yield
     finally:

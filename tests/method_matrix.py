@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from drafts import draft_of
 from shoal.methods.a_star import AStar
+from shoal.methods.adablock import AdaBlock
 from shoal.methods.adadec import AdaDec
 from shoal.methods.aded import ADED
 from shoal.methods.atts import ATTS
@@ -19,12 +20,15 @@ from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
+from shoal.methods.diffusion import Diffusion
+from shoal.methods.diffusion_grammar import DiffusionGrammar
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.entropy_adaptive import EntropyAdaptive
+from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
@@ -33,6 +37,7 @@ from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
 from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.prophet import Prophet
 from shoal.methods.random_switching import RandomSwitching
 from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
@@ -51,6 +56,20 @@ from shoal.methods.vocabtrim import VocabTrim
 from trained_parts import part_for
 
 CHANNELS = (((3, 7, 0, 4, 1, 5, 2, 6), (1, 5, 3, 7, 2, 6, 0, 4)),) * 6
+
+MASKED: tuple[Method, ...] = (
+    Diffusion(block=4, steps=6),
+    Diffusion(block=5, reuse="prefix"),
+    Diffusion(block=5, steps=7, reuse="dual"),
+    Diffusion(guidance=0.5, steps=5),
+    FastDLLM(threshold=0.2, block=6),
+    FastDLLM(factor=1.5, block=4, reuse="dual"),
+    Prophet(gaps=(1.0, 0.8, 0.5), block=4),
+    Prophet(gaps=(2.0, 1.0, 0.5), region=(2, 3)),
+    DiffusionGrammar(block=6),
+    AdaBlock(threshold=0.2, delimiter_threshold=0.05, delimiters=tuple(range(40)), reuse="prefix"),
+)
+"""Those that need a masked-diffusion model, and run in a matrix of their own."""
 
 MATRIX: tuple[Method, ...] = (
     Full(),

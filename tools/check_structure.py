@@ -26,7 +26,7 @@ REGISTRY = ("shoal.methods", "shoal.methods.base")
 
 MOST_LINES = 60_000
 """Lines of Python in `src` and `benchmarks`."""
-MOST_CLASSES = 61
+MOST_CLASSES = 62
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.engine.monitor import Monitor
     from shoal.errors import Unsupported
     from shoal.methods.a_star import AStar
+    from shoal.methods.adablock import AdaBlock
     from shoal.methods.adadec import AdaDec
     from shoal.methods.aded import ADED
     from shoal.methods.atts import ATTS
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
     from shoal.methods.del_ import DEL
+    from shoal.methods.diffusion import Diffusion
+    from shoal.methods.diffusion_grammar import DiffusionGrammar
     from shoal.methods.double_sparsity import DoubleSparsity
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
     from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.entropy_adaptive import EntropyAdaptive
+    from shoal.methods.fast_dllm import FastDLLM
     from shoal.methods.foreal import FoReaL
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from shoal.methods.medusa import Medusa
     from shoal.methods.momentum import Momentum
     from shoal.methods.prompt_lookup import PromptLookup
+    from shoal.methods.prophet import Prophet
     from shoal.methods.random_switching import RandomSwitching
     from shoal.methods.rapid import Rapid
     from shoal.methods.rsd import RSD
@@ -70,12 +75,15 @@ __all__ = [
     "RSD",
     "ATTS",
     "AStar",
+    "AdaBlock",
     "AdaDec",
     "Auto",
     "BestOf",
     "CentroidKV",
     "D3Spec",
     "DepthPlan",
+    "Diffusion",
+    "DiffusionGrammar",
     "DoubleSparsity",
     "DraftAndVerify",
     "DraftModel",
@@ -84,6 +92,7 @@ __all__ = [
     "EarlyExit",
     "Engine",
     "EntropyAdaptive",
+    "FastDLLM",
     "FoReaL",
     "Full",
     "Grammar",
@@ -98,6 +107,7 @@ __all__ = [
     "Monitor",
     "NarrowMLPs",
     "PromptLookup",
+    "Prophet",
     "PythonMembers",
     "RandomSwitching",
     "Rapid",
@@ -129,6 +139,7 @@ _HOME = {
     "ADED": "shoal.methods.aded",
     "ATTS": "shoal.methods.atts",
     "AStar": "shoal.methods.a_star",
+    "AdaBlock": "shoal.methods.adablock",
     "AdaDec": "shoal.methods.adadec",
     "Auto": "shoal.methods.auto",
     "BestOf": "shoal.methods.best_of",
@@ -137,6 +148,8 @@ _HOME = {
     "D3Spec": "shoal.methods.d3_spec",
     "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
+    "Diffusion": "shoal.methods.diffusion",
+    "DiffusionGrammar": "shoal.methods.diffusion_grammar",
     "DoubleSparsity": "shoal.methods.double_sparsity",
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
@@ -145,6 +158,7 @@ _HOME = {
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",
     "EntropyAdaptive": "shoal.methods.entropy_adaptive",
+    "FastDLLM": "shoal.methods.fast_dllm",
     "FoReaL": "shoal.methods.foreal",
     "Full": "shoal.methods.full",
     "Grammar": "shoal.engine.constraint",
@@ -159,6 +173,7 @@ _HOME = {
     "Monitor": "shoal.engine.monitor",
     "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
+    "Prophet": "shoal.methods.prophet",
     "PythonMembers": "shoal.engine.members",
     "RSD": "shoal.methods.rsd",
     "RandomSwitching": "shoal.methods.random_switching",

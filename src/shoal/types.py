@@ -76,6 +76,19 @@ def _check(name: str, value: object, good: bool, allowed: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedModel:
+    """What a masked-diffusion model says of itself: it decides masked words in any order.
+
+    Attributes:
+        mask_token_id: stands for a word that is not decided.
+        shift: logits at a place are those of the word so many places further on: 0, or 1 as in Dream.
+    """
+
+    mask_token_id: int
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a method may know about the model and the request when it makes its recipe.
 
@@ -101,6 +114,7 @@ class ModelInfo:
         free: whether a method may decide by measured times; not where several processes must decide alike.
         memory: what methods have learned about the model on this machine; the engine keeps it from request to request.
         changes: what was done to another model to make this one, in words; what is exact is exact to this one.
+        masked: what a masked-diffusion model says of itself; None for one that writes from left to right.
     """
 
     num_layers: int
@@ -121,6 +135,7 @@ class ModelInfo:
     free: bool = True
     memory: dict[Any, Any] = field(default_factory=dict)
     changes: str = ""
+    masked: MaskedModel | None = None
 
 
 def finite_logprob(value: float) -> float:

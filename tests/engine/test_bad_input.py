@@ -34,7 +34,7 @@ def d3(**knobs: Any) -> dict[str, Any]:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown option": ({"temprature": 1.0}, r"unknown option 'temprature'\. Did you mean 'temperature'\?"),
     "option of transformers": ({"do_sample": True}, r"unknown option 'do_sample'.*The options are method, max_new"),
-    "unknown method": ({"method": "d_3"}, r"unknown method 'd_3'\. Did you mean 'd3'\? Known: a_star, adadec, "),
+    "unknown method": ({"method": "d_3"}, r"unknown method 'd_3'\. Did you mean 'd3'\? Known: a_star, adablock, "),
     "no method at all": ({"method": 7}, r"a method is a name.*got 7"),
     "unknown method option": (d3(alhpa=0.9), r"unknown option of d3 'alhpa'\. Did you mean 'alpha'\?"),
     "alpha 0": (d3(alpha=0.0), r"alpha is 0.0; it must be in \(0, 1\]"),

@@ -17,6 +17,7 @@ import shoal.methods
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import base, get, make, names
+from shoal.methods.adablock import AdaBlock
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
@@ -24,12 +25,16 @@ from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.del_ import DEL
+from shoal.methods.diffusion import Diffusion
+from shoal.methods.diffusion_grammar import DiffusionGrammar
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.prophet import Prophet
 from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
@@ -61,6 +66,11 @@ SHIPPED = {
     "draft_and_verify": DraftAndVerify,
     "swift": Swift,
     "del": DEL,
+    "diffusion": Diffusion,
+    "diffusion_grammar": DiffusionGrammar,
+    "fast_dllm": FastDLLM,
+    "prophet": Prophet,
+    "adablock": AdaBlock,
 }
 CONFIGURED = [
     Full(),
@@ -86,6 +96,11 @@ CONFIGURED = [
     DraftAndVerify((3, 5), (4,), accepted=0.8),
     Swift(ratio=0.3, trees=False),
     DEL((2, 4, 8), 9, head=0.0),
+    Diffusion(8, steps=4, remasking="entropy", guidance=0.5),
+    FastDLLM(factor=1.5, reuse="dual"),
+    DiffusionGrammar(rules='a ::= "b" | "c" a'),
+    Prophet(gaps=(math.inf, 5.0, 2), region=(3, 5)),
+    AdaBlock(delimiters=("\n", 7), delimiter_threshold=2),
 ]
 
 

@@ -18,7 +18,7 @@ from shoal.cli import common
 from shoal.cli.parser import Parser
 from shoal.errors import Unsupported
 from shoal.methods._combined import FAMILIES, QUESTIONS, family_of
-from shoal.methods.base import Method
+from shoal.methods.base import Method, check_order
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _refusal(cls: type[Method], info: ModelInfo | None) -> str | None:
     if absent:
         return f"there is no default for {' and '.join(absent)}; give a card that has them: --method CARD.json"
     try:
-        cls().recipe(info)
+        check_order(cls.name, cls().recipe(info), info)
     except (ValueError, TypeError) as error:
         return str(error)
     return None

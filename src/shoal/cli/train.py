@@ -2,6 +2,8 @@
 
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
 point, the same command goes on where it was. Nothing of the model itself is trained.
+
+`diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from shoal.cli import common
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shoal.engine.engine import Engine
     from shoal.train.corpus import Corpus, CorpusWish
     from shoal.train.part import PartModule
@@ -24,14 +28,19 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
+  shoal train diffusion --out canvas --threads 1
 """
 KINDS = ("eagle", "medusa")
+SCRATCH = "diffusion"
+_BATCH, _RATE = 2048, 3e-3
+_SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json")
+"""Options that a model from scratch has."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=KINDS, help="eagle: a layer that goes on from the model's last states; medusa: "
-                        "a head for each of the next places")
+    parser.add_argument("part", choices=(*KINDS, SCRATCH), help="eagle: a layer that goes on from the model's last "
+                        "states; medusa: a head for each of the next places; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -47,9 +56,10 @@ def add_arguments(parser: Parser) -> None:
     data.add_argument("--gigabytes", metavar="G", type=float, default=10.0, help="most room for states")
     how = parser.add_argument_group("training")
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
-    how.add_argument("--batch", metavar="N", type=int, default=2048, help="tokens of a step")
-    how.add_argument("--rate", metavar="R", type=float, default=3e-3, help="highest learning rate of matrices by Muon; "
-                     "AdamW takes a third")
+    how.add_argument("--steps", metavar="N", type=int, help="diffusion: steps, 3500 if none")
+    how.add_argument("--batch", metavar="N", type=int, help="tokens of a step, 2048 if none; diffusion: texts, 64")
+    how.add_argument("--rate", metavar="R", type=float, help="highest learning rate of matrices by Muon, AdamW takes a "
+                     "third; 0.003 if none, diffusion: 0.006")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -69,18 +79,38 @@ def run(args: argparse.Namespace) -> int:
     """Answer, train, write the part; end with one JSON line."""
     import torch
 
-    from shoal.train import corpus, export
-    from shoal.train.loop import Trainer, Training
-
     began = time.monotonic()
-    wish = _wish(args)
+    _check(args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    engine = common.load_engine(args)
 
     def late() -> bool:
         return args.minutes is not None and time.monotonic() - began > 60 * args.minutes
 
+    return _from_scratch(args, late) if args.part == SCRATCH else _part(args, late)
+
+
+def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
+    from shoal.train import diffusion
+
+    given = {name: getattr(args, name) for name in ("steps", "batch", "seed") if getattr(args, name) is not None}
+    rate = {} if args.rate is None else {"rate": args.rate / 3}
+    card = diffusion.train(diffusion.DiffusionTraining(**given, **rate), args.out, _tell, late)
+    left = card["steps"] - card["step"]
+    _tell(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
+    _tell(f"use it: shoal generate --model {args.out} --raw --method diffusion --max-new-tokens 5 'shuffle : ann bob "
+          "cid dee ='")
+    return _report(args, card)
+
+
+def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
+    import torch
+
+    from shoal.train import corpus, export
+    from shoal.train.loop import Trainer, Training
+
+    wish = _wish(args)
+    engine = common.load_engine(args)
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     if not answers.whole:  # a run begins when its answers are there, and keeps to them
@@ -88,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers)
-    how = Training(args.epochs, args.batch, args.rate, seed=args.seed, half=engine.stack.dtype == torch.bfloat16)
+    half = engine.stack.dtype == torch.bfloat16
+    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half)
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
@@ -110,12 +141,28 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers below 1, and options that the kind has no use for."""
+    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.rate is not None and not args.rate > 0:
+        raise ValueError(f"--rate is {args.rate}; it must be above 0")
+    if args.part != SCRATCH:
+        if args.steps is not None:
+            raise ValueError(f"--steps belongs to diffusion; {args.part} has --epochs")
+        return
+    parser = Parser(add_help=False)
+    add_arguments(parser)
+    for action in parser._actions:
+        if action.dest not in _SHARED and getattr(args, action.dest, action.default) != action.default:
+            raise ValueError(f"{action.option_strings[0]} says nothing to diffusion, which is trained from scratch on "
+                             "texts of its own; leave it out")
+
+
 def _wish(args: argparse.Namespace) -> CorpusWish:
     from shoal.train.corpus import CorpusWish
 
-    for name in ("each", "tokens", "max_new_tokens", "epochs", "batch", "vocabulary", "depths"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes)
 
 

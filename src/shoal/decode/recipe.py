@@ -85,9 +85,11 @@ class Loop(ABC):
     Attributes:
         exact: whether the tokens are those of the plain loop, greedy or sampled.
         takes: the parts of a recipe that it works with; the others are refused beside it.
+        fills_masks: whether it works on masked-diffusion models, and on no others.
     """
 
     exact: ClassVar[bool] = False
+    fills_masks: ClassVar[bool] = False
     takes: ClassVar[tuple[str, ...]] = ()
 
     @property

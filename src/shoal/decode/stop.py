@@ -97,6 +97,11 @@ class StopState:
         self.room = max(0, min(limits))
         self.finish_reason: FinishReason | None = None if self.room else "length"
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """Ids that end the row."""
+        return self._rules.eos_token_ids | self._rules.stop_token_ids
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """Tokens as text, as the row's own are read."""
         return self._detokenizer.text_of(tokens)

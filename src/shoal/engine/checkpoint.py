@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.model.masked import LLADA_MARK, LladaSource, adopted
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 NOTE = "shoal_prune"
@@ -61,7 +62,14 @@ class Checkpoint:
             return self._gguf.config()
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.place, **self._options)
+        return self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
+
+    def _adopted(self) -> Any | None:
+        """The config of a model whose own code is not needed, since its blocks come with transformers."""
+        from transformers import PreTrainedConfig
+
+        told, _ = PreTrainedConfig.get_config_dict(self.place, **self._options)
+        return adopted(told)
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
@@ -81,9 +89,12 @@ class Checkpoint:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
 
+        from shoal.model.modules import loaded
         from shoal.model.widths import WIDTHS, class_of
 
         config = self.config()
+        if self._adopted() is not None and (source := self.weights()) is not None:
+            return loaded(config, {name: source[name] for name in source.names()}, dtype)
         kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
         with _no_bars_into_pipes():
             return kind.from_pretrained(self.place, dtype=dtype, **self._options, **options)
@@ -93,7 +104,10 @@ class Checkpoint:
         if self._gguf is not None:
             return self._gguf.weights()
         folder = self._folder()
-        return FileSource(folder) if has_safetensors(folder) else None
+        if not has_safetensors(folder):
+            return None
+        source = FileSource(folder)
+        return LladaSource(source) if source.has(LLADA_MARK) else source
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

@@ -29,8 +29,9 @@ from shoal.engine.stream import Stream
 from shoal.engine.told import processors
 from shoal.engine.trained import TrainedTensors
 from shoal.methods import make
+from shoal.methods.base import check_order
 from shoal.model.kv import KVCache
-from shoal.types import ModelInfo, Result
+from shoal.types import MaskedModel, ModelInfo, Result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +67,7 @@ class Engine:
         misses_card: whether a method that could use a card and finds none is still to be warned about, once.
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
+        masked: what a masked-diffusion model says of itself, else None.
         sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
     """
 
@@ -88,6 +90,7 @@ class Engine:
         self.ranks = ALONE
         self.changed: Source | None = None
         self.changes = ""
+        self.masked: MaskedModel | None = None
         self._told = partial(processors, told or {}, device=stack.device)
         self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
@@ -118,6 +121,7 @@ class Engine:
             fingerprint=lambda: self.fingerprint,
             memory=self._memory,
             changes=self.changes,
+            masked=self.masked,
             free=self.ranks.size == 1,
         )
 
@@ -194,6 +198,7 @@ class Engine:
         """What a method makes of this model and a request of that length."""
         chosen, info = make(method), self.info(max_new_tokens)
         recipe = chosen.recipe(info)
+        check_order(chosen.name, recipe, info)
         if (notice := chosen.notice(info)) is not None:
             self._say_once(notice)
         elif chosen.wants_card and self.card.empty:

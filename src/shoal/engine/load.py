@@ -19,6 +19,7 @@ from shoal.engine.told import told_by
 from shoal.engine.transformed import Transformed
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
+from shoal.model.masked import masked_of
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.source import ModelSource, Source
@@ -130,7 +131,7 @@ def engine_for(
         stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
         told=told_by(generation),
     )
-    made.sampling = recommended(generation)
+    made.sampling, made.masked = recommended(generation), masked_of(model.config)
     return made
 
 
@@ -208,7 +209,7 @@ def _from_files(
         stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words), card=card,
         open_model=open_beside, told=told_by(generation),
     )
-    made.sampling = recommended(generation)
+    made.sampling, made.masked = recommended(generation), masked_of(config)
     return made
 
 
@@ -253,6 +254,9 @@ def _pack(
 
 
 def _check_decoder(config: Any) -> None:
+    if config.model_type in ("llada", "Dream"):
+        why = "Shoal runs its blocks without the code that came with it"
+        raise Unsupported(f"a loaded model of type {config.model_type!r}", why, "Give its folder or Hub id")
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL

@@ -18,8 +18,8 @@ from shoal.eval.items import Item, Sample
 from shoal.eval.judges import TESTS
 from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
 from shoal.eval.timing import alone
+from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
 from shoal.sandbox.process import find
 
@@ -66,6 +66,8 @@ def run(
 ) -> dict[str, Any]:
     """One suite's part of the report: tables of answers and losses, and the full model's loss by position.
 
+    What others are compared with is the full model, decoded one token a forward: by "diffusion" where it fills masks.
+
     Args:
         evaluator: measures and keeps outcomes.
         suite: the suite's name.
@@ -80,10 +82,12 @@ def run(
             where no sandbox works.
     """
     samples = evaluator.samples(items)
-    full = contender(evaluator.engine, Full(), evaluator.max_new_tokens, "full")
-    fixed = [contender(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()]
+    plain = make("full" if evaluator.engine.masked is None else "diffusion")
+    full = contender(evaluator.engine, plain, evaluator.max_new_tokens, plain.name)
+    fixed = [contender(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()
+             if m != plain]
     if "loss" in study.measures:
-        for who in fixed:  # before answers are made, which takes much longer
+        for who in (full, *fixed):  # before answers are made, which takes much longer
             who.check_scored()
     report: dict[str, Any] = {"suite": suite, "kind": kind, "items": len(samples)}
     answers: Found | None = None

@@ -18,7 +18,7 @@ from shoal import reference
 from shoal.errors import Unsupported, unknown
 from shoal.eval import prompts
 from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
-from shoal.eval.sources import code, gsm8k, squad, wikidata
+from shoal.eval.sources import code, gsm8k, parallel, squad, wikidata
 from shoal.eval.sources.folder import folder
 
 Kind = Literal["problems", "text", "prompts"]
@@ -93,6 +93,8 @@ def _table() -> dict[str, Suite]:
         Suite("squad", "problems", "questions of SQuAD, answered in a sentence; calibrates on three articles",
               squad.read, 64),
         Suite("wikidata_qa", "problems", "short facts to complete, for base models", wikidata.read, 24),
+        Suite("parallel", "problems", "lists, squares, sums and sentences on which words decided together clash",
+              parallel.read, 16),
         Suite("gsm8k_renumbered", "problems", "GSM8K training problems with new numbers, as equations",
               lambda data, part: _split(folder(data, "gsm8k") / "renumbered_heldout.jsonl", part)),
         Suite("novels", "text", "chapters of novels, long out of copyright", _novels),

@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "sparse attention": ("select",),
     "search": ("search",),
     "decoding loop": ("loop",),
+    "masked diffusion": (),
     "constraint": ("constraint",),
 })
 """Families of methods, each with the parts that its methods fill."""

@@ -70,7 +70,10 @@ def plain(value: Any) -> Any:
 
 
 def unbounded(value: Any, hint: Any) -> Any:
-    """The word for infinity as a number, where a number is wanted."""
+    """The word for infinity as a number, where a number is wanted, also within a tuple."""
+    if isinstance(value, tuple) and INFINITE in value and not fits(value, hint):
+        found = tuple(math.inf if item == INFINITE else item for item in value)
+        return found if fits(found, hint) else value
     return math.inf if value == INFINITE and fits(math.inf, hint) and not fits(value, hint) else value
 
 

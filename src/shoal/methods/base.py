@@ -21,11 +21,29 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
 
 LAYER_SCORES, SHOWN_QUERIES = "layer scores", "attention that shows its queries"
+MASKED = "a masked-diffusion model"
 """Needs that a loaded model meets or does not; others make a method read files or load another model."""
 WRAPPED = ("inner", "draft_inner")
 """Knobs that hold another method: the one that is wrapped, and the one by which a second model decodes."""
 _KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
+
+
+def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
+    """Refuse to fill masks with a model that writes from left to right, and the reverse.
+
+    Raises:
+        Unsupported: says which it is.
+    """
+    fills = recipe.loop is not None and recipe.loop.fills_masks
+    if fills and info.masked is None:
+        raise Unsupported(f"{name} with a model that writes from left to right", "its config names no mask_token_id, "
+                          "so there is no token for a word that is not decided",
+                          "Use another method, or a masked-diffusion model such as LLaDA or Dream")
+    if info.masked is not None and not fills:
+        raise Unsupported(f"{name} with a masked-diffusion model", "it decides masked words in any order, and was not "
+                          "trained to continue a text word by word", 'Use method="diffusion", or another one that '
+                          f"needs {MASKED}")
 
 
 def whole_layers(name: str, info: ModelInfo) -> list[int]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from shoal import methods
 from shoal.decode.verifier import is_url
-from shoal.methods.base import LAYER_SCORES, SHOWN_QUERIES, WRAPPED, Method
+from shoal.methods.base import LAYER_SCORES, MASKED, SHOWN_QUERIES, WRAPPED, Method
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
-_HARMLESS = (LAYER_SCORES, SHOWN_QUERIES)
+_HARMLESS = (LAYER_SCORES, MASKED, SHOWN_QUERIES)
 
 
 def allowed(settings: Settings) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from shoal.errors import unknown
 from shoal.eval.answers import is_right
 from shoal.eval.items import Item
-from shoal.eval.judges import contains, number
+from shoal.eval.judges import contains, listed, number
 
 
 class Judge(Protocol):
@@ -25,7 +25,8 @@ def mark(text: str, item: Item) -> dict[str, Any]:
 
 TESTS = "tests"
 """The judge that runs code: it needs a sandbox, so `Judging` calls it."""
-_JUDGES: Mapping[str, Judge] = {"mark": mark, "number": number.judge, "contains": contains.judge}
+_JUDGES: Mapping[str, Judge] = {"mark": mark, "number": number.judge, "contains": contains.judge,
+                              "listed": listed.judge}
 
 
 def get(name: str) -> Judge:

@@ -1,0 +1,109 @@
+"""What deciding words together costs: right answers against words a forward, on the tasks of the suite `parallel`.
+
+    python benchmarks/parallel.py [--model shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
+
+Answers are greedy, with just as many masks as the longest answer of the task has words, and one for its end. Intervals
+are Wilson's, of 95 %. The last line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.bench import report
+from shoal.cli import env
+from shoal.engine.engine import Engine
+from shoal.eval import suites
+from shoal.eval.items import Item
+from shoal.eval.judges import listed
+from shoal.eval.paired import wilson
+from shoal.eval.plots import axes_of
+from shoal.eval.sources.parallel import TASKS, total_correlation
+from shoal.methods.adablock import AdaBlock
+from shoal.methods.base import Method
+from shoal.methods.diffusion import Diffusion
+from shoal.methods.fast_dllm import FastDLLM
+from shoal.methods.prophet import Prophet
+
+_AT_ONCE = (1, 2, 4, 16)
+_THRESHOLDS = (0.99, 0.9, 0.7, 0.5)
+_BLOCK = 4
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="shoal-canvas")
+    parser.add_argument("--n", type=int, default=200, help="items of a task, at most")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    engine = shoal.load(args.model, dtype="float32")
+    found = {task: measure(engine, task, args.n) for task in TASKS}
+    heading = report.heading(env.collect(), ["benchmarks/parallel.py", *sys.argv[1:]])
+    result = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint, "tasks": found}
+    if args.plot is not None:
+        draw(found, args.plot)
+    report.publish(result, args.json)
+
+
+def measure(engine: Engine, task: str, limit: int) -> dict[str, Any]:
+    """Every setting on one task."""
+    items = [item for item in suites.get("parallel").items(None) if item.group == task][:limit]
+    masks = 1 + max(len(engine.tokenizer(gold)["input_ids"]) for item in items for gold in item.golds)
+    settings = {**by_steps(masks), **others(masks)}
+    bits = total_correlation(items[0].golds)
+    rows = [{"label": label, "method": method.to_dict(), **scored(engine, items, method, masks)}
+            for label, method in settings.items()]
+    return {"masks": masks, "n": len(items), "total_correlation_bits": round(bits, 4), "rows": rows}
+
+
+def by_steps(masks: int) -> dict[str, Method]:
+    """So many words a step."""
+    return {f"{words} a step" if words < masks else "all at once": Diffusion(masks, max(1, -(-masks // words)))
+            for words in _AT_ONCE}
+
+
+def others(masks: int) -> dict[str, Method]:
+    """The other rules: all of the answer one block, then blocks with and without kept KV."""
+    small = min(_BLOCK, masks)
+    found: dict[str, Method] = {f"threshold {one}": FastDLLM(masks, one, reuse="none") for one in _THRESHOLDS}
+    found |= {f"prophet {gap}": Prophet(masks, (gap,) * 3) for gap in (8.0, 4.0)}
+    found |= {f"blocks of 4, {reuse}": FastDLLM(small, 0.9, reuse=reuse) for reuse in ("none", "prefix", "dual")}
+    found["adablock"] = AdaBlock(small, 0.9, 0.3)
+    found["random order"] = Diffusion(masks, remasking="random")
+    found["left to right"] = Diffusion(1)
+    return found
+
+
+def scored(engine: Engine, items: Sequence[Item], method: Method, masks: int) -> dict[str, Any]:
+    """Right answers, and words a forward: those of the answer, its end counted."""
+    found = engine.generate([item.prompt for item in items], method=method, max_new_tokens=masks, seed=0)
+    right = sum(listed.judge(one.text, item)["right"] for one, item in zip(found, items, strict=True))
+    words, forwards = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "target_forwards"))
+    return {
+        "right": right, "accuracy": right / len(items), "interval": list(wilson(right, len(items))),
+        "forwards": forwards / len(items), "words_per_forward": words / forwards,
+    }
+
+
+def draw(tasks: Mapping[str, Any], path: Path) -> None:
+    """A line for each task over the words of a step."""
+    axes, figure = axes_of("words a forward", "right answers, %", "What deciding words together costs")
+    for task, found in tasks.items():
+        rows = [row for row in found["rows"] if row["label"].endswith("a step") or row["label"] == "all at once"]
+        errors = [[100 * abs(row["accuracy"] - row["interval"][end]) for row in rows] for end in (0, 1)]
+        style = "o-" if found["total_correlation_bits"] > 0.01 else "s--"
+        axes.errorbar([row["words_per_forward"] for row in rows], [100 * row["accuracy"] for row in rows], errors,
+                      fmt=style, capsize=2, label=f"{task} ({found['total_correlation_bits']:.2f} bits)")
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What methods for masked-diffusion models have in common: a canvas of masks, decided block by block.
+
+A forward sees the whole canvas and makes a guess for every mask; policies say which guesses stay, see
+`shoal.loops.canvas`. Torch is imported when a batch is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Loop, Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
+from shoal.loops.grammar import MOST, CanvasGrammar
+from shoal.methods.base import MASKED, Method
+
+if TYPE_CHECKING:
+    from shoal.decode.loop import RowBatch
+    from shoal.decode.row import Row
+    from shoal.types import MaskedModel, ModelInfo
+
+@dataclass(frozen=True)
+class Denoising(Loop):
+    """The part `loop`: masks are filled block by block.
+
+    Attributes:
+        masked: the model; None where there is none, as when a method is only described.
+        commit: which guesses stay.
+        blocks: where a block ends.
+        remasking: by what guesses are ranked.
+        guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), u being those under a masked prompt.
+        reuse: which KV is kept from the first forward over a block to its last.
+        exit: when all masks are filled at once; None for never.
+        grammar: what the answer must be a text of; None for any.
+    """
+
+    fills_masks: ClassVar[bool] = True
+
+    masked: MaskedModel | None
+    commit: Commit
+    blocks: FixedBlocks
+    remasking: Remasking = "confidence"
+    guidance: float = 0.0
+    reuse: Reuse = "none"
+    exit: EarlyFill | None = None
+    grammar: CanvasGrammar | None = None
+
+    def batch(self) -> Callable[..., RowBatch]:
+        """See `Loop`."""
+        from shoal.loops.denoising import DenoisingBatch
+
+        return partial(DenoisingBatch, how=self)
+
+    def check(self, row: Row) -> None:
+        """Refuse what has no meaning where words come in any order, and blocks and steps that do not fit the answer."""
+        room, size, asked = row.stop.room, self.blocks.size, row.sampling
+        penalised = asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty
+        if row.processors or penalised:
+            what = "logits processors" if row.processors else "penalties"
+            raise Unsupported(f"{what} with a masked-diffusion model", "words come in any order, so no text stands "
+                              "before them that these could go by", "Leave them out")
+        if size is not None and size > room:
+            raise Unsupported(f"a block of {size} words in an answer of up to {room}", "it does not fit",
+                              f"Use a block of at most {room}, or a larger max_new_tokens")
+        steps = self.commit.steps if isinstance(self.commit, Scheduled) else None
+        least = math.ceil(room / (size or BLOCK))
+        if steps is not None and not least <= steps <= room:
+            raise Unsupported(f"{steps} steps for an answer of up to {room} words in {least} blocks",
+                              "each block takes one step at least, and each step decides one word at least",
+                              f"Use {least} to {room} steps")
+
+        if self.grammar is not None and room > MOST:
+            raise Unsupported(f"a grammar over {room} words", f"it is tried in plain Python, for up to {MOST}",
+                              f"Use a max_new_tokens of at most {MOST}")
+        if self.grammar is not None and not self.grammar.chart(room, row.stop.ends).possible:
+            raise Unsupported(f"a text of the grammar in {room} words", "it has none that fits",
+                              "Use another max_new_tokens, or allow the end of sequence")
+
+    def share(self, first: int, last: int, length: int) -> int:
+        """Steps that words first..last-1 of an answer of `length` may take; what is not scheduled needs no number."""
+        return self.commit.share(first, last, length) if isinstance(self.commit, Scheduled) else 1
+
+    def total(self, length: int) -> int:
+        """Steps that the whole answer may take."""
+        return self.share(0, length, length) if isinstance(self.commit, Scheduled) else length
+
+
+@dataclass(frozen=True)
+class DenoisingMethod(Method):
+    """A method that fills the masks of a masked-diffusion model.
+
+    Attributes:
+        block: words of a block, the whole answer at most; blocks are filled from left to right. None for 32, or a
+            shorter answer.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = (MASKED,)
+    family: ClassVar[str] = "masked diffusion"
+
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"block is {self.block}; it must be at least 1 word, or None")
+
+    def denoised(self, info: ModelInfo, commit: Commit, **parts: Any) -> Recipe:
+        """The recipe with these parts of the loop.
+
+        Raises:
+            Unsupported: the model has sliding windows, which say nothing of words to the right.
+        """
+        if any(info.windows):
+            raise Unsupported(f"{self.name} with sliding windows", "they say nothing of what stands to the right",
+                              "Use a model whose layers see all of the text")
+        blocks = parts.pop("blocks", None) or FixedBlocks(self.block)
+        return Recipe(DepthPlan.full(info.num_layers), loop=Denoising(info.masked, commit, blocks, **parts))
+
+
+def check_range(name: str, knob: str, value: float, low: float, high: float) -> None:
+    """ValueError where a knob is not within [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{knob} of {name} is {value}; it must be within [{low:g}, {high:g}]")

@@ -1,0 +1,65 @@
+"""Masked diffusion under a context-free grammar: a word stays only if the masks around it can still be filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.errors import Unsupported
+from shoal.loops.canvas import Remasking, Scheduled
+from shoal.loops.grammar import CanvasGrammar
+from shoal.methods._denoising import DenoisingMethod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True)
+class DiffusionGrammar(DenoisingMethod):
+    """Decodes as `diffusion`; what would leave no text of a grammar possible is replaced by the best that does.
+
+    The answer is a text of the grammar, ends of sequence behind it; its length is known, so none is begun that does not
+    fit. A text in the grammar stands for the tokens that the tokenizer makes of it alone. Pure Python: for canvases of
+    a few dozen words. The paper takes grammars over characters, and gaps of any length.
+
+    Attributes:
+        rules: of the grammar, one per line, such as `list ::= name | name "," list`; the first one tells of whole
+            answers. Empty for none.
+        steps: as of `diffusion`.
+        remasking: as of `diffusion`.
+    """
+
+    name: ClassVar[str] = "diffusion_grammar"
+    paper: ClassVar[str] = "arXiv 2508.10111"
+
+    rules: str = ""
+    steps: int | None = None
+    remasking: Remasking = "confidence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; it must be at least 1, or None for one a word")
+        if self.rules:
+            CanvasGrammar.read(self.rules, lambda text: [0])
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a loop of its own."""
+        bound = CanvasGrammar.read(self.rules, _encoder(info.tokenizer)) if self.rules else None
+        return self.denoised(info, Scheduled(self.steps), remasking=self.remasking, grammar=bound)
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    if tokenizer is None:
+        raise Unsupported("a grammar", "text is only known with a tokenizer", "Load the model with its tokenizer")
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids or tokenizer.unk_token_id in ids:
+            raise Unsupported(f"the text {text!r} of a grammar", "the model has no tokens for it", "Use its own words")
+        return ids
+
+    return encode

@@ -1,0 +1,237 @@
+"""A small masked-diffusion model from scratch, on generated tasks: lists, squares, sums, sentences.
+
+Llama's blocks, whose words all see each other. An answer is filled up with ends of sequence to a length that is drawn,
+some of its words are masked, any number of them as likely, and the loss is the mean cross-entropy of these: times the
+length a bound of the answer's negative log-likelihood (LLaDA, arXiv 2502.09992, equation 6). Every batch follows from
+the seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.eval.sources import parallel
+from shoal.train import files
+
+CHECKPOINT = "training.pt"
+EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"
+_WEIGHTS = {"replace_random": 5, "shuffle": 3, "latin": 3, "sentence": 2, "sum": 2}
+"""How often a task is drawn, where it is not once: dependences are learnt last."""
+_WARM = 0.03
+_LONGEST = 16
+_TIGHT = 0.5
+"""Answers that end with the canvas; the others are filled up to a length that is drawn, at most `_LONGEST`."""
+
+
+@dataclass(frozen=True)
+class DiffusionTraining:
+    """How a model is trained.
+
+    Attributes:
+        steps: optimiser steps.
+        batch: texts of a step.
+        rate: highest learning rate of AdamW; of matrices by Muon, where torch has it, three times as much.
+        seed: of first weights, texts and masks.
+        hidden, layers, heads, inner: sizes of the model.
+    """
+
+    steps: int = 3500
+    batch: int = 64
+    rate: float = 2e-3
+    seed: int = 0
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    inner: int = 320
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "hidden", "layers", "heads", "inner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden is {self.hidden}; it must be a multiple of twice the {self.heads} heads")
+
+
+def tokenizer_of(words: list[str]) -> Any:
+    """A token for each word; words stand apart by single spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate([UNKNOWN, EOS, MASK, *words])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=UNKNOWN, eos_token=EOS, mask_token=MASK,
+                                   pad_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def fresh_model(tokenizer: Any, how: DiffusionTraining) -> Any:
+    """A model with its first weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=how.hidden, intermediate_size=how.inner, num_hidden_layers=how.layers,
+        num_attention_heads=how.heads, num_key_value_heads=how.heads, max_position_embeddings=128,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, mask_token_id=tokenizer.mask_token_id, attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(how.seed)
+        return LlamaForCausalLM(config).float()
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """Texts of a step.
+
+    Attributes:
+        words: int64 [B, T] with masks in place of what is to be found; short texts are filled up at their ends.
+        wanted: int64 [B, T], the word behind each mask, -100 elsewhere.
+        inside: bool [B, T], what belongs to a text.
+    """
+
+    words: Tensor
+    wanted: Tensor
+    inside: Tensor
+
+
+def batch_of(number: int, tokenizer: Any, how: DiffusionTraining, part: Any = "calibration") -> MaskedBatch:
+    """The batch of a step."""
+    random = Random(f"{how.seed}/{number}/{part}")
+    names = [name for name in parallel.TASKS for _ in range(_WEIGHTS.get(name, 1))]
+    texts = [_text(random, random.choice(names), tokenizer, part) for _ in range(how.batch)]
+    width = max(len(prompt) + len(answer) for prompt, answer in texts)
+    words = torch.full((how.batch, width), tokenizer.eos_token_id)
+    wanted, inside = torch.full_like(words, -100), torch.zeros(how.batch, width, dtype=torch.bool)
+    start = random.random()
+    for row, (prompt, answer) in enumerate(texts):
+        first, last = len(prompt), len(prompt) + len(answer)
+        words[row, :last], inside[row, :last] = torch.tensor(prompt + answer), True
+        count = 1 + int(len(answer) * (row + start) / how.batch)  # stratified: each share of a text about as often
+        masked = random.sample(range(first, last), count)
+        wanted[row, masked] = words[row, masked]
+        words[row, masked] = tokenizer.mask_token_id
+    return MaskedBatch(words, wanted, inside)
+
+
+def _text(random: Random, task: str, tokenizer: Any, part: Any) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and of an answer that is filled up."""
+    prompt, answers = parallel.drawn(task, random, part)
+    ids = [tokenizer.convert_tokens_to_ids(text.split(" ")) for text in (prompt, random.choice(answers))]
+    longest = max(len(ids[1]) + 1, _LONGEST)
+    length = len(ids[1]) + 1 if random.random() < _TIGHT else random.randint(len(ids[1]) + 1, longest)
+    return ids[0], ids[1] + [tokenizer.eos_token_id] * (length - len(ids[1]))
+
+
+def loss_of(model: Any, batch: MaskedBatch) -> Tensor:
+    """Nats a word: the bound of a text's negative log-likelihood by its answer's length, on average."""
+    seen = batch.inside[:, None, None].expand(-1, 1, batch.words.shape[1], -1)
+    hidden = model.model(input_ids=batch.words, attention_mask=seen, use_cache=False).last_hidden_state
+    masked = batch.wanted >= 0
+    losses = nn.functional.cross_entropy(model.lm_head(hidden[masked]), batch.wanted[masked], reduction="none")
+    return (losses / masked.sum(1)[masked.nonzero()[:, 0]]).sum() / len(batch.words)
+
+
+def train(
+    how: DiffusionTraining, folder: Path, tell: Callable[[str], None], late: Callable[[], bool]
+) -> dict[str, Any]:
+    """Train, or go on where a run in that folder was left; write the model there once it is done.
+
+    Returns:
+        The card, as it is written: settings, steps, losses by step, seconds.
+
+    Raises:
+        ValueError: the checkpoint is of another run, or the loss is no number any more.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizer_of(parallel.words())
+    model = fresh_model(tokenizer, how)
+    optimisers = _optimisers(model, how)
+    card: dict[str, Any] = {**asdict(how), "step": 0, "seconds": 0.0, "losses": {}}
+    path = folder / CHECKPOINT
+    if path.exists():
+        _resume(path, card, model, optimisers)
+    began, kept, losses = time.monotonic() - card["seconds"], time.monotonic(), list[float]()
+    while card["step"] < how.steps and not late():
+        losses.append(_step(model, optimisers, batch_of(card["step"], tokenizer, how), how, card["step"]))
+        card["step"] += 1
+        card["seconds"] = round(time.monotonic() - began, 1)
+        if card["step"] % 100 == 0 or card["step"] == how.steps:
+            card["losses"][str(card["step"])] = round(sum(losses) / len(losses), 4)
+            tell(f"step {card['step']} of {how.steps}, {card['seconds']:.0f} s, loss {sum(losses) / len(losses):.4f}")
+            losses = []
+        if time.monotonic() - kept > 60:
+            _save(path, card, model, optimisers)
+            kept = time.monotonic()
+    _save(path, card, model, optimisers)
+    _export(folder, model, tokenizer, card)
+    return card
+
+
+def _step(model: Any, optimisers: list[torch.optim.Optimizer], batch: MaskedBatch, how: DiffusionTraining,
+          step: int) -> float:
+    share = min((step + 1) / (_WARM * how.steps), (1 + math.cos(math.pi * step / how.steps)) / 2)
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = optimiser.defaults["lr"] * share
+    loss = loss_of(model, batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not math.isfinite(loss.item()):
+        raise ValueError(f"the loss is {loss.item()} at step {step}: training has diverged; start "
+                         "anew with a lower rate")
+    for optimiser in optimisers:
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def _optimisers(model: Any, how: DiffusionTraining) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, where torch has it, and AdamW for the rest."""
+    matrices = [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
+    muon = getattr(torch.optim, "Muon", None)
+    mine = [] if muon is None else matrices
+    others = [weight for weight in model.parameters() if all(weight is not one for one in mine)]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=how.rate, betas=(0.9, 0.98), weight_decay=0.01)]
+    if muon is not None:
+        found.append(muon(matrices, lr=3 * how.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def _save(path: Path, card: dict[str, Any], model: Any, optimisers: list[torch.optim.Optimizer]) -> None:
+    made = io.BytesIO()
+    torch.save({"card": card, "weights": model.state_dict(), "optimisers": [one.state_dict() for one in optimisers]},
+               made)
+    files.write(path, lambda part: part.write_bytes(made.getbuffer()))
+
+
+def _resume(path: Path, card: dict[str, Any], model: Any, optimisers: list[torch.optim.Optimizer]) -> None:
+    held = torch.load(path, weights_only=True)
+    for name, value in card.items():
+        if name not in ("step", "seconds", "losses") and held["card"].get(name) != value:
+            raise ValueError(f"{path} is of another run: {name} was {held['card'].get(name)!r} and now is {value!r}. "
+                             "Give another folder, or remove it to start anew")
+    model.load_state_dict(held["weights"])
+    for optimiser, state in zip(optimisers, held["optimisers"], strict=True):
+        optimiser.load_state_dict(state)
+    card.update(held["card"])
+
+
+def _export(folder: Path, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:
+    """The model in bfloat16, its tokenizer and its card."""
+    import copy
+
+    small = copy.deepcopy(model).to(torch.bfloat16)
+    small.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,200 @@
+"""Filling masks under a grammar, against every text of it written out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from masked import MASK, masked_engine
+from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
+from shoal.loops.grammar import CanvasGrammar
+from shoal.methods.diffusion import Diffusion
+from shoal.methods.diffusion_grammar import DiffusionGrammar
+
+GRAMMARS = {
+    "brackets": 's ::= "(" ")" | "(" s ")" | s s',
+    "lists": 'list ::= name | name "," list\nname ::= "a" | "b" tail\ntail ::= "c" | "c" tail',
+    "units": 'top ::= one | one "x"\none ::= two\ntwo ::= "a" | "b" one',
+    "long": 'l ::= "a" "b" "c" "d" | "a" "a" l',
+}
+LETTERS = "(),abcdx"
+END = 99
+
+
+def encode(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+@functools.cache
+def texts(name: str, most: int) -> frozenset[tuple[int, ...]]:
+    """Every text of up to so many words: rules are applied to the first symbol until nothing changes."""
+    rules: dict[str, list[list[str]]] = {}
+    for line in GRAMMARS[name].splitlines():
+        head, body = line.split(" ::= ")
+        rules[head] = [alternative.split() for alternative in body.split(" | ")]
+    found, ahead, seen = set(), [(next(iter(rules)),)], set()
+    while ahead:
+        form = ahead.pop()
+        place = next((at for at, word in enumerate(form) if word in rules), None)
+        if place is None:
+            found.add(tuple(letter for word in form for letter in encode(word.strip('"'))))
+            continue
+        for more in rules[form[place]]:
+            new = (*form[:place], *more, *form[place + 1 :])
+            if len(new) <= most and new not in seen:
+                seen.add(new)
+                ahead.append(new)
+    return frozenset(found)
+
+
+def fillings(name: str, length: int) -> list[tuple[int, ...]]:
+    """Every canvas: a text, and ends behind it."""
+    return [(*text, *[END] * (length - len(text))) for text in texts(name, length) if len(text) <= length]
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_chart_says_what_writing_all_texts_out_says(name: str) -> None:
+    """At every state of random canvases, for every word at every place that is open."""
+    dice = random.Random(name)
+    grammar = CanvasGrammar.read(GRAMMARS[name], encode)
+    for length in (1, 2, 3, 5, 7):
+        left = fillings(name, length)
+        chart = grammar.chart(length, [END])
+        assert chart.possible == bool(left)
+        places = dice.sample(range(length), length)
+        for place in places if left else ():
+            words = [*range(len(LETTERS)), END]
+            fits = [word for word in words if any(one[place] == word for one in left)]
+            assert [word for word in words if chart.lets(place, word)] == fits and fits
+            word = dice.choice(fits)
+            chart.put(place, word)
+            left = [one for one in left if one[place] == word]
+            assert chart.possible
+
+
+def test_without_an_end_a_text_fills_the_canvas() -> None:
+    grammar = CanvasGrammar.read(GRAMMARS["brackets"], encode)
+    assert [grammar.chart(length, []).possible for length in range(1, 7)] == [False, True] * 3
+    assert all(grammar.chart(length, [END]).possible for length in range(2, 7))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "has no rule"), ("a", "'a' is no rule of a grammar"), ('a ::= "b" |', "no alternative of which is empty"),
+    ("a ::= b", "names 'b' and has no rule for it"), ('a ::= "b', "is no rule of a grammar"),
+    ('a b ::= "c"', "is no rule of a grammar"), ('a ::= "b"\n' * 500, "has 5000 characters; it may have 4000"),
+])
+def test_what_is_no_grammar(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CanvasGrammar.read(text, encode)
+
+
+def test_texts_of_several_tokens_and_escapes() -> None:
+    said: list[str] = []
+
+    def listen(text: str) -> list[int]:
+        said.append(text)
+        return [ord(letter) for letter in text]
+
+    grammar = CanvasGrammar.read('a ::= "ab" "\\n" | "say \\"x\\""', listen)
+    assert said == ["ab", "\n", 'say "x"']
+    chart = grammar.chart(3, [])
+    for place, letter in enumerate("ab\n"):
+        assert chart.lets(place, ord(letter)) and not chart.lets(place, ord("x"))
+        chart.put(place, ord(letter))
+
+
+@functools.cache
+def canvas() -> Engine:
+    return shoal.load(str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), dtype="float32")
+
+
+NAMES = 'list ::= name | name list\nname ::= "ann" | "bob" | "cid" | "dee" | "kim"'
+PAIRS = 'top ::= sum "\\n" sum\nsum ::= digit "+" digit "=" digit\ndigit ::= "1" | "2" | "3"'
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("steps", [None, 4, 1])
+def test_answers_are_texts_of_the_grammar_whatever_the_prompt(steps: Any, options: dict[str, Any]) -> None:
+    for prompt in ("shuffle : ann bob cid dee =", "sum : 1 2 3 =", "sentence : dog red hill ="):
+        method = DiffusionGrammar(rules=PAIRS, steps=steps)
+        found = canvas().generate(prompt, method=method, max_new_tokens=12, **options)
+        lines = found.text.split("\n")
+        assert len(lines) == 2 and found.finish_reason == "stop", found.text
+        for line in lines:
+            left, plus, right, equals, total = line.split()
+            assert {left, right, total} <= {"1", "2", "3"} and (plus, equals) == ("+", "=")
+
+
+def test_an_answer_that_is_a_text_anyway_stays_as_it_is() -> None:
+    for method in ({}, {"temperature": 0.7, "seed": 5}):
+        options: dict[str, Any] = {"max_new_tokens": 5, "logprobs": 1, **method}
+        plain, bound = (canvas().generate("copy : ann bob cid dee =", method=how, **options)
+                        for how in (Diffusion(), DiffusionGrammar(rules=NAMES)))
+        assert plain.text == bound.text == "ann bob cid dee" and plain.logprobs == bound.logprobs
+
+
+def test_without_a_grammar_it_is_diffusion_bit_for_bit() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "logprobs": 1}
+    plain, bound = (masked_engine().generate([5, 17, 80], method=how, **options)
+                    for how in (Diffusion(block=4, steps=5), DiffusionGrammar(block=4, steps=5)))
+    assert (plain.tokens, plain.logprobs) == (bound.tokens, bound.logprobs)
+
+
+def test_draws_that_are_replaced_have_the_law_of_what_is_let() -> None:
+    """One word of three, drawn many times: each as often as its share among the three."""
+    engine, prompt = canvas(), "put kim anywhere : ann bob cid dee ="
+    method, runs = DiffusionGrammar(rules='w ::= "ann" | "kim" | "bob"'), 600
+    asked: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.5, "ignore_eos": True}
+    found = [one.text for one in engine.generate([prompt] * runs, method=method, seed=4, **asked)]
+    (wide,) = engine.generate([prompt], method=Diffusion(), logprobs=85, seed=0, **asked)[0].logprobs or ()
+    words = {engine.tokenizer.decode([token]): log for token, log in wide.top}
+    shares = {word: 2.718281828 ** (words[word] / 1.5) for word in ("ann", "kim", "bob")}
+    for word, share in shares.items():
+        expected = runs * share / sum(shares.values())
+        assert abs(found.count(word) - expected) < 4.5 * expected**0.5 + 3, (word, found.count(word), expected)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(Unsupported, match="a text of the grammar in 7 words: it has none that fits"):
+        canvas().generate("sum : 1 2 3 =", method=DiffusionGrammar(rules=PAIRS), max_new_tokens=7)
+    with pytest.raises(Unsupported, match="the text 'zebra' of a grammar: the model has no tokens for it"):
+        canvas().generate("sum : 1 2 3 =", method=DiffusionGrammar(rules='a ::= "zebra"'), max_new_tokens=7)
+    with pytest.raises(Unsupported, match="text is only known with a tokenizer"):
+        masked_engine().generate([5, MASK], method=DiffusionGrammar(rules='a ::= "b"'), max_new_tokens=3)
+    with pytest.raises(Unsupported, match="a grammar over 200 words: it is tried in plain Python, for up to 64"):
+        engine = canvas()
+        engine.stack.max_positions, before = 1000, engine.stack.max_positions
+        try:
+            engine.generate("sum : 1 2 3 =", method=DiffusionGrammar(rules=PAIRS), max_new_tokens=200)
+        finally:
+            engine.stack.max_positions = before
+    with pytest.raises(ValueError, match="is no rule of a grammar"):
+        DiffusionGrammar(rules="nonsense")
+
+
+def test_a_long_canvas_takes_seconds_not_minutes() -> None:
+    grammar = CanvasGrammar.read(GRAMMARS["lists"], encode)
+    chart = grammar.chart(64, [END])
+    for place in range(0, 64, 2):
+        word = next(word for word in encode("a,") if chart.lets(place, word))
+        chart.put(place, word)
+    assert chart.possible
+
+
+def test_every_canvas_on_the_way_has_a_filling() -> None:
+    """Soundness, word by word: what was decided is in some text at any time."""
+    left = list(itertools.product(("ann", "bob", "cid", "dee", "kim"), repeat=3))
+    with canvas().stream("shuffle : ann bob cid dee =", method=DiffusionGrammar(block=1, rules=NAMES),
+                         max_new_tokens=3) as stream:
+        for step in stream:
+            if step.token not in canvas().eos_token_ids:
+                word = canvas().tokenizer.decode([step.token])
+                left = [one for one in left if one[step.index] == word]
+                assert left

@@ -1,0 +1,151 @@
+"""A masked-diffusion model from scratch: its batches, that it learns, goes on after a stop, and is what is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.cli.entry import main
+from shoal.eval.sources import parallel
+from shoal.train import diffusion
+from shoal.train.diffusion import DiffusionTraining
+from shoal.types import MaskedModel
+
+SMALL = DiffusionTraining(steps=4, batch=12, hidden=16, layers=1, heads=2, inner=24)
+WORDS = diffusion.tokenizer_of(parallel.words())
+
+
+def test_words_come_back_as_they_were() -> None:
+    for text in ("sum : 7 5 9 =", "7 + 5 = 12 \n 12 + 9 = 21", "the old hen is at the lake ."):
+        ids = WORDS(text)["input_ids"]
+        assert len(ids) == len(text.split(" ")) and WORDS.unk_token_id not in ids
+        assert WORDS.decode(ids) == text
+
+
+def test_a_batch_masks_answers_alone() -> None:
+    batch, mask = diffusion.batch_of(3, WORDS, SMALL), WORDS.mask_token_id
+    assert torch.equal(batch.words, diffusion.batch_of(3, WORDS, SMALL).words)
+    assert not torch.equal(batch.wanted, diffusion.batch_of(4, WORDS, SMALL).wanted)
+    assert torch.equal(batch.words == mask, batch.wanted >= 0) and bool((batch.wanted >= 0).any(1).all())
+    assert bool(batch.inside[batch.wanted >= 0].all())
+    equals = WORDS.convert_tokens_to_ids("=")
+    for words, wanted, inside in zip(batch.words.tolist(), batch.wanted.tolist(), batch.inside.tolist(), strict=True):
+        first = words.index(equals) + 1
+        assert all(label < 0 for label in wanted[:first])
+        whole = [label if label >= 0 else word for word, label in zip(words, wanted, strict=True)]
+        length = sum(inside)
+        answer = whole[first:length]
+        assert answer[-1] == WORDS.eos_token_id and not any(inside[length:])
+        prompt = WORDS.decode(whole[:first])
+        digest = hashlib.sha256(prompt.encode()).digest()
+        assert digest[0] % 5, "a prompt that is for evaluation was trained on"
+
+
+def test_shares_are_spread_evenly() -> None:
+    """Stratified: the k-th text of a batch has about k of so many parts of its words masked; all numbers occur."""
+    batch = diffusion.batch_of(0, WORDS, dataclasses.replace(SMALL, batch=400))
+    equals = WORDS.convert_tokens_to_ids("=")
+    first = torch.tensor([words.index(equals) + 1 for words in batch.words.tolist()])
+    length = batch.inside.sum(1) - first
+    masked = (batch.wanted >= 0).sum(1)
+    assert float((masked / length - torch.arange(1, 401) / 400).abs().max()) <= 1 / 5 + 0.01  # one word of the shortest
+    assert {(int(k), int(n)) for k, n in zip(masked, length, strict=True) if n == 5} == {(k, 5) for k in range(1, 6)}
+
+
+def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies() -> None:
+    model = diffusion.fresh_model(WORDS, SMALL).eval()
+    batch, total = diffusion.batch_of(0, WORDS, SMALL), 0.0
+    with torch.no_grad():
+        for row in range(SMALL.batch):
+            length = int(batch.inside[row].sum())
+            words = batch.words[row : row + 1, :length]
+            seen = torch.ones(1, 1, length, length, dtype=torch.bool)
+            logs = model(words, attention_mask=seen, use_cache=False).logits[0].log_softmax(-1)
+            places = [place for place in range(length) if batch.wanted[row, place] >= 0]
+            total -= sum(float(logs[place, batch.wanted[row, place]]) for place in places) / len(places)
+        assert float(diffusion.loss_of(model, batch)) == pytest.approx(total / SMALL.batch, rel=1e-4)
+
+
+def test_a_first_word_is_predicted_from_words_behind_it() -> None:
+    model = diffusion.fresh_model(WORDS, SMALL).eval()
+    batch = diffusion.batch_of(0, WORDS, SMALL)
+    other = batch.words.clone()
+    other[0, int(batch.inside[0].sum()) - 1] = 7
+    with torch.no_grad():
+        moved = diffusion.loss_of(model, batch) - diffusion.loss_of(model, dataclasses.replace(batch, words=other))
+    assert abs(float(moved)) > 1e-9
+
+
+def train(folder: Path, how: DiffusionTraining, most: int | None = None) -> dict[str, Any]:
+    asked = 0
+
+    def late() -> bool:
+        nonlocal asked
+        asked += 1
+        return most is not None and asked > most
+
+    return diffusion.train(how, folder, lambda words: None, late)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(whole, SMALL)["step"] == 4
+    assert train(parts, SMALL, 2)["step"] == 2 and train(parts, SMALL)["step"] == 4
+    left, right = (torch.load(folder / diffusion.CHECKPOINT, weights_only=True)["weights"] for folder in (whole, parts))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    with pytest.raises(ValueError, match="is of another run: batch was 12 and now is 13"):
+        train(whole, dataclasses.replace(SMALL, batch=13))
+
+
+def test_what_is_written_is_loaded_as_a_masked_model_and_answers(tmp_path: Path) -> None:
+    train(tmp_path / "model", SMALL)
+    for backend in ("hf", "packed"):
+        engine = shoal.load(str(tmp_path / "model"), dtype="float32", backend=backend)
+        assert engine.masked == MaskedModel(WORDS.mask_token_id) and engine.eos_token_ids == {WORDS.eos_token_id}
+        found = engine.generate("copy : ann bob cid dee =", method="diffusion", max_new_tokens=5)
+        assert 1 <= len(found.tokens) <= 5
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    """A few seconds are enough to see the loss fall well below that of guessing any word."""
+    how = dataclasses.replace(SMALL, steps=40, batch=32, hidden=32, rate=6e-3)
+    train(tmp_path / "model", how)
+    model = diffusion.fresh_model(WORDS, how)
+    before = float(diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")))
+    model.load_state_dict(torch.load(tmp_path / "model" / diffusion.CHECKPOINT, weights_only=True)["weights"])
+    after = float(diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")))
+    assert before > 0.8 * math.log(len(WORDS)) and after < 0.75 * before
+
+
+def test_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["train", "diffusion", "--out", str(tmp_path / "model"), "--steps", "2", "--batch", "4", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert '"step": 2' in out.splitlines()[-1] and "--method diffusion" in err
+    for more, said in (
+        (["--epochs", "2"], "--epochs says nothing to diffusion"), (["--model", "x"], "--model says nothing to"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"), (["--rate", "0"], "--rate is 0.0"),
+    ):
+        assert main([*words, *more]) == 2 and said in capsys.readouterr().err
+    assert main(["train", "eagle", "--out", str(tmp_path / "x"), "--steps", "3"]) == 2
+    assert "--steps belongs to diffusion" in capsys.readouterr().err
+    asked = ["generate", "--model", str(tmp_path / "model"), "--raw", "--dtype", "float32", "--max-new-tokens", "6"]
+    assert main([*asked, "--method", "diffusion", "--steps", "3", "copy : ann bob cid dee ="]) == 0
+    capsys.readouterr()
+    assert main([*asked, "copy : ann bob cid dee ="]) == 2
+    assert 'full with a masked-diffusion model' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"steps": 0}, "steps is 0"), ({"hidden": 18, "heads": 2}, "hidden is 18; it must be a multiple of twice"),
+])
+def test_sizes_that_make_no_sense(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(SMALL, **change)
