@@ -57,7 +57,8 @@ def test_each_of_a_list_must_be_allowed() -> None:
 
 def test_no_free_text_of_a_request_names_a_file() -> None:
     texts_that_name_none = {("a_star", "delimiter"), ("d3", "order"), ("d3_spec", "order"),
-                            ("trimr", "opening"), ("trimr", "closing"), ("trimr", "cues")}
+                            ("trimr", "opening"), ("trimr", "closing"), ("trimr", "cues"),
+                            ("diffusion_grammar", "rules")}
     for name in policy.allowed(Settings()):
         method = methods.get(name)
         hints = get_type_hints(method)
