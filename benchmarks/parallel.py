@@ -1,6 +1,6 @@
 """What deciding words together costs: right answers against words a forward, on the tasks of the suite `parallel`.
 
-    python benchmarks/parallel.py [--model shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
+    python benchmarks/parallel.py [--model hub/shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
 
 Answers are greedy, with just as many masks as the longest answer of the task has words, and one for its end. Intervals
 are Wilson's, of 95 %. The last line on stdout is the result as JSON.
@@ -38,7 +38,7 @@ _BLOCK = 4
 def main() -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="shoal-canvas")
+    parser.add_argument("--model", default="hub/shoal-canvas")
     parser.add_argument("--n", type=int, default=200, help="items of a task, at most")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

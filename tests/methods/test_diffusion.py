@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import shoal
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT, prompt
 from families import VOCAB, tiny
@@ -19,6 +21,7 @@ from generate_calls import generate
 from masked import MASK, masked_engine, masked_model, seen_by_all
 from method_matrix import MASKED
 from serving import MODEL, serving
+from shoal.cli.entry import main
 from shoal.decode import loop, sampling
 from shoal.engine.constraint import Regex
 from shoal.engine.engine import Engine
@@ -384,6 +387,14 @@ AR = [Full(), D3(alpha=0.9, core=2), PromptLookup(), make("jacobi"), make("best_
 def test_a_method_that_writes_from_left_to_right_is_refused_by_name(method: Method) -> None:
     with pytest.raises(Unsupported, match=f"{method.name} with a masked-diffusion model.*method=\"diffusion\""):
         answer(masked_engine(), SHORT[0], method)
+
+
+def test_layers_are_not_measured_from_left_to_right(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unsupported, match="full with a masked-diffusion model"):
+        shoal.quick_card(masked_engine(), keep=False)
+    words = ["calibrate", "--model", str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), "--suite", "parallel"]
+    assert main([*words, "--out", "card.json"]) == 2
+    assert "full with a masked-diffusion model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["diffusion", "fast_dllm", "prophet", "adablock", "diffusion_grammar"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ def test_answers_are_texts_of_the_grammar_whatever_the_prompt(steps: Any, option
             assert {left, right, total} <= {"1", "2", "3"} and (plus, equals) == ("+", "=")
 
 
+@pytest.mark.parametrize("steps", [None, 2, 1])
+def test_words_that_are_decided_together_fit_each_other(steps: Any) -> None:
+    """Each word would be let alone in several places; no two of one text's would be let with another's."""
+    rules = 'turn ::= "ann" "bob" "cid" | "bob" "cid" "ann" | "cid" "ann" "bob"'
+    found = set()
+    for seed in range(12):
+        out = canvas().generate("shuffle : ann bob cid dee =", method=DiffusionGrammar(rules=rules, steps=steps),
+                                max_new_tokens=3, temperature=2.0, seed=seed)
+        found.add(out.text)
+    assert found <= {"ann bob cid", "bob cid ann", "cid ann bob"} and len(found) > 1
+
+
 def test_an_answer_that_is_a_text_anyway_stays_as_it_is() -> None:
     for method in ({}, {"temperature": 0.7, "seed": 5}):
         options: dict[str, Any] = {"max_new_tokens": 5, "logprobs": 1, **method}
@@ -151,11 +164,13 @@ def test_draws_that_are_replaced_have_the_law_of_what_is_let() -> None:
     """One word of three, drawn many times: each as often as its share among the three."""
     engine, prompt = canvas(), "put kim anywhere : ann bob cid dee ="
     method, runs = DiffusionGrammar(rules='w ::= "ann" | "kim" | "bob"'), 600
-    asked: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.5, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_new_tokens": 1, "temperature": 4.0, "ignore_eos": True}
     found = [one.text for one in engine.generate([prompt] * runs, method=method, seed=4, **asked)]
     (wide,) = engine.generate([prompt], method=Diffusion(), logprobs=85, seed=0, **asked)[0].logprobs or ()
     words = {engine.tokenizer.decode([token]): log for token, log in wide.top}
-    shares = {word: 2.718281828 ** (words[word] / 1.5) for word in ("ann", "kim", "bob")}
+    shares = {word: math.exp(words[word] / 4) for word in ("ann", "kim", "bob")}
+    assert sum(math.exp(log / 4) for log in words.values()) > 1.5 * sum(shares.values())  # many are replaced
+    assert max(shares.values()) > 2 * min(shares.values())
     for word, share in shares.items():
         expected = runs * share / sum(shares.values())
         assert abs(found.count(word) - expected) < 4.5 * expected**0.5 + 3, (word, found.count(word), expected)

@@ -215,8 +215,9 @@ def quick_card(
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Raises:
-        ValueError: the time does not suffice, or the model answers nothing.
+        ValueError: the time does not suffice, the model answers nothing, or it fills masks.
     """
+    engine.recipe("full", 1)
     data = measure_card(engine, effort=Effort(seconds), progress=progress)
     if keep:
         cards.keep(data)

@@ -179,7 +179,9 @@ def _engine(args: argparse.Namespace) -> Engine:
 
         torch.set_num_threads(args.threads)
     _tell("reading the model")
-    return common.load_engine(args)
+    engine = common.load_engine(args)
+    engine.recipe("full", 1)  # layers are measured on texts that are read from left to right
+    return engine
 
 
 def _check_out(path: Path) -> None:
