@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies() -> None
             logs = model(words, attention_mask=seen, use_cache=False).logits[0].log_softmax(-1)
             places = [place for place in range(length) if batch.wanted[row, place] >= 0]
             total -= sum(float(logs[place, batch.wanted[row, place]]) for place in places) / len(places)
-        assert float(diffusion.loss_of(model, batch)) == pytest.approx(total / SMALL.batch, rel=1e-4)
+        assert diffusion.loss_of(model, batch).detach().item() == pytest.approx(total / SMALL.batch, rel=1e-4)
 
 
 def test_a_first_word_is_predicted_from_words_behind_it() -> None:
@@ -118,9 +118,9 @@ def test_it_learns(tmp_path: Path) -> None:
     how = dataclasses.replace(SMALL, steps=40, batch=32, hidden=32, rate=6e-3)
     train(tmp_path / "model", how)
     model = diffusion.fresh_model(WORDS, how)
-    before = float(diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")))
+    before = diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")).detach().item()
     model.load_state_dict(torch.load(tmp_path / "model" / diffusion.CHECKPOINT, weights_only=True)["weights"])
-    after = float(diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")))
+    after = diffusion.loss_of(model, diffusion.batch_of(0, WORDS, how, "evaluation")).detach().item()
     assert before > 0.8 * math.log(len(WORDS)) and after < 0.75 * before
 
 

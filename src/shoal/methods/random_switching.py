@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class RandomSwitching(SwitchingMethod):
     """Each token is the engine's own model's with the same probability, the smaller model's otherwise.
 
-    What a method gains that chooses by a signal, such as entropy, it must gain against this at an equal share.
+    What a method gains that chooses by a signal, such as entropy, it must gain against this at an equal share. Who
+    writes is drawn by the request's seed, in greedy requests as well.
 
     Attributes:
         share: of the tokens that the engine's own model writes, 0 to 1; 0 is the smaller model alone, 1 its own.
