@@ -76,7 +76,7 @@ def switching(report: Report) -> str:
         lines.append([shown(row), f"{100 * share(row):.0f}", f"{row.get('switches_per_answer', 0):.1f}", right(row),
                       gap(row["difference"]), beside, pace(row)])
     header = ["who writes", "large model's share of tokens, %", "switches an answer", "right % [95 %]",
-              "points more than the large model [95 %]", "points more than chance at a like share", "in time"]
+              "points more than the large model [95 %]", "points more than chance at a like share", "seconds an answer"]
     return markdown(header, lines)
 
 
@@ -152,9 +152,9 @@ def gap(found: Mapping[str, float]) -> str:
 
 
 def pace(row: Row) -> str:
-    """How much faster a token comes than the engine's own model alone makes it."""
+    """Seconds of a lone answer, the prompt's reading by either model included."""
     timing = row.get("timing")
-    return "" if timing is None else f"{timing['realised_speedup']:.2f}x"
+    return "" if timing is None else f"{timing['seconds_per_answer']:.2f}"
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ def test_a_switch_is_compared_with_chance_at_the_nearest_share(choosing: ModuleT
     table = cells(choosing.switching(report(
         row("full", 0.5), row("random_switching:draft=/x:share=0.3", 0.4, second_tokens_per_answer=56.0),
         row("entropy_adaptive:draft=/x:tau=1.0", 0.45, second_tokens_per_answer=54.0, switches_per_answer=7.25,
-            timing={"realised_speedup": 1.5}),
+            timing={"seconds_per_answer": 1.5}),
         row("random_switching:draft=/x:share=0.9", 0.48, second_tokens_per_answer=8.0),
         row("entropy_adaptive:draft=/x:tau=inf", 0.3, second_tokens_per_answer=80.0))))
     assert table[2] == ["`entropy_adaptive`, tau=1.0", "32", "7.2", "45.0 [42.0 to 48.0]", "-5.0 [-7.0 to -3.0]",
-                        "**+5.0 [-10.0 to +30.0]** (30 %)", "1.50x"]
+                        "**+5.0 [-10.0 to +30.0]** (30 %)", "1.50"]
     assert [line[5] for line in table] == ["", "", table[2][5], "", ""] and table[0][0] == "the model alone"
 
 
