@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "benchmarks" / "choosing"
 PAGE = ROOT / "docs" / "choosing.md"
 
+ALIKE = 0.05
+"""Shares of the large model that differ by no more are compared."""
+
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
@@ -71,10 +74,11 @@ def switching(report: Report) -> str:
     lines = []
     for row in rows:
         twin = None if row["label"] in control or not 0 < share(row) < 1 else min(
-            control.values(), key=lambda one: abs(share(one) - share(row)), default=None)
+            (one for one in control.values() if abs(share(one) - share(row)) <= ALIKE),
+            key=lambda one: abs(share(one) - share(row)), default=None)
         beside = "" if twin is None else f"{gap(versus(report, row, twin))} ({100 * share(twin):.0f} %)"
         lines.append([shown(row), f"{100 * share(row):.0f}", f"{row.get('switches_per_answer', 0):.1f}", right(row),
-                      gap(row["difference"]), beside, pace(row)])
+                      gained(row), beside, pace(row)])
     header = ["who writes", "large model's share of tokens, %", "switches an answer", "right % [95 %]",
               "points more than the large model [95 %]", "points more than chance at a like share", "seconds an answer"]
     return markdown(header, lines)
@@ -88,7 +92,7 @@ def search(report: Report) -> str:
     for row in rows:
         twin = None if row in rivals or row is rows[0] else min(
             rivals, key=lambda one: abs(spent(one) - spent(row)), default=None)
-        lines.append([shown(row, plain="one sample"), f"{spent(row):.0f}", right(row), gap(row["difference"]),
+        lines.append([shown(row, plain="one sample"), f"{spent(row):.0f}", right(row), gained(row),
                       "" if twin is None else f"{gap(versus(report, row, twin))} ({shown(twin)})"])
     header = ["method", "tokens decoded an answer", "right % [95 %]", "points more than one sample [95 %]",
               "points more than best_of at the nearest number of tokens"]
@@ -98,7 +102,7 @@ def search(report: Report) -> str:
 def tokens(report: Report) -> str:
     """Right answers, repetition, and forwards."""
     layers = report["num_layers"]
-    lines = [[shown(row), right(row), gap(row["difference"]), f"{100 * row['repeated']:.1f}",
+    lines = [[shown(row), right(row), gained(row), f"{100 * row['repeated']:.1f}",
               f"{100 * row['share_cut']:.1f}", f"{row['tokens_per_answer']:.0f}",
               f"{row['mean_layers'] / layers:.2f}"] for row in answers(report)]
     header = ["method", "right % [95 %]", "points more than plain [95 %]", "4-grams that repeat, %", "cut off, %",
@@ -143,10 +147,13 @@ def right(row: Row) -> str:
     return f"{100 * row['accuracy']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
 
 
+def gained(row: Row) -> str:
+    """Beyond the full model, of which nothing is said."""
+    return "" if row["label"] == "full" else gap(row["difference"])
+
+
 def gap(found: Mapping[str, float]) -> str:
     """Points, bold where they are beyond doubt after Holm's adjustment, where there is one."""
-    if found["mean"] == found["low"] == found["high"] == 0:
-        return "0"
     text = f"{100 * found['mean']:+.1f} [{100 * found['low']:+.1f} to {100 * found['high']:+.1f}]"
     return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
 
