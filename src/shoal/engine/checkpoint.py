@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,16 @@ class Checkpoint:
 
         return self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
 
-    def _adopted(self) -> Any | None:
-        """The config of a model whose own code is not needed, since its blocks come with transformers."""
+    @cached_property  # on the Hub every look at the file is a request
+    def _told(self) -> dict[str, Any]:
+        """The config as it is written."""
         from transformers import PreTrainedConfig
 
-        told, _ = PreTrainedConfig.get_config_dict(self.place, **self._options)
-        return adopted(told)
+        return dict(PreTrainedConfig.get_config_dict(self.place, **self._options)[0])
+
+    def _adopted(self) -> Any | None:
+        """The config of a model whose own code is not needed, since its blocks come with transformers."""
+        return adopted(dict(self._told))
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
