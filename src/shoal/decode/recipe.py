@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
-    Awaited = Branch | Future[Any]
+    WaitedFor = Branch | Future[Any]
     """What a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]
@@ -66,7 +66,7 @@ class Search(Protocol):
         """
         ...
 
-    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         """The search for one row: yields the branches for which it waits, and returns the one that won.
 
         It goes on when each of those has ended, or has what it was told to `advance`, and nothing but that may decide

@@ -20,7 +20,7 @@ from shoal.types import FinishReason, Step
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.recipe import Awaited, Search
+    from shoal.decode.recipe import Search, WaitedFor
     from shoal.decode.row import Row
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class SearchRun:
         self.branches = [Branch(self, trunk, 0)]
         self._most, self._made = root.branches, 1
         self._run = search.run(self.branches[0])
-        self._awaited: Sequence[Awaited] = self.branches[:]
+        self._awaited: Sequence[WaitedFor] = self.branches[:]
         self._winner: Branch | None = None
         self._error: BaseException | None = None
 
@@ -225,7 +225,7 @@ class SearchRun:
             for branch in self.branches[left:]:
                 self.end(branch)
 
-    def _rests(self, one: Awaited) -> bool:
+    def _rests(self, one: WaitedFor) -> bool:
         if isinstance(one, Future):
             return one.done()
         row = one.row

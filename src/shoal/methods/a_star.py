@@ -16,7 +16,7 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Awaited
+    from shoal.decode.recipe import WaitedFor
     from shoal.decode.search import Branch
 
 EdgeCost = Literal["change", "rise", "fall", "one"]
@@ -100,7 +100,7 @@ class BestFirst:
         """The prompt's own, those that wait, and those under way."""
         return 1 if greedy else 1 + self.knobs.width + self.knobs.k
 
-    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         """See `shoal.decode.recipe.Search`."""
         if root.greedy:
             return root
@@ -146,7 +146,7 @@ class _Walk:
         self._left, self._made = how.budget, 0
         self._waiting: list[_Node] = []
 
-    def run(self) -> Generator[Sequence[Awaited], None, Branch]:
+    def run(self) -> Generator[Sequence[WaitedFor], None, Branch]:
         """The winner."""
         yield from self._judge([self._root], None)
         node = heapq.heappop(self._waiting)
@@ -160,7 +160,7 @@ class _Walk:
         best = min([node, *self._waiting], key=lambda one: (not one.finished, one))
         return (yield from self._revived(best))
 
-    def _revived(self, node: _Node) -> Generator[Sequence[Awaited], None, Branch]:
+    def _revived(self, node: _Node) -> Generator[Sequence[WaitedFor], None, Branch]:
         """The node's branch, read anew where its KV was given up."""
         if node.branch is not None:
             return node.branch
@@ -170,7 +170,7 @@ class _Walk:
         yield [branch]
         return branch
 
-    def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[Awaited], None, None]:
+    def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[WaitedFor], None, None]:
         """Each by a step, token by token, as far as the budget goes."""
         begun = [(way, len(way.tokens), len(way.text)) for way in ways]
         while going := [way for way, tokens, text in begun if not self._over(way, tokens, text)][: self._left]:
@@ -184,7 +184,7 @@ class _Walk:
         ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._knobs.step
         return ended or self._knobs.delimiter in way.text[text:].lstrip()
 
-    def _judge(self, ways: Sequence[Branch], parent: _Node | None) -> Generator[Sequence[Awaited], None, None]:
+    def _judge(self, ways: Sequence[Branch], parent: _Node | None) -> Generator[Sequence[WaitedFor], None, None]:
         """Let those that differ wait, once the verifier has said of each what it is worth."""
         differ: dict[tuple[int, ...], Branch] = {}
         for way in ways:

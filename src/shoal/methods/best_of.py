@@ -16,7 +16,7 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Awaited
+    from shoal.decode.recipe import WaitedFor
     from shoal.decode.search import Branch
 
 
@@ -78,7 +78,7 @@ class Favourite:
         """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
         return 1 if greedy else self.samples
 
-    def run(self, root: Branch) -> Generator[Sequence[Awaited], None, Branch]:
+    def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
         samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
