@@ -99,8 +99,9 @@ def run(
         answers = evaluator.answers(suite, samples, full)
         report["full_by_group"] = by_group(answers)
         report["floors"] = floors(samples, evaluator.engine.tokenizer, evaluator.max_new_tokens, evaluator.unsafe)
-        report["answers"] = _answers(evaluator, suite, samples, full, fixed, study, warn)
-        report["between"] = _between({who.label: evaluator.answers(suite, samples, who) for who in fixed})
+        found = {who.label: evaluator.answers(suite, samples, who) for who in fixed}
+        report["answers"] = _answers(evaluator, suite, samples, full, fixed, found, study, warn)
+        report["between"] = _between(found)
     if "loss" in study.measures:
         part = _spread(samples, loss_limit)
         lengths = Lengths(tuple(len(sample.reference) for sample in part))
@@ -112,7 +113,7 @@ def run(
 
 def _answers(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Contender, fixed: Sequence[Contender],
-    study: Study, warn: Say,
+    known: Mapping[str, Found], study: Study, warn: Say,
 ) -> list[dict[str, Any]]:
     base = evaluator.answers(suite, samples, full)
     stack = evaluator.engine.stack
@@ -127,7 +128,7 @@ def _answers(
         return {"label": who.label, "method": who.spec, **more, **figures}
 
     everyone = [full, *fixed]
-    rows = [row(full, base)] + [row(who, evaluator.answers(suite, samples, who)) for who in fixed]
+    rows = [row(full, base)] + [row(who, known[who.label]) for who in fixed]
     for speedup in study.speedups:
         rivals = settled(evaluator, suite, samples, base, study, speedup)
         found = [evaluator.answers(suite, samples, who) for who in rivals]
