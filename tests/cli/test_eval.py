@@ -181,6 +181,8 @@ def test_drawn_answers_are_their_prompts_own_and_kept_apart_from_greedy_ones(cap
             b["tokens_per_answer"], b.get("thrown_away_per_answer"))
     for bad in ("-1", "inf", "nan"):
         assert "it must be 0 or more" in fails(capsys, *words, "--temperature", bad)
+    for way in (["--suite", "chat", "--measure", "distance"], ["--tasks", "gsm8k"]):
+        assert "--temperature is for" in fails(capsys, "--model", tiny_folder, *way, "--temperature", "0.5")
 
 
 def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, problems):

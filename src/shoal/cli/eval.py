@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(args)
     if args.tasks:
+        if args.temperature:
+            raise ValueError("--temperature is for suites; tasks of lm-evaluation-harness say how they are answered")
         return _harness(args)
     if not args.suite:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
@@ -182,6 +184,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.others and args.measure != "distance":
         raise ValueError("--others are compared by distance; add --measure distance, or evaluate each by itself")
+    if args.temperature and args.measure == "distance":
+        raise ValueError("--temperature is for answers that are judged; distance is measured on greedy ones")
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
     check_groups(_words(args.groups) + _words(args.loss_groups))
