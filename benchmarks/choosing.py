@@ -87,16 +87,28 @@ def switching(report: Report) -> str:
 def search(report: Report) -> str:
     """Right answers beside the tokens that were decoded for them."""
     rows = answers(report)
-    rivals = [row for row in rows if row["method"]["method"] == "best_of"]
     lines = []
     for row in rows:
-        twin = None if row in rivals or row is rows[0] else min(
-            rivals, key=lambda one: abs(spent(one) - spent(row)), default=None)
+        twin = min(rivals(row, rows), key=lambda one: abs(spent(one) - spent(row)), default=None)
         lines.append([shown(row, plain="one sample"), f"{spent(row):.0f}", right(row), gained(row),
                       "" if twin is None else f"{gap(versus(report, row, twin))} ({shown(twin)})"])
     header = ["method", "tokens decoded an answer", "right % [95 %]", "points more than one sample [95 %]",
               "points more than best_of at the nearest number of tokens"]
     return markdown(header, lines)
+
+
+def rivals(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """Samples of which the same verifier chooses; beside these themselves, those of which likelihood does."""
+    kind, verifier = row["method"]["method"], judge(row)
+    if kind == "full" or (kind, verifier) == ("best_of", "likelihood"):
+        return []
+    wanted = "likelihood" if kind == "best_of" else verifier
+    return [one for one in rows if one["method"]["method"] == "best_of" and judge(one) == wanted]
+
+
+def judge(row: Row) -> str:
+    """Who says which answer is best."""
+    return str(row["method"].get("method_args", {}).get("verifier", "likelihood"))
 
 
 def tokens(report: Report) -> str:

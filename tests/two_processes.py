@@ -19,21 +19,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "early_exit": {"method": {"method": "early_exit", "method_args": {"exit_layer": 2}}},
     "prompt_lookup": {"method": "prompt_lookup"},
     "layerskip": {"method": {"method": "layerskip", "method_args": {"exit_layer": 2}}},
-    "vocabtrim": {"method": {"method": "vocabtrim", "method_args": {"tokens": list(range(40))}}},
+    "vocabtrim": {"method": {"method": "vocabtrim", "method_args": {"draft": "BESIDE", "tokens": list(range(40))}}},
     "rapid": {"method": {"method": "rapid", "method_args": {"context": 6, "chunk": 2, "begin": 1, "end": 2}}},
     "sampled": {"temperature": 1.0, "seed": 11},
+    "best_of": {"method": {"method": "best_of", "method_args": {"n": 3}}, "temperature": 1.0, "seed": 11},
+    "a_star": {"method": {"method": "a_star", "method_args": {"k": 2, "step": 3}}, "temperature": 1.0, "seed": 11},
+    "momentum": {"method": {"method": "momentum", "method_args": {"alpha": 0.3}}},
+    "adadec": {"method": {"method": "adadec", "method_args": {"threshold": 0.9, "lookahead": 2}}},
+    "superposed": {"method": {"method": "superposed", "method_args": {"k": 2, "tokens": 4}}},
+    "trimr": {"method": {"method": "trimr", "method_args": {"share": 0.5, "thoughts": 0, "opening": "",
+                                                              "closing": [5, 6]}}},
+    "entropy_adaptive": {"method": {"method": "entropy_adaptive", "method_args": {"draft": "BESIDE", "tau": 6.5}}},
+    "random_switching": {"method": {"method": "random_switching", "method_args": {"draft": "BESIDE", "share": 0.5}},
+                         "temperature": 1.0, "seed": 11},
 }
+"""What is asked of both; BESIDE stands for the folder of a second model."""
 
 
 def answers(engine: Any) -> dict[str, Any]:
     """What an engine says, alone or as one of several processes."""
     found = {}
-    for name, options in CALLS.items():
-        try:
-            results = engine.generate(PROMPTS, max_new_tokens=12, **options)
-            found[name] = [[*result.tokens, *result.depths] for result in results]
-        except ValueError as error:
-            found[name] = str(error)
+    beside = json.dumps(CALLS).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
+    for name, options in json.loads(beside).items():
+        results = engine.generate(PROMPTS, max_new_tokens=12, **options)
+        found[name] = [[*result.tokens, *result.depths] for result in results]
     return found
 
 

@@ -25,6 +25,10 @@ LINES: list[Any] = [
     {"id": number, "prompt": "word " * (number % 7 + 1), "max_new_tokens": 20 + number % 60, "seed": 1,
      **({"method": "d3", "method_args": {"alpha": 0.9, "core": 2}} if number % 3 else {})} for number in range(300)
 ]
+NAMED = {"best_of": {"n": 2}, "a_star": {"k": 2, "step": 4, "width": 1}, "adadec": {"lookahead": 2},
+         "momentum": {"alpha": 0.3}, "superposed": {"k": 2}}
+for number, (name, knobs) in enumerate(NAMED.items(), 20):
+    LINES[number] |= {"method": name, "method_args": knobs, "temperature": 0.9 if number < 22 else 0.0}
 LINES[7:9] = ["nonsense\n", {"messages": [{"role": "user", "content": "Hello"}]}]
 
 
@@ -48,7 +52,7 @@ def alone(folder: Path, source: Path) -> dict[int, Any]:
 
 def words(folder: Path, source: Path, target: Path) -> list[str]:
     return ["batch", str(source), str(target), "--model", str(folder), "--dtype", "float64", "--backend", "hf",
-            "--max-rows", "3", "--max-new-tokens", "20", "--seed", "1"]
+            "--max-rows", "4", "--max-new-tokens", "20", "--seed", "1"]
 
 
 @contextmanager

@@ -398,7 +398,7 @@ def test_what_is_refused() -> None:
     for judge, timed in ((states, True), (None, False)):
         assert Trimming(TrimR(judge=judge), WORDS).timed == timed
     assert not Trimming(TrimR(judge="m"), WORDS, engine()).timed
-    with pytest.raises(Unsupported, match="waiting for a callable in 2 processes"):
+    with pytest.raises(Unsupported, match="waiting for what others say in 2 processes"):
         Ranks(size=2).check(TrimR(judge=states).recipe(ModelInfo(6)))
     both = make([TrimR(), KVInt8()]).recipe(ModelInfo(6, tokenizer=WORDS))
     assert (both.exact_to, both.parts) == ("none", ("store", "loop"))

@@ -21,12 +21,15 @@ from shoal.cli.method_list import methods_from
 from shoal.decode import examples
 from shoal.decode.examples import Example, execution, program
 from shoal.decode.verifier import Attempt, ask
+from shoal.engine import ranks
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
+from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.a_star import AStar
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
+from shoal.types import ModelInfo
 from test_matrix import engine_of
 
 WORDS = chat_tokenizer()
@@ -243,6 +246,13 @@ def test_over_http_a_server_s_own_verifier_that_hangs_holds_up_nobody_else() -> 
     assert refused.status_code == 403 and "verifier of best_of" in refused.json()["error"]["message"]
     assert found[0].status_code == 504 and "the verifier of answers gave none in time" in found[0].text
     assert early, "the other request was answered while this one waited"
+
+
+@pytest.mark.parametrize("kind", [BestOf, AStar])
+def test_processes_that_share_a_model_wait_for_no_verdict(kind: Callable[..., Method]) -> None:
+    ranks.Ranks(size=2).check(kind(2).recipe(ModelInfo(6)))
+    with pytest.raises(Unsupported, match="waiting for what others say in 2 processes"):
+        ranks.Ranks(size=2).check(kind(2, verifier="execution").recipe(ModelInfo(6)))
 
 
 def test_words_of_the_command_line_may_hold_a_url() -> None:

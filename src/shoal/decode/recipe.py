@@ -56,7 +56,10 @@ class Rule(Protocol):
 
 
 class Search(Protocol):
-    """Plain Python over branches, of which one becomes the row's answer. Immutable."""
+    """Plain Python over branches, of which one becomes the row's answer. Immutable.
+
+    One whose course depends on when somebody else has answered says so by an attribute `timed`.
+    """
 
     def most(self, greedy: bool) -> int:
         """The most branches that it has at once: so many rows, and their KV, are counted for it.

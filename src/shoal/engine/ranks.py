@@ -51,10 +51,10 @@ class Ranks:
                 "it measures time, which differs between them, and all must run the same forwards",
                 "Leave the method's control at its default",
             )
-        if self.size > 1 and recipe.loop is not None and recipe.loop.timed:
+        if self.size > 1 and any(getattr(part, "timed", False) for part in (recipe.loop, recipe.search)):
             raise Unsupported(
-                f"waiting for a callable in {self.size} processes", "it answers at another time in each of them",
-                "Let a model judge",
+                f"waiting for what others say in {self.size} processes", "it comes at another time in each of them",
+                "Let a model judge thoughts, and likelihood answers",
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.verifier import Verifier, ask, attempt_of
+from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods._verified import VerifiedMethod
@@ -95,6 +95,11 @@ class BestFirst:
     knobs: AStar
     budget: int
     verifier: Verifier
+
+    @property
+    def timed(self) -> bool:
+        """See `shoal.decode.recipe.Search`: a verdict comes when it likes."""
+        return self.verifier is not likelihood
 
     def most(self, greedy: bool) -> int:
         """The prompt's own, those that wait, and those under way."""

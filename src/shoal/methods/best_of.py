@@ -74,6 +74,11 @@ class Favourite:
     verifier: Verifier = likelihood
     patience: float = 30.0
 
+    @property
+    def timed(self) -> bool:
+        """See `shoal.decode.recipe.Search`: a verdict comes when it likes."""
+        return self.verifier is not likelihood
+
     def most(self, greedy: bool) -> int:
         """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
         return 1 if greedy else self.samples
