@@ -11,6 +11,7 @@ from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.atts import ATTS
+from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.draft_model import DraftModel
@@ -19,7 +20,7 @@ SMALL = tiny("llama", seed=1, layers=4)
 ENGINE = engine_for(tiny("llama"))
 IDS, NEW = prompt(20, 3), 12
 METHODS = [DraftModel(SMALL, length=3), ATTS(SMALL, alpha=1.0, draft_tokens=3, target_tokens=2),
-           BestOf(2, inner=DraftModel(SMALL, length=3))]
+           Auto(draft=SMALL), BestOf(2, inner=DraftModel(SMALL, length=3))]
 
 
 def second(engine: Engine, method: Method) -> tuple[int, int]:

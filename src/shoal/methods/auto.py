@@ -139,6 +139,11 @@ class Cautious:
     helper: Proposer | None = None
     chances: Chances = field(default_factory=Chances)
 
+    @property
+    def stack(self) -> Any:
+        """The second model, whose KV counts; None without one."""
+        return getattr(self.helper, "stack", None)
+
     def begin(self, stack: Any, cache: Any) -> CautiousDrafter:
         """A drafter that has seen no row yet."""
         helper = None if self.helper is None else self.helper.begin(stack, cache)
