@@ -247,7 +247,7 @@ def by_hand(
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 @pytest.mark.parametrize(
     ("method", "budget"),
-    [(AStar(k=2, step=3, width=2), 10**6), (AStar(k=3, step=4, width=1), 10**6), (AStar(k=3, step=2, width=3), 31),
+    [(AStar(k=2, step=3, width=2), 768), (AStar(k=3, step=4, width=1), 768), (AStar(k=3, step=2, width=3), 31),
      (AStar(k=2, step=5, width=1), 17)],
     ids=repr,
 )
@@ -373,6 +373,11 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
 def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AStar(**knobs)
+
+
+def test_no_search_goes_on_for_ever() -> None:
+    with pytest.raises(ValueError, match="budget is 641; it must be at most 640 tokens, 64 times max_new_tokens"):
+        AStar(budget=641).recipe(ModelInfo(6, max_new_tokens=10))
 
 
 def test_what_is_refused() -> None:

@@ -229,11 +229,45 @@ def test_a_failed_forward_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatc
     assert [handle.results[0].tokens for handle in good] == [one.tokens for one in alone]
 
 
+@pytest.mark.parametrize("calls", [range(1, 99), range(2, 99), range(6, 99), [1], [2], [6]], ids=str)
+def test_what_fails_between_two_tokens_can_begin_again(calls: Sequence[int]) -> None:
+    home, method, called = engine(), Superposed(k=3, sharpen=1.0), 0
+
+    def fails(ids: Any, scores: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called in calls:
+            raise RuntimeError("this row and no other")
+        return scores
+
+    scheduler = Scheduler(home, start=False)
+    ill, good = [scheduler.submit(SHORT[0], method=method, max_new_tokens=9, **how)
+                 for how in ({"logits_processor": [fails]}, {})]
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+    alone = home.generate(SHORT[0], method=method, max_new_tokens=9).tokens
+    assert good.results[0].tokens == alone
+    if len(calls) == 1:
+        assert ill.results[0].tokens == alone, "it has been tried again"
+    else:
+        with pytest.raises(RuntimeError, match="this row and no other"):
+            list(ill)
+
+
+def test_where_every_token_is_banned_it_says_so() -> None:
+    def ban(ids: Any, scores: Any) -> Any:
+        return scores if ids.shape[1] < len(SHORT[0]) + 3 else torch.full_like(scores, -math.inf)
+
+    with pytest.raises(ValueError, match="no token has a positive probability"):
+        engine().generate(SHORT[0], method=Superposed(k=3, sharpen=1.0), max_new_tokens=9, logits_processor=[ban])
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
         ({"k": 0}, r"k is 0; it must be in 1\.\.64"),
-        ({"k": 4, "tokens": 3}, "tokens is 3; it must be at least k, 4"),
+        ({"k": 4, "tokens": 3}, r"tokens is 3; it must be in 4\.\.256"),
+        ({"tokens": 257}, r"tokens is 257; it must be in 3\.\.256"),
         ({"alpha": 1.0}, r"alpha is 1.0; it must be in \[0, 1\)"),
         ({"sharpen": 0.0}, "sharpen is 0.0; it must be more than 0"),
         ({"unseen": 1.0}, "unseen is 1.0"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from families import tiny
 from generate_calls import batch, generate
 from oracle import prefix_counts, prefix_oracle
 from serving import MODEL, serving, tiny_engine
+from shoal.cli import main
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
 from shoal.decode.sentences import Sentences, end_of
@@ -30,7 +33,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
 from shoal.methods import make
-from shoal.methods._switching import Switching
+from shoal.methods._switching import Switching, turn_of
+from shoal.methods.atts import ATTS
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
@@ -39,7 +43,7 @@ from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.random_switching import RandomSwitching, turn_of
+from shoal.methods.random_switching import RandomSwitching
 from shoal.types import Result, Sampling
 
 FULL = DepthPlan.full(6)
@@ -49,7 +53,7 @@ SETTINGS = [Sampling(), Sampling(temperature=0.8, top_k=12)]
 EAD = EntropyAdaptive(tau=1.6, window=2)
 CASES: list[Any] = [
     EAD, EntropyAdaptive(tau=1.2, window=5, dwell=3), EntropyAdaptive(tau=1.0, window=1, start="target"),
-    FoReaL(lead=3), FoReaL(lead=5, share=0.5), FoReaL(lead=None, share=0.4),
+    FoReaL(lead=3), FoReaL(lead=5, share=0.5), FoReaL(lead=None, share=0.6),
     RandomSwitching(share=0.4), FoReaL(share=0.0),
 ]
 
@@ -101,7 +105,7 @@ class Replay:
         self.models, self.text, self.prompt, self.how, self.row = models, list(ids), len(ids), how, row
         self.plans, self.seen = plans, [0, 0]
         self.fed, self.owners, self.logits = [0, 0], list[bool](), list[Tensor]()
-        self.forwards = [0, 0]
+        self.forwards, self.layers = [0, 0], [0, 0]
         {"entropy_adaptive": self._by_entropy, "foreal": self._by_sentence, "random_switching": self._by_chance}[
             method.name](method, new)
 
@@ -113,6 +117,8 @@ class Replay:
         plan = self.plans[large]
         counts = [prefix_counts(drops, self.prompt, len(self.text)) for drops in (plan.attention, plan.mlp)]
         self.fed[large] += len(self.text) - self.seen[large]
+        self.layers[large] += sum(plan.depth(max(0, place + 1 - self.prompt))
+                                  for place in range(self.seen[large], len(self.text)))
         self.seen[large] = len(self.text)
         self.forwards[large] += 1
         return prefix_oracle(self.models[large], torch.tensor([self.text]), *counts)[-1]
@@ -145,7 +151,7 @@ class Replay:
     def _by_sentence(self, method: FoReaL, new: int) -> None:
         most = math.inf if method.lead is None else method.lead
         while len(self.tokens) < new:
-            led = sampling.uniform(4, self.row, len(self.tokens), "lead") < method.share
+            led = sampling.uniform(4, self.row, len(self.tokens), turn_of(self.text[: self.prompt])) < method.share
             sentence = ""
             written = 0
             while len(self.tokens) < new:
@@ -221,6 +227,8 @@ def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
         assert list(result.tokens) == twin.tokens
         plans = (recipe.loop.plan, recipe.plan)
         assert result.depths == tuple(plans[who].depth(step) for step, who in enumerate(twin.owners))
+        assert result.stats.second_layer_tokens == twin.layers[0]
+        assert result.stats.target_forwards == twin.forwards[1]
     assert 0 < sum(result.stats.second_tokens for result in found) < 90
 
 
@@ -343,6 +351,27 @@ def test_a_chat_goes_on_from_what_was_kept() -> None:
         assert found.tokens == plain.tokens and found.stats.switches > 0
 
 
+def test_what_has_ended_leaves_both_caches() -> None:
+    """Also while what goes on is the large model's."""
+    scheduler = Scheduler(engine(), start=False)
+    ends = scheduler.submit(prompt(9, 1), method=EntropyAdaptive(small_model(), tau=50.0), max_new_tokens=3)
+    policy = EntropyAdaptive(small_model(), tau=0.0, window=1, dwell=50, start="target")
+    scheduler.submit(prompt(4, 2), method=policy, max_new_tokens=20)
+    while not ends.done:
+        scheduler.turn()
+    scheduler.turn()
+    assert scheduler.running == 1
+    assert [batch._small.rows for batch in scheduler._batches if hasattr(batch, "_small")] == [0]
+
+
+def test_a_forced_token_is_no_change_of_hands() -> None:
+    one = engine()
+    one.eos_token_ids = frozenset({2})
+    found = one.generate(SHORT[0], method=EntropyAdaptive(small_model(), tau=math.inf), max_new_tokens=30,
+                         constraint=Regex("[a-f]{3}, (yes|no) [x-z]{4}"))
+    assert (found.stats.switches, found.stats.target_forwards) == (0, 0) and found.stats.second_tokens < 13
+
+
 def test_a_constraint_binds_both_models() -> None:
     one, wanted, texts = engine(), "[a-f]{3}, (yes|no) [x-z]{4}", set()
     one.eos_token_ids = frozenset({2})
@@ -428,6 +457,35 @@ def test_in_a_stream_it_says_who_wrote() -> None:
     result: Result = one.generate(SHORT[0], method=method, max_new_tokens=30)
     assert [step.token for step in steps] == list(result.tokens)
     assert sum(step.from_draft for step in steps) == result.stats.second_tokens
+
+
+@pytest.mark.parametrize(
+    "method", [EAD, FoReaL(lead=3), RandomSwitching(), ATTS(alpha=1.0, draft_tokens=3, target_tokens=2)],
+    ids=lambda one: one.name,
+)
+def test_asked_for_over_http_and_in_a_file_of_prompts(method: Any, tmp_path: Path) -> None:
+    """By name, with a stop text and in a stream: what `generate` says."""
+    for name, model in (("small", small_model()), ("large", tiny("llama", layers=4))):
+        model.save_pretrained(tmp_path / name)
+        WORDS.save_pretrained(tmp_path / name)
+    one, spec = tiny_engine(), replace(method, draft=str(tmp_path / "small"))
+    how: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
+    whole = one.generate("Some words", method=spec, **how)
+    how["stop"] = [whole.text[12:14]]
+    cut = one.generate("Some words", method=spec, **how)
+    asked = {"prompt": "Some words", **how, **spec.to_dict()}
+    body = {"model": MODEL, "max_tokens": 30, **asked}
+    with serving(one, methods=(method.name,)) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as lines:
+            data = [json.loads(line[6:]) for line in lines.iter_lines() if line.startswith("data: {")]
+    assert answer["choices"][0]["text"] == cut.text == whole.text[: whole.text.find(how["stop"][0])]
+    assert "".join(item["choices"][0]["text"] for item in data) == cut.text
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(asked) + "\n")
+    assert main(["batch", str(source), str(target), "--model", str(tmp_path / "large"), "--dtype", "float64"]) == 0
+    (record,) = [json.loads(line) for line in target.read_text().splitlines()]
+    assert record["text"] == cut.text and record["second_tokens"] == cut.stats.second_tokens
 
 
 def test_over_http_it_is_the_operators_to_allow() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -22,9 +23,10 @@ from chat_tokenizer import chat_tokenizer
 from drive import SHORT
 from families import tiny
 from generate_calls import batch, generate
+from searches import Given
 from serving import MODEL, serving, tiny_engine
 from shoal.decode.sentences import last_of
-from shoal.decode.verifier import Question
+from shoal.decode.verifier import NoVerdict, Question
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
@@ -265,7 +267,7 @@ def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -
 
 def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
     home, judge, read = engine(), tiny("qwen3", seed=5), list[str]()
-    desk = ModelJudge(engine_for(judge, WORDS), WORDS)
+    desk = ModelJudge(engine_for(judge, WORDS), WORDS, 2048)
     row = home.rows([OPEN], Request())[0]
     for size in (10, 3000):
         desk.ask(row, Question("agrees", "w" * size + " = 1.", "v" * size + " = 2."))
@@ -276,6 +278,29 @@ def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
         assert not desk._seated
     assert "wwwwwwwwww = 1." in read[0] and "vvvvvvvvvv = 2." in read[0] and len(read[1]) <= 511 < 3000
     assert "ww = 1." in read[1] and "vv = 2." in read[1]
+
+
+def test_a_judge_that_cannot_be_asked_fails_the_request() -> None:
+    home, words = engine(), copy.deepcopy(WORDS)
+    words.chat_template = "{{ raise_exception('only with a system prompt') }}"
+    recipe = home.recipe(TrimR(judge=tiny("qwen3", seed=5), agree=4, **QUIET), 60)
+    assert isinstance(recipe.loop, Trimming)
+    lame = Given(replace(recipe, loop=replace(recipe.loop, judge=engine_for(tiny("qwen3", seed=5), words))))
+    scheduler = Scheduler(home, start=False)
+    bad = scheduler.submit(OPEN, method=lame, max_new_tokens=60, logits_processor=[script(SAME)])
+    good = scheduler.submit(OPEN, method=lame, max_new_tokens=20)
+    for _ in range(200):
+        scheduler.turn()
+    assert not scheduler.running and len(good.results[0].tokens) == 20
+    with pytest.raises(NoVerdict, match="the judge could not be asked: TemplateError: only with a system prompt"):
+        list(bad)
+
+
+def test_the_kv_of_a_judge_counts() -> None:
+    home = engine()
+    entry = Scheduler(home, start=False).submit(OPEN, method=TrimR(judge=tiny("qwen3", seed=5)), max_new_tokens=9)
+    sizes = engine_for(tiny("qwen3", seed=5)).stack.position_bytes
+    assert entry.entries[0].need.second == Trimming.second_reads * sum(sizes)
 
 
 def broken(question: Question) -> bool:

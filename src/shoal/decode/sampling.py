@@ -22,7 +22,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """As in transformers: `(input_ids [1, T], scores [1, V]) -> scores [1, V]`."""
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
+IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
@@ -256,7 +256,7 @@ def likeliest(scores: Tensor) -> int:
     """
     token = int(greedy(scores))
     if not scores[token] > -torch.inf:
-        raise ValueError(_IMPOSSIBLE)
+        raise ValueError(IMPOSSIBLE)
     return token
 
 
@@ -282,7 +282,7 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
     tokens = rank.argmax(-1, keepdim=True)
     result: list[list[int]] = torch.cat([tokens, rank.gather(-1, tokens)], -1).tolist()
     if any(possible == 0 for _, possible in result):
-        raise ValueError(_IMPOSSIBLE)
+        raise ValueError(IMPOSSIBLE)
     return [token for token, _ in result]
 
 

@@ -5,8 +5,9 @@ rows that decode and pieces of prompts share a forward, whatever depth each of t
 of its own share forwards with their like; each loop has a step in every turn.
 
 Bounds: rows are admitted strictly in the order in which they came, as soon as the policy, `max_rows` and the KV memory
-allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens steps.
-Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read for others, of each loop.
+allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens steps, a
+search as many as its budget. Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read
+for others, of each loop.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ class Scheduler:
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
         other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
-        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other)
+        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other,
+                               getattr(recipe.loop, "second_reads", None))
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(

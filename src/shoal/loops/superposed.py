@@ -50,12 +50,11 @@ class SuperposedBatch(Batch):
         """Nothing is emitted where a prompt ends: its likeliest followers begin the drafts."""
         steps: list[Step] = []
         for share, target in ended:
-            row = share.row
+            row, drafts = share.row, Drafts(self._how, share.row)
+            drafts.extend(target.logits(0))  # what fails here can begin again
             self._commit(row, range(len(share.chunk.tokens)))
             self._prefixes.keep(self.cache, row.slot, row.tokens)
-            drafts = Drafts(self._how, row)
             self._drafts[id(row)] = row, drafts
-            drafts.extend(target.logits(0))
             steps += self._end(row, drafts)
         self.retire()
         return steps
@@ -69,12 +68,12 @@ class SuperposedBatch(Batch):
         logits = self.stack.forward(chunks, self.cache, start=Start(0, torch.stack(fed)))
         steps: list[Step] = []
         for row, one, values in zip(rows, drafts, logits, strict=True):
-            self._commit(row, [0])
             depth = row.recipe.plan.depth(one.length)
+            one.extend(values)
+            self._commit(row, [0])
             row.ledger.target_forwards += 1
             row.ledger.decode_layer_tokens += depth
             row.ledger.read(depth)
-            one.extend(values)
             steps += self._end(row, one)
         self.retire()
         self.clock.count(time.perf_counter() - start, decoding=True)
@@ -173,6 +172,8 @@ class Drafts:
         wanted = self._knobs.k - len(self.ended)
         found = [(one.score + score, place, token, score, scores) for place, one in enumerate(self.live)
                  for token, score, scores in self._continued(one, logits)]
+        if not found:
+            raise ValueError(sampling.IMPOSSIBLE)
         found.sort(key=lambda item: -item[0])
         grown = [self.live[place].followed(token, score, self._log(scores, token))
                  for _, place, token, score, scores in found[:wanted]]

@@ -69,6 +69,7 @@ class SwitchingBatch(Batch):
         self._how, self._plan, self._small = how, how.plan, KVCache(how.stack.windows, 0)
         self._seated: list[Row] = []
         self._turns: dict[int, tuple[Row, Turns]] = {}  # with the row, so that no other one gets its id
+        self._wrote: dict[int, bool] = {}  # who wrote a row's last token that was not forced: the large one?
         self._common = min(self.stack.vocab_size, how.stack.vocab_size)
 
     @property
@@ -109,24 +110,24 @@ class SwitchingBatch(Batch):
 
     def _read_small(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
         """The same by the small model, in the large one's vocabulary."""
-        self._seat(rows)
-        wanted = {id(row) for row in rows}
+        seated, wanted = {id(row) for row in self._seated}, {id(row) for row in rows}
+        new = [row for row in rows if id(row) not in seated]
+        self._small.extend(len(new))
+        self._seated += new
         places = [(row, slot, self._plan) for slot, row in enumerate(self._seated) if id(row) in wanted]
         fed = feed(places, self._small, budget, most)
         logits = self._how.stack.forward([chunk for _, chunk in fed], self._small)[..., : self.stack.vocab_size]
         missing = self.stack.vocab_size - logits.shape[-1]
         return _said(fed, torch.nn.functional.pad(logits, (0, missing), value=-torch.inf))
 
-    def _seat(self, rows: Sequence[Row]) -> None:
-        """Let rows go from the small model's cache that have ended, and take in those that it sees first."""
+    def retire(self) -> None:
+        """See `Batch`. What has ended leaves the small model's cache, too."""
+        super().retire()
         alive = {id(row) for row in self.rows}
+        self._wrote = {key: large for key, large in self._wrote.items() if key in alive}
         stay = [slot for slot, row in enumerate(self._seated) if id(row) in alive]
         if len(stay) < len(self._seated):
             self._seated = [self._seated[former] for former in self._small.select(stay)]
-        seated = {id(row) for row in self._seated}
-        new = [row for row in rows if id(row) not in seated]
-        self._small.extend(len(new))
-        self._seated += new
 
     def _write(self, read: Sequence[Read], *, large: bool) -> list[Step]:
         """Row by row a token, and then what was read is kept: what fails can begin again, and so can who comes after.
@@ -162,7 +163,8 @@ class SwitchingBatch(Batch):
         if row.record is not None:
             row.record(target.logits(0), target.scores(0))
         ledger, plan = row.ledger, row.recipe.plan if large else self._plan
-        ledger.switches += bool(row.steps) and row.steps[-1].from_draft == large
+        ledger.switches += self._wrote.get(id(row), large) != large
+        self._wrote[id(row)] = large
         ledger.second_tokens += not large
         (step,) = row.emit([token], int(not large), lambda _, one: target.logprob(0, one), plan.depth(row.emitted))
         return step

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.decode.batch import Batch
-from shoal.decode.verifier import Awaited, Question
+from shoal.decode.verifier import Awaited, NoVerdict, Question
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.loops.thoughts import Thoughts, texts
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.methods.trimr import Trimming
 
-_PAUSE = 0.02
+_PAUSE = 0.002
 """Seconds to wait for a verdict where no row of the batch can go on; others of the engine wait as long."""
-_QUESTION = 2048
-"""Most tokens of a question to a model; of longer thoughts the beginning is left out."""
 
 
 class ThoughtJudge(Protocol):
@@ -116,7 +114,11 @@ class TrimmingBatch(Batch):
             return []
         if isinstance(thoughts.due, Question):
             row.ledger.judged += 1
-            self._judge.ask(row, thoughts.due)
+            try:
+                self._judge.ask(row, thoughts.due)
+            except Exception as error:
+                row.error = NoVerdict(f"the judge could not be asked: {type(error).__name__}: {error}")
+                row.error.__cause__ = error
             return []
         steps = row.put(self._how.ending(thoughts.due))
         thoughts.close(len(steps))
@@ -175,12 +177,14 @@ class ModelJudge:
     Args:
         engine: the model's.
         own: the tokenizer of the model that thinks, for a judge that comes without one.
+        most: tokens of a question; of longer thoughts the beginning is left out.
 
     Raises:
         Unsupported: its tokens do not tell yes from no.
     """
 
-    def __init__(self, engine: Any, own: Any) -> None:
+    def __init__(self, engine: Any, own: Any, most: int) -> None:
+        self._most = min(most, (engine.stack.max_positions or most + 1) - 1)
         self._stack, self._tokenizer = engine.stack, engine.tokenizer or own
         self._plan, self._cache = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, 0)
         self._seated: list[tuple[Row, list[int]]] = []
@@ -192,8 +196,9 @@ class ModelJudge:
 
     def ask(self, row: Row, question: Question) -> None:
         """See `ThoughtJudge`."""
+        prompt = self._prompt(question)
         self._cache.extend(1)
-        self._seated.append((row, self._prompt(question)))
+        self._seated.append((row, prompt))
 
     def wait(self, seconds: float) -> None:
         """Its work is done in steps."""
@@ -247,8 +252,7 @@ class ModelJudge:
     def _prompt(self, question: Question) -> list[int]:
         """Token ids; of thoughts that are too long the last part."""
         thought, former = question.thought, question.former
-        most = min(_QUESTION, (self._stack.max_positions or _QUESTION) - 1)
-        while len(ids := self._ids(question.kind, thought, former)) > most and thought + former:
+        while len(ids := self._ids(question.kind, thought, former)) > self._most and thought + former:
             thought, former = (one[max(1, len(one) // 4) :] for one in (thought, former))
         return ids
 
@@ -269,7 +273,7 @@ def _judge_of(how: Trimming) -> ThoughtJudge:
     """
     judge = how.knobs.judge
     if how.judge is not None:
-        return ModelJudge(how.judge, how.tokenizer)
+        return ModelJudge(how.judge, how.tokenizer, how.second_reads)
     if isinstance(judge, str) or hasattr(judge, "get_output_embeddings"):
         raise Unsupported("a judge", "there is no engine to load it", "Use Engine.generate")
     return CallableJudge(judge, how.knobs.patience)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,3 +93,8 @@ class Switching(Loop):
                 f"its context is {most} tokens",
                 f"Use a max_new_tokens that keeps prompt and answer within {most}, or switch to another model",
             )
+
+
+def turn_of(prompt: Sequence[int]) -> str:
+    """What chance draws for; by the prompt, since requests of one seed would all switch at the same places."""
+    return f"turn {zlib.crc32(repr(list(prompt)).encode())}"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from shoal.decode.search import Branch
 
 EdgeCost = Literal["change", "rise", "fall", "one"]
-_BUDGET = 8
+_BUDGET, _MOST = 8, 64
+"""Tokens that a search may decode, at first and at most, as multiples of max_new_tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class AStar(VerifiedMethod):
         k: ways in which an answer is continued; 1 changes nothing.
         delimiter: text that ends a step.
         step: most tokens of a step, at least 1.
-        budget: tokens that the search may decode, those thrown away included; None for 8 times max_new_tokens.
+        budget: tokens that the search may decode, those thrown away included; None for 8 times max_new_tokens,
+            at most 64 times.
         width: answers that keep their KV while they wait, at least 1.
         edge_cost: of a step: "change" is |dh|, with which h never promises too much; "rise" only increases of h;
             "fall" only decreases; "one" is 1.
@@ -70,6 +72,7 @@ class AStar(VerifiedMethod):
         """The inner method's recipe with the search put in.
 
         Raises:
+            ValueError: the budget is beyond 64 times max_new_tokens.
             Unsupported: the inner method searches or drafts.
         """
         recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
@@ -79,6 +82,9 @@ class AStar(VerifiedMethod):
             if self.inner is not None and getattr(recipe, part) is not None:
                 raise Unsupported(f"{self.inner.name} as inner of a_star", f"it {what}", "Give another, such as d3")
         budget = _BUDGET * info.max_new_tokens if self.budget is None else self.budget
+        if budget > _MOST * info.max_new_tokens:
+            raise ValueError(f"budget is {budget}; it must be at most {_MOST * info.max_new_tokens} tokens, "
+                             f"{_MOST} times max_new_tokens")
         return replace(recipe, search=BestFirst(self, budget, self.judge()))
 
 

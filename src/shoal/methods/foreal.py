@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.sentences import Sentences
-from shoal.methods._switching import SwitchingMethod
+from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ class SentenceTurns:
 
     def __init__(self, policy: BySentence, row: Row) -> None:
         self._policy, self._sentences = policy, Sentences(policy.tokenizer)
+        self._purpose = turn_of(row.tokens[: row.prompt_length])
         self._draw(row)
 
     def _draw(self, row: Row) -> None:
         """Whether the sentence that begins with the row's next token is led."""
-        self._written, self._led = 0, row.uniform(0, "lead") < self._policy.share
+        self._written, self._led = 0, row.uniform(0, self._purpose) < self._policy.share
         self.large = self._led
 
     def look(self, logits: Tensor) -> bool:

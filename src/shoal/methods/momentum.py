@@ -12,6 +12,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
+_CANDIDATES, _RESISTANCE = 256, 64
+"""The most of both: each is looked for in the text at every token."""
+
 
 @dataclass(frozen=True)
 class Momentum(Method):
@@ -26,9 +29,9 @@ class Momentum(Method):
 
     Attributes:
         alpha: weight of the resistance, 0 or more; 0 changes nothing.
-        candidates: how many of the likeliest tokens are weighed, at least 1.
+        candidates: how many of the likeliest tokens are weighed, 1 to 256.
         resistance: of repeating an n-gram of 1, 2, ... tokens, none less than the one before; longer ones count as the
-            last. The paper's for GPT-2 XL.
+            last. At most 64. The paper's for GPT-2 XL.
     """
 
     name: ClassVar[str] = "momentum"
@@ -42,8 +45,10 @@ class Momentum(Method):
         super().__post_init__()
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha is {self.alpha}; it must be 0 (plain decoding) or more, and finite")
-        if self.candidates < 1:
-            raise ValueError(f"candidates is {self.candidates}; it must be at least 1, the likeliest token")
+        if not 1 <= self.candidates <= _CANDIDATES:
+            raise ValueError(f"candidates is {self.candidates}; it must be in 1..{_CANDIDATES}, the likeliest tokens")
+        if len(self.resistance) > _RESISTANCE:
+            raise ValueError(f"resistance has {len(self.resistance)} numbers; it may have at most {_RESISTANCE}")
         steps = zip((0.0, *self.resistance), (*self.resistance, 0.0), strict=True)
         if not self.resistance or not all(low <= high < math.inf for low, high in [*steps][:-1]):
             raise ValueError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._switching import SwitchingMethod
+from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -71,8 +70,3 @@ class Draws:
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
         """See the protocol."""
         self.large = row.uniform(0, self._purpose) < self._share
-
-
-def turn_of(prompt: Sequence[int]) -> str:
-    """What the numbers are drawn for; by prompt, since requests of one seed would all switch at the same places."""
-    return f"turn {zlib.crc32(repr(list(prompt)).encode())}"

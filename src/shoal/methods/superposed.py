@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
 
 _MOST = 64
+_OFFERED = 256
+"""Each is looked at in Python, for every draft."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Superposed(Method):
 
     Attributes:
         k: drafts; 1 is plain decoding. At most 64.
-        tokens: how many of the model's likeliest tokens are offered, at least k; None for 3 k.
+        tokens: how many of the model's likeliest tokens are offered, k to 256; None for 3 k.
         alpha: weight of the n-grams beside the model, 0 to 1 exclusive; 0 leaves them out.
         sharpen: temperature of the model's own distribution, above 0; small ones keep the drafts to what is likely.
         unseen: log-probability (nats) of a token that no n-gram has behind a draft; the authors' code has about -370.
@@ -59,8 +61,8 @@ class Superposed(Method):
         super().__post_init__()
         if not 1 <= self.k <= _MOST:
             raise ValueError(f"k is {self.k}; it must be in 1..{_MOST}")
-        if self.tokens is not None and self.tokens < self.k:
-            raise ValueError(f"tokens is {self.tokens}; it must be at least k, {self.k}")
+        if self.tokens is not None and not self.k <= self.tokens <= _OFFERED:
+            raise ValueError(f"tokens is {self.tokens}; it must be in {self.k}..{_OFFERED}, from k on")
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha is {self.alpha}; it must be in [0, 1)")
         if not self.sharpen > 0:

@@ -121,10 +121,17 @@ class Trimming(Loop):
     """
 
     takes: ClassVar[tuple[str, ...]] = ("plan", "rule", "store", "select")
+    second_reads: ClassVar[int] = 2048
+    """Most tokens of a question to a model."""
 
     knobs: TrimR
     tokenizer: Any
     judge: Any = None
+
+    @property
+    def stack(self) -> Any:
+        """The judge, where it is a model."""
+        return None if self.judge is None else self.judge.stack
 
     @property
     def timed(self) -> bool:

@@ -65,6 +65,7 @@ class KVRoom:
         kept: Callable[[int], int] | None = None,
         store: Store | None = None,
         second: Stack | None = None,
+        second_reads: int | None = None,
     ) -> Need:
         """What a row can come to store.
 
@@ -76,6 +77,7 @@ class KVRoom:
             kept: most columns that are kept of so many positions, in layers without a window; None for all.
             store: in what form; None for the slot.
             second: another model that reads the row with all its layers.
+            second_reads: how many positions it stores at most; None for all of the row.
         """
         ends = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in plan.attention]
         columns = [
@@ -87,7 +89,8 @@ class KVRoom:
         forms = [None if store is None else store.form(layer) for layer in range(len(columns))]
         own = [0 if form is None else column_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
-        return Need(tuple(columns), tuple(own), 0 if second is None else _whole(second, prompt + answer + guesses))
+        length = prompt + answer + guesses if second_reads is None else second_reads
+        return Need(tuple(columns), tuple(own), 0 if second is None else _whole(second, length))
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Bytes that rows with these needs can occupy together."""

@@ -84,6 +84,9 @@ def _llada(told: Mapping[str, Any]) -> Any:
         if name in told and told[name] not in allowed:
             raise Unsupported(f"model type 'llada' with {name}={told[name]!r}", "Llama's block has no such thing",
                               "Use a checkpoint of the published shape")
+    if missing := [name for name in ("n_heads", "d_model", "n_layers", "max_sequence_length") if name not in told]:
+        raise Unsupported(f"model type 'llada' without {', '.join(missing)} in its config", "its shape is not known",
+                          "Add it to config.json")
     heads, width = told["n_heads"], told["d_model"]
     shared = 1 if told.get("multi_query_attention") else heads
     return LlamaConfig(
