@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shoal.decode.verifier import Attempt
 from shoal.sandbox.process import Program, Sandbox, find
-from shoal.sandbox.source import tree_of, whole
+from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
 SECONDS = 5.0
 """The longest that an example may take; after one that takes longer no other is tried."""
@@ -51,7 +51,7 @@ class Example:
     @property
     def entry(self) -> str:
         """The function that is called; empty where that is a method."""
-        names = (node.func.id for node in ast.walk(ast.parse(self.call, mode="eval"))
+        names = (node.func.id for node in ast.walk(parsed(self.call, "eval"))
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
         return next(names, "")
 
@@ -100,11 +100,12 @@ def program(prompt: str, answer: str) -> str:
         code = max(blocks, key=len)
     else:
         code = answer if fences else prompt + answer
-    tree = tree_of(whole(code))
+    read = whole(code)
+    tree = tree_of(read)
     if tree is None:
         return code
     tree.body = [node for node in tree.body if not isinstance(node, _RUNS)]
-    return ast.unparse(tree) + "\n"
+    return text_of(tree, read)
 
 
 def _doctest(lines: list[str]) -> tuple[str, str]:
@@ -127,14 +128,14 @@ def _doctest(lines: list[str]) -> tuple[str, str]:
 
 def _is_call(source: str) -> bool:
     try:
-        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source, mode="eval")))
+        return any(isinstance(node, ast.Call) for node in ast.walk(parsed(source, "eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
 
 def _is_value(text: str) -> bool:
     try:
-        ast.literal_eval(text)
+        ast.literal_eval(parsed(text, "eval"))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return False
     return True
