@@ -89,6 +89,21 @@ def test_examples_are_those_of_the_prompt_and_no_assert_is_one() -> None:
     assert found == (Example("f(x,\n  y=[1])", "[1,\n2]", "x = 3"), Example("h(2)", "'a'", "x = 3"))
 
 
+@pytest.mark.parametrize(("begins", "part"), [
+    ("", " "), ("", "- "), ("f(1)", " "), ("f(", ")"), ("f(", ") "), ("", ">>> f(1)\n"), (">>> f(1)\n[\n", "1,\n"),
+])
+def test_long_prompts_are_looked_at_quickly(begins: str, part: str) -> None:
+    began = time.monotonic()
+    examples.examples(f"{begins}{part * (60_000 // len(part))}!")
+    assert time.monotonic() - began < 20, "what looks at every pair of places takes minutes"
+
+
+def test_a_value_may_be_long_and_words_may_follow_a_short_one() -> None:
+    rows = "\n".join(["[", *["1,"] * 60, "]"])
+    for text, wanted in ((f"{rows}\n", rows), ("[\n1]\nand so on\n", "[\n1]")):
+        assert examples.examples(f">>> f(1)\n{text}") == (Example("f(1)", wanted),)
+
+
 @pytest.mark.parametrize(
     ("text", "share"),
     [

@@ -20,10 +20,12 @@ from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
 SECONDS = 5.0
 """The longest that an example may take; after one that takes longer no other is tried."""
-_ARROW = re.compile(r"[ \t]*[-*]?[ \t]*(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
+_ARROW = re.compile(r"[ \t]*(?:[-*][ \t]*)?(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
 _FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
 _BLOCK = re.compile(r"^[ \t]*```\w*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _ENDS = re.compile(r"\"\"\"|'''")
+_LINES = 50
+"""The most of a value that words may follow; one without any may be longer."""
 _RUNS = (ast.Expr, ast.Assert, ast.If, ast.For, ast.While, ast.With, ast.Match)
 _OWN = threading.local()
 
@@ -76,9 +78,10 @@ def examples(prompt: str) -> tuple[Example, ...]:
     """The examples of a prompt, each once, in their order."""
     found: dict[Example, None] = {}
     lines, before = prompt.splitlines(), list[str]()
+    bare = [line.strip() for line in lines]
     for number, line in enumerate(lines):
-        if line.strip().startswith(">>>"):
-            source, wanted = _doctest([one.strip() for one in lines[number:]])
+        if bare[number].startswith(">>>"):
+            source, wanted = _doctest(bare, number)
             if wanted and _is_call(source):
                 found[Example(source, wanted, "\n".join(before))] = None
             elif source and tree_of(source) is not None and source not in before:
@@ -108,12 +111,12 @@ def program(prompt: str, answer: str) -> str:
     return text_of(tree, read)
 
 
-def _doctest(lines: list[str]) -> tuple[str, str]:
-    """The source that begins in the first line, and the value below it; empty where there is none, or an error."""
-    end = next((place for place, line in enumerate(lines) if place and not line.startswith("...")), len(lines))
-    source = "\n".join([lines[0][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[1:end])])
+def _doctest(lines: list[str], first: int) -> tuple[str, str]:
+    """The source that begins in that line, and the value below it; empty where there is none, or an error."""
+    end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith("...")), len(lines))
+    source = "\n".join([lines[first][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[first + 1 : end])])
     wanted = list[str]()
-    for line in lines[end:]:
+    for line in map(lines.__getitem__, range(end, len(lines))):
         text = _ENDS.split(line)[0].strip()
         if not text or text.startswith((">>>", "```")):
             break
@@ -122,7 +125,7 @@ def _doctest(lines: list[str]) -> tuple[str, str]:
             break
     if wanted and wanted[0].startswith("Traceback"):
         return "", ""
-    values = ("\n".join(wanted[:count]) for count in range(1, len(wanted) + 1))
+    values = ("\n".join(wanted[:count]) for count in range(1, min(len(wanted), _LINES) + 1))
     return source, next(filter(_is_value, values), "\n".join(wanted))
 
 
