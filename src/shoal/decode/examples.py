@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import os
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.decode.verifier import Attempt
 from shoal.sandbox.process import Program, Sandbox, find
@@ -58,19 +61,28 @@ class Example:
         return next(names, "")
 
 
-def execution(attempt: Attempt) -> float:
+@dataclass(frozen=True)
+class Execution:
     """The share of the prompt's examples that a finished program passes.
 
     An answer that has not ended, and one to a prompt without examples, is judged by its likelihood.
 
-    Raises:
-        Unsupported: there is no sandbox for programs here.
+    Attributes:
+        seconds: what all examples of a program may take together, from when it is begun: programs of others may come
+            first, and that is not its fault. Those that are left then have failed.
     """
-    shown = examples(attempt.question) if attempt.finished else ()
-    if not shown:
-        return attempt.likelihood
-    code = program(attempt.question, attempt.text)
-    return _workers().submit(_passed, code, shown).result() / len(shown)
+
+    bounded: ClassVar[bool] = True
+
+    seconds: float = math.inf
+
+    def __call__(self, attempt: Attempt) -> float:
+        """The share; Unsupported where there is no sandbox for programs here."""
+        shown = examples(attempt.question) if attempt.finished else ()
+        if not shown:
+            return attempt.likelihood
+        code = program(attempt.question, attempt.text)
+        return _workers().submit(_passed, code, shown, self.seconds).result() / len(shown)
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,13 +162,16 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, "shoal-execution")
 
 
-def _passed(code: str, shown: tuple[Example, ...]) -> int:
-    """How many of the examples a program passes."""
+def _passed(code: str, shown: tuple[Example, ...], seconds: float) -> int:
+    """How many of the examples a program passes, within so many seconds from now."""
     if not hasattr(_OWN, "sandbox"):
         _OWN.sandbox = Sandbox(find())
-    count = 0
+    count, until = 0, time.monotonic() + seconds
     for example in shown:
-        verdict = _OWN.sandbox.run(Program(code, example.test, example.entry), SECONDS)
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        verdict = _OWN.sandbox.run(Program(code, example.test, example.entry), min(SECONDS, left))
         count += verdict == "passed"
         if verdict == "timeout":
             break
