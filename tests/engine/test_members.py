@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,21 @@ def test_members_that_are_known(text: str) -> None:
 @pytest.mark.parametrize("text", FREE)
 def test_what_is_left_free(text: str) -> None:
     assert not known(text)
+
+
+def test_pairs_of_words_are_those_that_a_search_from_every_letter_finds() -> None:
+    dice, slow = random.Random(1), re.compile(r"([^\W\d]\w*) +(?=([^\W\d]\w*))")
+    texts = ["".join(dice.choices("ab_1٣é  .", k=12)) for _ in range(3000)]
+    assert [members._PAIR.findall(text) for text in texts] == [slow.findall(text) for text in texts]
+    assert sum(bool(slow.search(text)) for text in texts) > 500
+
+
+@pytest.mark.parametrize("text", ["{}", "({} ", "x {}! ", "{} y", "'{}' '"], ids=repr)
+@pytest.mark.parametrize("part", ["a", "1", "1a", " ", ".a", "a , ", "'", ")"])
+def test_long_lines_are_looked_at_quickly(text: str, part: str) -> None:
+    began = time.monotonic()
+    PythonMembers().watches(text.format(part * (60_000 // len(part))) + ".")
+    assert time.monotonic() - began < 20, "a search from every letter takes minutes"
 
 
 def test_imports_are_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import resource
 import socket
 import sys
 import time
@@ -191,6 +192,33 @@ def test_a_lost_sandbox_is_an_error_and_the_next_program_gets_another(sandbox):
     sandbox._process.kill()
     sandbox._process.wait()
     assert sandbox.run(GOOD, SECONDS) == "passed"
+
+
+def test_many_files_may_be_open(sandbox):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 4096:
+        pytest.skip("no more than 4096 files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    held = []
+    try:
+        held += [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        other = Sandbox(sandbox.kind)
+        assert tried(other, FOUND) == "passed" and tried(other, "def f():\n    return 2\n") == "failed"
+        other.close()
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_verdict_that_nobody_read_is_not_the_next_program_s(sandbox, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process.select, "poll", interrupted)
+        sandbox.run(GOOD, SECONDS)
+    assert tried(sandbox, "def f():\n    return 2\n") == "failed"
 
 
 def test_a_program_without_a_sandbox_is_judged_alike(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,8 +22,8 @@ from families import tiny
 from serving import MODEL, serving, tiny_engine
 from shoal.cli.method_list import methods_from
 from shoal.decode import examples
-from shoal.decode.examples import Example, execution, program
-from shoal.decode.verifier import Attempt, ask
+from shoal.decode.examples import Example, Execution, program
+from shoal.decode.verifier import Attempt, Endpoint, ask
 from shoal.engine import ranks
 from shoal.engine.load import engine_for
 from shoal.engine.scheduler import Scheduler
@@ -33,6 +36,7 @@ from shoal.types import ModelInfo
 from test_matrix import engine_of
 
 WORDS = chat_tokenizer()
+execution = Execution()
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 PROMPT = '''\
 Complete this.
@@ -89,6 +93,21 @@ def test_examples_are_those_of_the_prompt_and_no_assert_is_one() -> None:
     assert found == (Example("f(x,\n  y=[1])", "[1,\n2]", "x = 3"), Example("h(2)", "'a'", "x = 3"))
 
 
+@pytest.mark.parametrize(("begins", "part"), [
+    ("", " "), ("", "- "), ("f(1)", " "), ("f(", ")"), ("f(", ") "), ("", ">>> f(1)\n"), (">>> f(1)\n[\n", "1,\n"),
+])
+def test_long_prompts_are_looked_at_quickly(begins: str, part: str) -> None:
+    began = time.monotonic()
+    examples.examples(f"{begins}{part * (60_000 // len(part))}!")
+    assert time.monotonic() - began < 20, "what looks at every pair of places takes minutes"
+
+
+def test_a_value_may_be_long_and_words_may_follow_a_short_one() -> None:
+    rows = "\n".join(["[", *["1,"] * 60, "]"])
+    for text, wanted in ((f"{rows}\n", rows), ("[\n1]\nand so on\n", "[\n1]")):
+        assert examples.examples(f">>> f(1)\n{text}") == (Example("f(1)", wanted),)
+
+
 @pytest.mark.parametrize(
     ("text", "share"),
     [
@@ -107,6 +126,45 @@ def test_an_endless_program_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examples, "SECONDS", 0.3)
     began = time.monotonic()
     assert execution(finished("    while True: pass\n")) == 0.0 and time.monotonic() - began < 20
+
+
+def test_programs_have_their_time_from_when_they_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: examples take 4.5 s, and a worker is free after 100 s."""
+    clock, given = [0.0], list[float]()
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *words: Any) -> Any:  # type: ignore[override]
+            clock[0] += 100
+            return super().submit(*words)
+
+    def run(program: object, seconds: float) -> str:
+        given.append(seconds)
+        clock[0] += min(seconds, 4.5)
+        return "passed" if seconds >= 4.5 else "timeout"
+
+    pool = Pool(1)
+    monkeypatch.setattr(examples, "_workers", lambda: pool)
+    monkeypatch.setattr(examples, "find", lambda: "none")
+    monkeypatch.setattr(examples, "Sandbox", lambda kind: SimpleNamespace(run=run))
+    monkeypatch.setattr(examples, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    shown = "".join(f"f({number}) => 1\n" for number in range(8))
+    assert Execution(30.0)(finished(RIGHT, shown)) == 6 / 8 and given == [5.0] * 6 + [3.0]
+    assert Execution(27.0)(finished(RIGHT, shown)) == 6 / 8 and len(given) == 13
+    assert execution(finished(RIGHT, shown)) == 1.0
+    pool.shutdown()
+
+
+def test_nobody_is_impatient_with_what_keeps_its_own_time() -> None:
+    assert ask(BestOf(2, verifier="execution", patience=60.0).judge(), finished(RIGHT), 0.0).result(60) == 1.0
+    with pytest.raises(TimeoutError):
+        ask(lambda attempt: float(threading.Event().wait(20)), finished(RIGHT), 0.0).result(60)
+
+
+@pytest.mark.parametrize("patience", [1e7, 1e10, 1e300, math.inf])
+def test_any_patience_may_be_had(patience: float) -> None:
+    assert ask(lambda attempt: 0.5, finished("x"), patience).result(60) == 0.5
+    with endpoint(lambda _: {"score": 0.5}) as url:
+        assert ask(Endpoint(url, patience), finished("x"), patience).result(60) == 0.5
 
 
 def test_where_nothing_can_be_run_likelihood_judges() -> None:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import os
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.decode.verifier import Attempt
 from shoal.sandbox.process import Program, Sandbox, find
-from shoal.sandbox.source import tree_of, whole
+from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
 SECONDS = 5.0
 """The longest that an example may take; after one that takes longer no other is tried."""
-_ARROW = re.compile(r"[ \t]*[-*]?[ \t]*(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
+_ARROW = re.compile(r"[ \t]*(?:[-*][ \t]*)?(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
 _FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
 _BLOCK = re.compile(r"^[ \t]*```\w*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _ENDS = re.compile(r"\"\"\"|'''")
+_LINES = 50
+"""The most of a value that words may follow; one without any may be longer."""
 _RUNS = (ast.Expr, ast.Assert, ast.If, ast.For, ast.While, ast.With, ast.Match)
 _OWN = threading.local()
 
@@ -51,24 +56,33 @@ class Example:
     @property
     def entry(self) -> str:
         """The function that is called; empty where that is a method."""
-        names = (node.func.id for node in ast.walk(ast.parse(self.call, mode="eval"))
+        names = (node.func.id for node in ast.walk(parsed(self.call, "eval"))
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
         return next(names, "")
 
 
-def execution(attempt: Attempt) -> float:
+@dataclass(frozen=True)
+class Execution:
     """The share of the prompt's examples that a finished program passes.
 
     An answer that has not ended, and one to a prompt without examples, is judged by its likelihood.
 
-    Raises:
-        Unsupported: there is no sandbox for programs here.
+    Attributes:
+        seconds: what all examples of a program may take together, from when it is begun: programs of others may come
+            first, and that is not its fault. Those that are left then have failed.
     """
-    shown = examples(attempt.question) if attempt.finished else ()
-    if not shown:
-        return attempt.likelihood
-    code = program(attempt.question, attempt.text)
-    return _workers().submit(_passed, code, shown).result() / len(shown)
+
+    bounded: ClassVar[bool] = True
+
+    seconds: float = math.inf
+
+    def __call__(self, attempt: Attempt) -> float:
+        """The share; Unsupported where there is no sandbox for programs here."""
+        shown = examples(attempt.question) if attempt.finished else ()
+        if not shown:
+            return attempt.likelihood
+        code = program(attempt.question, attempt.text)
+        return _workers().submit(_passed, code, shown, self.seconds).result() / len(shown)
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,9 +90,10 @@ def examples(prompt: str) -> tuple[Example, ...]:
     """The examples of a prompt, each once, in their order."""
     found: dict[Example, None] = {}
     lines, before = prompt.splitlines(), list[str]()
+    bare = [line.strip() for line in lines]
     for number, line in enumerate(lines):
-        if line.strip().startswith(">>>"):
-            source, wanted = _doctest([one.strip() for one in lines[number:]])
+        if bare[number].startswith(">>>"):
+            source, wanted = _doctest(bare, number)
             if wanted and _is_call(source):
                 found[Example(source, wanted, "\n".join(before))] = None
             elif source and tree_of(source) is not None and source not in before:
@@ -100,19 +115,20 @@ def program(prompt: str, answer: str) -> str:
         code = max(blocks, key=len)
     else:
         code = answer if fences else prompt + answer
-    tree = tree_of(whole(code))
+    read = whole(code)
+    tree = tree_of(read)
     if tree is None:
         return code
     tree.body = [node for node in tree.body if not isinstance(node, _RUNS)]
-    return ast.unparse(tree) + "\n"
+    return text_of(tree, read)
 
 
-def _doctest(lines: list[str]) -> tuple[str, str]:
-    """The source that begins in the first line, and the value below it; empty where there is none, or an error."""
-    end = next((place for place, line in enumerate(lines) if place and not line.startswith("...")), len(lines))
-    source = "\n".join([lines[0][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[1:end])])
+def _doctest(lines: list[str], first: int) -> tuple[str, str]:
+    """The source that begins in that line, and the value below it; empty where there is none, or an error."""
+    end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith("...")), len(lines))
+    source = "\n".join([lines[first][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[first + 1 : end])])
     wanted = list[str]()
-    for line in lines[end:]:
+    for line in map(lines.__getitem__, range(end, len(lines))):
         text = _ENDS.split(line)[0].strip()
         if not text or text.startswith((">>>", "```")):
             break
@@ -121,20 +137,20 @@ def _doctest(lines: list[str]) -> tuple[str, str]:
             break
     if wanted and wanted[0].startswith("Traceback"):
         return "", ""
-    values = ("\n".join(wanted[:count]) for count in range(1, len(wanted) + 1))
+    values = ("\n".join(wanted[:count]) for count in range(1, min(len(wanted), _LINES) + 1))
     return source, next(filter(_is_value, values), "\n".join(wanted))
 
 
 def _is_call(source: str) -> bool:
     try:
-        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source, mode="eval")))
+        return any(isinstance(node, ast.Call) for node in ast.walk(parsed(source, "eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
 
 def _is_value(text: str) -> bool:
     try:
-        ast.literal_eval(text)
+        ast.literal_eval(parsed(text, "eval"))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return False
     return True
@@ -146,13 +162,16 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, "shoal-execution")
 
 
-def _passed(code: str, shown: tuple[Example, ...]) -> int:
-    """How many of the examples a program passes."""
+def _passed(code: str, shown: tuple[Example, ...], seconds: float) -> int:
+    """How many of the examples a program passes, within so many seconds from now."""
     if not hasattr(_OWN, "sandbox"):
         _OWN.sandbox = Sandbox(find())
-    count = 0
+    count, until = 0, time.monotonic() + seconds
     for example in shown:
-        verdict = _OWN.sandbox.run(Program(code, example.test, example.entry), SECONDS)
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        verdict = _OWN.sandbox.run(Program(code, example.test, example.entry), min(SECONDS, left))
         count += verdict == "passed"
         if verdict == "timeout":
             break

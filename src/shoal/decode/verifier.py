@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _LONGEST = 1 << 16
 """Bytes of an endpoint's answer that are read."""
+_FOREVER = 1e6
+"""Seconds; no longer wait can be told to a thread or a connection everywhere."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class NoVerdictInTime(NoVerdict, TimeoutError):
 
 
 Verifier = Callable[[Attempt], float]
-"""Says how likely an attempt is right, or will be, in [0, 1]; the same for the same attempt."""
+"""Says how likely an attempt is right, or will be, in [0, 1]; the same for the same attempt.
+
+One whose `bounded` is true sees to it that it answers in time, and is waited for as long as it takes.
+"""
 
 
 def likelihood(attempt: Attempt) -> float:
@@ -78,7 +83,7 @@ class Endpoint:
         body = {"prompt": attempt.question, "answer": attempt.text, "prompt_tokens": attempt.prompt,
                 "answer_tokens": attempt.tokens, "finished": attempt.finished, "likelihood": attempt.likelihood}
         asked = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        seconds = None if self.seconds == math.inf else self.seconds
+        seconds = self.seconds if self.seconds < _FOREVER else None
         try:
             with urllib.request.urlopen(asked, timeout=seconds) as answer:
                 said = answer.read(_LONGEST)
@@ -163,7 +168,7 @@ class Awaited:
     def wait(self, most: float = math.inf) -> bool:
         """Whether there is nothing more to wait for, after so many seconds at most."""
         left = min(most, self._until - time.monotonic())
-        self._thread.join(None if left == math.inf else max(0.0, left))
+        self._thread.join(max(0.0, left) if left < _FOREVER else None)
         return not self._thread.is_alive() or time.monotonic() >= self._until
 
     @property
@@ -189,7 +194,7 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     Args:
         verifier: anybody's.
         attempt: what it is shown.
-        seconds: how long to wait; infinity for ever.
+        seconds: how long to wait, unless it is `bounded`; infinity for ever.
 
     Raises:
         NoVerdict: it failed, or its answer is no number in [0, 1].
@@ -197,7 +202,7 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     """
     if verifier is likelihood:
         return attempt.likelihood
-    asked = Awaited(verifier, attempt, seconds, "verifier")
+    asked = Awaited(verifier, attempt, math.inf if getattr(verifier, "bounded", False) else seconds, "verifier")
     asked.wait()
     value = asked.answer
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:

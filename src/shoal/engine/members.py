@@ -25,7 +25,7 @@ _CLOSED = re.compile(r"([)\]}'\"])(?:\.\w+)*\Z")
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 _DEFINES = re.compile(r"\s*(?:[\w.]+\s*,\s*)*(?:self|cls)\Z")
 """What makes an attribute, and need not be one yet."""
-_PAIR = re.compile(r"([^\W\d]\w*) +(?=([^\W\d]\w*))")
+_PAIR = re.compile(r"(?<!\w)\d*([^\W\d]\w*) +(?=([^\W\d]\w*))")
 _BETWEEN = {*keyword.kwlist, *keyword.softkwlist}
 _OPEN_TEXT = re.compile("['\"#]")
 _OPENS = {")": "(", "]": "[", "}": "{"}

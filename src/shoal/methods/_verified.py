@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shoal.decode.examples import execution
+from shoal.decode.examples import Execution
 from shoal.decode.verifier import Endpoint, Verifier, is_url, likelihood
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
-
-_NAMED: dict[str, Verifier] = {"likelihood": likelihood, "execution": execution}
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,8 @@ class VerifiedMethod(Method):
             program on the examples that the prompt gives, and judges all else by likelihood; an http or https URL,
             which is sent an attempt as JSON and answers {"score": r}; or a callable that is given a
             `shoal.decode.verifier.Attempt` and returns a number in [0, 1].
-        patience: seconds to wait for a verdict, more than 0.
+        patience: seconds to wait for a verdict, more than 0; with "execution", what all examples of a program may take
+            together, after which the rest have failed.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("verifier",)
@@ -60,8 +59,10 @@ def named(spec: object, seconds: float) -> Verifier:
     """
     if callable(spec):
         return spec
-    if isinstance(spec, str) and spec in _NAMED:
-        return _NAMED[spec]
+    if spec == "likelihood":
+        return likelihood
+    if spec == "execution":
+        return Execution(seconds)
     if not is_url(spec):
         raise ValueError(f"verifier is {spec!r}; it must be 'likelihood', 'execution', an http or https URL, or a "
                          "callable")

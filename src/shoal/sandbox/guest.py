@@ -1,7 +1,8 @@
 """Runs programs one after the other, each in a fork of its own. Runs inside a sandbox, without the rest of Shoal.
 
-A line of JSON on stdin asks, a line on stdout answers. A program has passed only if the fork says so in a word that it
-was given for this one run, once the last test is through: whoever ends early, however, has not.
+A line of JSON on stdin asks, a line on stdout answers. A program has passed if the fork says so in a word that it was
+given for this one run, which it does once the last test is through: whoever ends early has not. That guards against
+accidents, not against adversaries: a program that looks for the word in the frames around it finds it.
 """
 
 from __future__ import annotations

@@ -72,11 +72,15 @@ class Sandbox:
         try:
             process.stdin.write(ask)
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], seconds + _GRACE)
-            line = process.stdout.readline() if ready else b""
+            poll = select.poll()  # `select.select` knows no file beyond number 1023
+            poll.register(process.stdout, select.POLLIN)
+            line = process.stdout.readline() if poll.poll((seconds + _GRACE) * 1000) else b""
         except OSError:
             line = b""
-        if not line:
+        except BaseException:
+            self._stop()  # what it will say would be taken for the next program's verdict
+            raise
+        if not line.endswith(b"\n"):
             self._stop()
             return "error"
         answer = json.loads(line)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from types import CodeType
 from typing import Any
 
 from shoal.eval.items import Item
 from shoal.sandbox.process import Program, Sandbox
-from shoal.sandbox.source import tree_of, whole
+from shoal.sandbox.source import NAME, text_of, tree_of, whole
 
 SECONDS = 15.0
 """The longest that a program may run; one of the references takes half of it."""
@@ -25,9 +24,7 @@ def judge(program: Program, sandbox: Sandbox) -> dict[str, Any]:
 
 def program_of(text: str, item: Item) -> Program:
     """What is run: what is given and the answer's code, without what the tested function does not need."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a backslash that means nothing in a text is the model's affair
-        return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
+    return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
 
 
 def block(text: str) -> str:
@@ -46,9 +43,9 @@ def needed(code: str, entry: str, tests: str) -> str:
     wanted, kept = {entry, *re.findall(r"\w+", tests)}, set[int]()
     while more := [i for i, node in enumerate(tree.body) if i not in kept and wanted & _bound(node)]:
         kept.update(more)
-        wanted.update(*(_used(compile(ast.Module([tree.body[i]], []), "", "exec")) for i in more))
+        wanted.update(*(_used(compile(ast.Module([tree.body[i]], []), NAME, "exec")) for i in more))
     tree.body = [node for i, node in enumerate(tree.body) if i in kept or _imports(node)]
-    return ast.unparse(tree) + "\n"
+    return text_of(tree, code)
 
 
 def _bound(node: ast.stmt) -> set[str]:
