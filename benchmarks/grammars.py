@@ -4,12 +4,13 @@
 
 So many answers, spread over the grammars, one half greedy and the other drawn, in canvases of several lengths and in
 several numbers of steps; each request once under its grammar and once without. A recogniser of its own judges them: it
-shares no code with what decodes. Times are of one answer at a time. The last line on stdout is the result as JSON.
+shares no code with what decodes. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -22,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import shoal
-from shoal.bench import report
+from shoal.bench import idle, report
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.eval import suites
@@ -86,7 +87,8 @@ def main() -> None:
     args = parser.parse_args()
     engine = shoal.load(args.model, dtype="float32")
     heading = report.heading(env.collect(), ["benchmarks/grammars.py", *sys.argv[1:]])
-    found = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint, **measured(engine, args.n)}
+    found = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint,
+             "idle": {"now": idle.watch(0.5)}, **measured(engine, args.n)}
     report.publish(found, args.json)
 
 
@@ -102,20 +104,24 @@ def measured(engine: Engine, count: int) -> dict[str, Any]:
 
 
 def judged(engine: Engine, text: str, drawn: dict[str, float], prompts: Sequence[str]) -> dict[str, Any]:
-    """An answer to each prompt under a grammar, and one without."""
-    rules, watch = rules_of(text), Watch()
+    """An answer to each prompt under a grammar, and one without; times are of one answer of each kind, alone."""
+    rules, watch, alone = rules_of(text), Watch(), Watch()
     right, answers = {"": 0, text: 0}, set()
-    for number, prompt in enumerate(prompts):
-        asked = {"max_new_tokens": MASKS[number % 3], "seed": number, **drawn}
-        for bound in right:
-            method = DiffusionGrammar(rules=bound, steps=STEPS[number // 3 % 3])
+    for kind, (masks, steps) in enumerate(itertools.product(MASKS, STEPS)):
+        asked = {"max_new_tokens": masks, "seed": kind, **drawn}
+        group = prompts[kind :: len(MASKS) * len(STEPS)]
+        for bound in right if group else ():
+            method = DiffusionGrammar(rules=bound, steps=steps)
             with watch.over(engine) if bound else nullcontext():
-                said = engine.generate(prompt, method=method, **asked).tokens
-            words = [engine.tokenizer.decode([token]) for token in said if token not in engine.eos_token_ids]
-            right[bound] += recognises(rules, words)
-            answers |= {tuple(words)} if bound else set()
+                found = engine.generate(group, method=method, **asked)
+            said = [[engine.tokenizer.decode([token]) for token in one.tokens if token not in engine.eos_token_ids]
+                    for one in found]
+            right[bound] += sum(recognises(rules, words) for words in said)
+            answers |= set(map(tuple, said)) if bound else set()
+        with alone.over(engine):
+            engine.generate(prompts[0], method=DiffusionGrammar(rules=text, steps=steps), **asked)
     return {"answers": len(prompts), "different": len(answers), "in_language": right[text],
-            "free_in_language": right[""], **watch.told()}
+            "free_in_language": right[""], **watch.counts(), **alone.times()}
 
 
 @dataclass
@@ -149,11 +155,13 @@ class Watch:
         with mock.patch.object(Canvas, "fill", filled), mock.patch.object(engine.stack, "forward", forwarded):
             yield
 
-    def told(self) -> dict[str, Any]:
-        """For the report."""
-        return {"steps": self.steps, "words": self.words,
-                "replaced": self.replaced, "replaced_share": self.replaced / self.words,
-                "asking_ms_per_step": 1e3 * self.asking_seconds / self.steps,
+    def counts(self) -> dict[str, Any]:
+        """Words that were decided, and how many of them are not the guess."""
+        return {"words": self.words, "replaced": self.replaced, "replaced_share": self.replaced / self.words}
+
+    def times(self) -> dict[str, Any]:
+        """Of a step: the grammar's part and the forward."""
+        return {"asking_ms_per_step": 1e3 * self.asking_seconds / self.steps,
                 "forward_ms_per_step": 1e3 * self.forward_seconds / self.steps}
 
 
