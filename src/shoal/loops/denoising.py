@@ -220,10 +220,9 @@ class Canvas:
         chart, token = self._chart, guess.token
         if chart is None:
             return token
-        if not chart.lets(guess.place, token):
+        if token not in (fits := chart.fits(guess.place)):
             scores = self._scores(logits[None])[0]
             rest = torch.full_like(scores, -torch.inf)
-            fits = [word for word in chart.words() if chart.lets(guess.place, word)]
             rest[fits] = scores[fits]
             u = self._uniform([guess.place], "again")[0]
             token = sampling.likeliest(rest) if self.row.sampling.greedy else sampling.draw(

@@ -1,47 +1,54 @@
 """Grammars over canvases: whether some filling of the masks is a text of a context-free grammar.
 
 The masks that are left are known by number, so this is the parsing of Cocke, Younger and Kasami with a mask for any
-word: what ends up in a span is the set of symbols that some filling of it can be derived from. Plain Python, no torch.
+word: what ends up in a span is the set of symbols that some filling of it can be derived from. All spans that begin at
+a place are one wide integer, a field of bits for each end, so that what follows from two spans is worked out for all
+ends of the second at once. Plain Python, no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-_PIECE = re.compile(r'\s*(?:(?P<name>[A-Za-z_]\w*)|"(?P<text>(?:[^"\\]|\\.)+)"|(?P<bar>\|))')
+_PIECE = re.compile(r'\s*(?:(?P<name>[A-Za-z_]\w*)|"(?P<text>(?:[^"\\]|\\.)*)"|(?P<bar>\|))')
 _LONGEST = 4000
-"""Characters of a grammar, whose rules are closed in cubic time."""
-MOST = 64
-"""Words of a canvas: a word is tried in a time that grows with their cube."""
+"""Characters of a grammar: a word is looked for in a time that grows with its rules."""
+MOST = 256
+"""Words of a canvas: a word is looked for in a time that grows with the square of their number."""
+_KNOWN = 4_000
+"""Pairs of spans of which a chart remembers what follows from them."""
 _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 @dataclass(frozen=True)
 class CanvasGrammar:
-    """A grammar in Chomsky's form, over token ids. Symbols are bits.
+    """A grammar in Chomsky's form, over token ids. Symbols are numbers, 0 that of a whole text; sets of them are bits.
 
     Attributes:
-        start: the symbol of a whole text.
         leaves: by token id, the symbols that it can be derived from alone.
-        pairs: (left, right, symbols that can be derived into one after the other).
+        pairs: (head, left, right): the head can be derived into the others, one after the other.
+        up: by symbol, itself and all that can be derived into it alone.
+        empty: whether no words are a text.
     """
 
-    start: int
     leaves: Mapping[int, int] = field(hash=False)
     pairs: tuple[tuple[int, int, int], ...]
+    up: tuple[int, ...]
+    empty: bool
 
     @classmethod
     def read(cls, text: str, encode: Callable[[str], Sequence[int]]) -> CanvasGrammar:
         r"""From lines such as `list ::= name | name "," list`; the first one tells of whole texts.
 
         Args:
-            text: rules; alternatives stand apart by `|`, texts in double quotes, with `\n`, `\"` and `\\` in them.
+            text: rules; alternatives stand apart by `|`, texts in double quotes, with `\n`, `\"` and `\\` in them; `""`
+                is no word.
             encode: the token ids of a text, one at least.
 
         Raises:
-            ValueError: a line is no rule, an alternative is empty, a name has no rule, or the text is too long.
+            ValueError: a line is no rule, an alternative is left out, a name has no rule, or the text is too long.
         """
         if len(text) > _LONGEST:
             raise ValueError(f"the grammar has {len(text)} characters; it may have {_LONGEST}")
@@ -53,7 +60,7 @@ class CanvasGrammar:
         for name, alternatives in rules:
             for alternative in alternatives:
                 made.add(numbers[name], alternative)
-        return cls(1, *made.closed())
+        return cls(*made.closed())
 
     def chart(self, length: int, ends: Collection[int]) -> CanvasChart:
         """For a canvas of that many masks; behind a text come none but the ids of `ends`."""
@@ -77,18 +84,17 @@ def _rule(line: str) -> tuple[str, list[list[tuple[str, str]]]]:
             alternatives[-1].append(("name" if found["name"] else "text", word))
     if not mark or rest[at:].strip() or not name.strip().isidentifier() or not all(alternatives):
         raise ValueError(f"{line.strip()!r} is no rule of a grammar; write one such as: pair ::= word \",\" word | word"
-                         ", no alternative of which is empty")
+                         ', no alternative of which is left out; "" is no word')
     return name.strip(), alternatives
 
 
 class _Normal:
-    """Rules on their way to Chomsky's form; symbols are numbers."""
+    """Rules on their way to Chomsky's form."""
 
     def __init__(self, numbers: Mapping[str, int], encode: Callable[[str], Sequence[int]]) -> None:
         self._numbers, self._encode, self._count = numbers, encode, len(numbers)
-        self._leaves: dict[int, set[int]] = {}
-        self._units: set[tuple[int, int]] = set()
-        self._pairs: set[tuple[int, int, int]] = set()
+        self._own: dict[int, int] = {}
+        self._rules: set[tuple[int, ...]] = set()
 
     def add(self, symbol: int, alternative: Sequence[tuple[str, str]]) -> None:
         """One way to derive a symbol."""
@@ -96,32 +102,33 @@ class _Normal:
         for kind, word in alternative:
             if kind == "name" and word not in self._numbers:
                 raise ValueError(f"the grammar names {word!r} and has no rule for it")
-            parts += [self._numbers[word]] if kind == "name" else [self._leaf(token) for token in self._encode(word)]
+            parts += [self._numbers[word]] if kind == "name" else map(self._leaf, self._encode(word) if word else ())
         while len(parts) > 2:
             joined = self._new()
-            self._pairs.add((parts[-2], parts[-1], joined))
+            self._rules.add((joined, *parts[-2:]))
             parts[-2:] = [joined]
-        if len(parts) == 2:
-            self._pairs.add((parts[0], parts[1], symbol))
-        else:
-            self._units.add((parts[0], symbol))
+        self._rules.add((symbol, *parts))
 
-    def closed(self) -> tuple[dict[int, int], tuple[tuple[int, int, int], ...]]:
-        """Leaves and pairs as bits, with all that single symbols lead up to."""
-        up = {symbol: {symbol} for symbol in range(self._count)}
-        for _ in range(self._count):
-            for low, high in self._units:
-                for found in up.values():
-                    if low in found:
-                        found.add(high)
-        bits = {symbol: sum(1 << one for one in found) for symbol, found in up.items()}
-        leaves = {token: _union(bits[symbol] for symbol in symbols) for token, symbols in self._leaves.items()}
-        return leaves, tuple(sorted((1 << left, 1 << right, bits[symbol]) for left, right, symbol in self._pairs))
+    def closed(self) -> tuple[dict[int, int], tuple[tuple[int, int, int], ...], tuple[int, ...], bool]:
+        """Leaves, pairs, what single symbols lead up to, and whether no words are a text."""
+        empty: set[int] = set()
+        while more := {head for head, *parts in self._rules if empty.issuperset(parts)} - empty:
+            empty |= more
+        single = {(head, one) for head, *parts in self._rules for at, one in enumerate(parts)
+                  if empty.issuperset([*parts[:at], *parts[at + 1 :]])}
+        up, before = [1 << symbol for symbol in range(self._count)], list[int]()
+        while up != before:
+            before = list(up)
+            for head, one in single:
+                up[one] |= up[head]
+        leaves = {token: up[symbol] for token, symbol in self._own.items()}
+        pairs = tuple(sorted((rule[0], rule[1], rule[2]) for rule in self._rules if len(rule) == 3))
+        return leaves, pairs, tuple(up), 0 in empty
 
     def _leaf(self, token: int) -> int:
-        if token not in self._leaves:
-            self._leaves[token] = {self._new()}
-        return next(iter(self._leaves[token]))
+        if token not in self._own:
+            self._own[token] = self._new()
+        return self._own[token]
 
     def _new(self) -> int:
         self._count += 1
@@ -135,6 +142,40 @@ def _union(masks: Iterable[int]) -> int:
     return found
 
 
+class _Follows:
+    """What follows from two spans, by triples (a, b, symbols): where a is in the one and b in the other, these do.
+
+    Args:
+        triples: the triples.
+        ones: a bit for each field of a row.
+    """
+
+    def __init__(self, triples: Sequence[tuple[int, int, int]], ones: int) -> None:
+        self._triples, self._ones = triples, ones
+        self._tables: dict[int, list[tuple[int, int]]] = {}
+        self._known: dict[tuple[int, int], int] = {}
+
+    def __call__(self, one: int, row: int) -> int:
+        """The row of what follows from the symbols of one span and, field by field, those of a row of others."""
+        if not (one and row):
+            return 0
+        key = one, row
+        if key not in self._known:
+            if len(self._known) == _KNOWN:
+                self._known.clear()
+            self._known[key] = _union((row >> bit & self._ones) * symbols for bit, symbols in self._table(one))
+        return self._known[key]
+
+    def _table(self, one: int) -> list[tuple[int, int]]:
+        if one not in self._tables:
+            found: dict[int, int] = {}
+            for symbol, bit, symbols in self._triples:
+                if one >> symbol & 1:
+                    found[bit] = found.get(bit, 0) | symbols
+            self._tables[one] = list(found.items())
+        return self._tables[one]
+
+
 class CanvasChart:
     """What can still become of a canvas.
 
@@ -146,58 +187,72 @@ class CanvasChart:
 
     def __init__(self, grammar: CanvasGrammar, length: int, ends: Collection[int]) -> None:
         self._grammar, self._length, self._ends = grammar, length, frozenset(ends)
+        self._width = len(grammar.up)
+        self._field = (1 << self._width) - 1
+        down = [_union(1 << low for low, up in enumerate(grammar.up) if up >> one & 1) for one in range(self._width)]
+        self._whole = down[0]
+        ones, pairs = _union(1 << self._width * last for last in range(length + 1)), grammar.pairs
+        self._joined = _Follows([(left, right, grammar.up[head]) for head, left, right in pairs], ones)
+        self._before = _Follows([(left, head, down[right]) for head, left, right in pairs], ones)
+        self._behind = _Follows([(head, right, down[left]) for head, left, right in pairs], ones)
+        self._words = [_union(grammar.leaves.values())] * length
         self._over = [bool(ends)] * length  # whether a place may be behind the text
-        self._joined: dict[tuple[int, int], int] = {}
-        masks = [0, _union(grammar.leaves.values())]  # what so many masks can be derived from
-        for size in range(2, length + 1):
-            masks.append(_union(self._join(masks[part], masks[size - part]) for part in range(1, size)))
-        self._spans = {(first, last): masks[last - first] for last in range(1, length + 1) for first in range(last)}
+        self._rows = [0] * length
+        self._fill(length - 1)
 
     @property
     def possible(self) -> bool:
         """Whether some filling is a text of the grammar, with ends behind it."""
-        return self._accepts(self._spans, self._over)
+        return any(map(self._is_text, self._lengths()))
 
-    def words(self) -> list[int]:
-        """Every id that may stand anywhere."""
-        return sorted({*self._grammar.leaves, *self._ends})
+    def fits(self, place: int) -> list[int]:
+        """Every id with which it stays possible at a place that is open.
 
-    def lets(self, place: int, token: int) -> bool:
-        """Whether it stays possible with a token at a place."""
-        return self._accepts(*self._with(place, token))
+        The symbols that may stand there follow from the spans around it, from the whole text inwards, once for all ids.
+        """
+        around = self._around(place)
+        found = {token for token, symbols in self._grammar.leaves.items() if symbols & around}
+        if any(last <= place and self._is_text(last) for last in self._lengths()):
+            found |= self._ends
+        return sorted(found)
 
     def put(self, place: int, token: int) -> None:
         """The place is decided."""
-        self._spans, self._over = self._with(place, token)
+        self._words[place] = self._grammar.leaves.get(token, 0)
+        self._over[place] = token in self._ends
+        self._fill(place)
 
-    def _with(self, place: int, token: int) -> tuple[dict[tuple[int, int], int], list[bool]]:
-        spans, over = dict(self._spans), list(self._over)
-        spans[place, place + 1] = self._grammar.leaves.get(token, 0)
-        over[place] = token in self._ends
-        self._fill(spans, place)
-        return spans, over
+    def _lengths(self) -> Iterator[int]:
+        """How many words the text may have."""
+        for last in range(self._length, -1, -1):
+            yield last
+            if last and not self._over[last - 1]:
+                return
 
-    def _fill(self, spans: dict[tuple[int, int], int], place: int) -> None:
-        """Spans that hold the place, short ones first."""
-        for size in range(2, self._length + 1):
-            for first in range(max(0, place - size + 1), min(place, self._length - size) + 1):
-                last = first + size
-                parts = ((spans[first, middle], spans[middle, last]) for middle in range(first + 1, last))
-                spans[first, last] = _union(self._join(*pair) for pair in parts)
+    def _is_text(self, last: int) -> bool:
+        return bool(self._at(self._rows[0], last) & 1) if last else self._grammar.empty
 
-    def _join(self, left: int, right: int) -> int:
-        """The symbols of two spans one after the other; few pairs of spans differ, so all are remembered."""
-        if not (left and right):
-            return 0
-        if (left, right) not in self._joined:
-            self._joined[left, right] = _union(
-                symbols for one, other, symbols in self._grammar.pairs if left & one and right & other)
-        return self._joined[left, right]
+    def _at(self, row: int, place: int) -> int:
+        return row >> self._width * place & self._field
 
-    def _accepts(self, spans: Mapping[tuple[int, int], int], over: Sequence[bool]) -> bool:
-        for length in range(self._length, 0, -1):
-            if spans[0, length] & self._grammar.start:
-                return True
-            if not over[length - 1]:
-                return False
-        return False
+    def _fill(self, last: int) -> None:
+        """The rows of the places up to that one: row i has in its field j what words i..j-1 can be derived from."""
+        for first in range(last, -1, -1):
+            row = self._words[first] << self._width * (first + 1)
+            for middle in range(first + 1, self._length):
+                row |= self._joined(self._at(row, middle), self._rows[middle])
+            self._rows[first] = row
+
+    def _around(self, place: int) -> int:
+        """The symbols one of which must stand at a place."""
+        rows = list[int]()
+        columns = [_union(self._at(self._rows[first], last) << self._width * first for first in range(place + 1, last))
+                   for last in range(self._length + 1)]
+        for first in range(place + 1):
+            row = 0 if first else _union(self._whole << self._width * last for last in self._lengths() if last > place)
+            for begin, outer in enumerate(rows):
+                row |= self._before(self._at(self._rows[begin], first), outer)
+            for last in range(self._length, place + 1, -1):
+                row |= self._behind(self._at(row, last), columns[last])
+            rows.append(row)
+        return self._at(rows[place], place + 1)

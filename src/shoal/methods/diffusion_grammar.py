@@ -22,12 +22,12 @@ class DiffusionGrammar(DenoisingMethod):
     """Decodes as `diffusion`; what would leave no text of a grammar possible is replaced by the best that does.
 
     The answer is a text of the grammar, ends of sequence behind it; its length is known, so none is begun that does not
-    fit. A text in the grammar stands for the tokens that the tokenizer makes of it alone. Pure Python: for canvases of
-    a few dozen words. The paper takes grammars over characters, and gaps of any length.
+    fit. A text in the grammar stands for the tokens that the tokenizer makes of it alone. Pure Python: for grammars of
+    some dozen rules, and answers of up to 256 words. The paper takes grammars over characters, and gaps of any length.
 
     Attributes:
         rules: of the grammar, one per line, such as `list ::= name | name "," list`; the first one tells of whole
-            answers. Empty for none.
+            answers, `""` is no word. Empty for none.
         steps: as of `diffusion`.
         remasking: as of `diffusion`.
     """
