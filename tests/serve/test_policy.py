@@ -13,8 +13,8 @@ from shoal import methods
 from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
-from shoal.methods.full import Full
 from shoal.methods.deer import DEER
+from shoal.methods.full import Full
 from shoal.methods.rapid import Rapid
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
