@@ -43,8 +43,8 @@ class DEER(SecondModelMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.length <= MOST_GUESSES:
-            raise ValueError(f"length is {self.length}; it must be 1 to {MOST_GUESSES} tokens. Plain decoding is method "
-                             "'full'")
+            raise ValueError(f"length is {self.length}; it must be 1 to {MOST_GUESSES} tokens. Plain decoding is "
+                             "method 'full'")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The draft model's guesses, confirmed by the target."""
