@@ -29,6 +29,7 @@ from shoal.methods.base import Method
 from shoal.methods.diffusion import Diffusion
 from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.prophet import Prophet
+from shoal.types import Result
 
 _AT_ONCE = (1, 2, 4, 16)
 _THRESHOLDS = (0.99, 0.9, 0.7, 0.5)
@@ -54,13 +55,18 @@ def main() -> None:
 
 def measure(engine: Engine, task: str, limit: int) -> dict[str, Any]:
     """Every setting on one task."""
-    items = [item for item in suites.get("parallel").items(None) if item.group == task][:limit]
-    masks = 1 + max(len(engine.tokenizer(gold)["input_ids"]) for item in items for gold in item.golds)
+    items, masks = items_of(engine, task, limit)
     settings = {**by_steps(masks), **others(masks)}
     bits = total_correlation(items[0].golds)
     rows = [{"label": label, "method": method.to_dict(), **scored(engine, items, method, masks)}
             for label, method in settings.items()]
     return {"masks": masks, "n": len(items), "total_correlation_bits": round(bits, 4), "rows": rows}
+
+
+def items_of(engine: Engine, task: str, limit: int) -> tuple[list[Item], int]:
+    """The task's first items, and as many places as their longest answer has words, and one for its end."""
+    items = [item for item in suites.get("parallel").items(None) if item.group == task][:limit]
+    return items, 1 + max(len(engine.tokenizer(gold)["input_ids"]) for item in items for gold in item.golds)
 
 
 def by_steps(masks: int) -> dict[str, Method]:
@@ -84,12 +90,17 @@ def others(masks: int) -> dict[str, Method]:
 def scored(engine: Engine, items: Sequence[Item], method: Method, masks: int) -> dict[str, Any]:
     """Right answers, and words a forward: those of the answer, its end counted."""
     found = engine.generate([item.prompt for item in items], method=method, max_new_tokens=masks, seed=0)
-    right = sum(listed.judge(one.text, item)["right"] for one, item in zip(found, items, strict=True))
+    right = right_of(items, found)
     words, forwards = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "target_forwards"))
     return {
         "right": right, "accuracy": right / len(items), "interval": list(wilson(right, len(items))),
         "forwards": forwards / len(items), "words_per_forward": words / forwards,
     }
+
+
+def right_of(items: Sequence[Item], answers: Sequence[Result]) -> int:
+    """How many answers are right."""
+    return sum(listed.judge(one.text, item)["right"] for one, item in zip(answers, items, strict=True))
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ small and decays steep: each lossy setting changes the number of layers within t
 from __future__ import annotations
 
 from drafts import draft_of
+from masked import masked_model
 from shoal.methods.a_star import AStar
 from shoal.methods.adablock import AdaBlock
 from shoal.methods.adadec import AdaDec
@@ -19,6 +20,7 @@ from shoal.methods.calibrated import Calibrated
 from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
+from shoal.methods.deer import DEER
 from shoal.methods.del_ import DEL
 from shoal.methods.diffusion import Diffusion
 from shoal.methods.diffusion_grammar import DiffusionGrammar
@@ -106,6 +108,8 @@ MATRIX: tuple[Method, ...] = (
     VocabTrim(draft_of("llama"), tokens=tuple(range(0, 97, 2))),
     VocabTrim(draft_of("hybrid"), tokens=tuple(range(60)), keep=50, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),
+    DEER(masked_model(), length=1),
+    DEER(masked_model(shift=1), rule="rejection", inner=D3(alpha=0.9, core=2)),
     Rapid(),
     Rapid(draft_of("llama"), length=3, context=8, chunk=2, begin=1, end=3, inner=D3(alpha=0.9, core=2)),
     LayerSkip(4, 3),

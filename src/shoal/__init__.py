@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.methods.centroid_kv import CentroidKV
     from shoal.methods.d3 import D3
     from shoal.methods.d3_spec import D3Spec
+    from shoal.methods.deer import DEER
     from shoal.methods.del_ import DEL
     from shoal.methods.diffusion import Diffusion
     from shoal.methods.diffusion_grammar import DiffusionGrammar
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADED",
     "D3",
+    "DEER",
     "DEL",
     "RSD",
     "ATTS",
@@ -146,6 +148,7 @@ _HOME = {
     "CentroidKV": "shoal.methods.centroid_kv",
     "D3": "shoal.methods.d3",
     "D3Spec": "shoal.methods.d3_spec",
+    "DEER": "shoal.methods.deer",
     "DEL": "shoal.methods.del_",
     "DepthPlan": "shoal.depth.plan",
     "Diffusion": "shoal.methods.diffusion",

@@ -12,6 +12,7 @@ import pytest
 from backends import HF, Backend, on_backends, reference
 from drafts import noisy
 from drive import Run, decode, prompt
+from masked import masked_model
 from shoal.decode.recipe import Recipe
 from shoal.decode.stop import StopRules
 from shoal.depth.plan import DepthPlan
@@ -20,6 +21,7 @@ from shoal.engine.load import engine_for
 from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
+from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
@@ -56,6 +58,7 @@ def drafting(family: str) -> dict[str, Method]:
         "draft_model": DraftModel(draft(family)),
         "draft_model tree": DraftModel(draft(family), branching=(3, 1, 2)),
         "draft_model on d3": DraftModel(draft(family), inner=D3(alpha=0.93, core=2)),
+        "deer": DEER(masked_model(), length=3),
         "rsd beam": RSD(draft(family), rule="match"),
         "rsd branching": RSD(draft(family), branching=(2, 2), rule="match"),
         "lenient at 0": DraftModel(draft(family), rule="lenient", margin=0.0),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import shoal.draft.eagle
+import shoal.draft.masked
 from drafts import noisy
 from exactness import Words, chi_square
 from families import tiny
@@ -18,6 +20,7 @@ from shoal.draft.choose import Place
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.methods.base import Method
+from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
@@ -41,6 +44,12 @@ def target() -> Engine:
 @functools.cache
 def draft() -> Any:
     return noisy(target().model, 0.15, seed=3)
+
+
+@functools.cache
+def canvas() -> Any:
+    """A masked-diffusion model whose mask, which it never guesses, is a word for the target."""
+    return tiny("llama", vocab_size=VOCABULARY, layers=2, mask_token_id=4)
 
 
 @functools.cache
@@ -91,6 +100,8 @@ EXACT = {
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
     "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
     "less context": Rapid(draft(), length=3, context=3, chunk=1, begin=0, end=1, rule="rejection"),
+    "masked": DEER(canvas(), length=3, rule="rejection"),
+    "masked, match": DEER(canvas(), length=3),
     "trained layer": Eagle(layer(), length=3, stop=0.0, rule="rejection"),
     "trained layer, match": Eagle(layer(), length=3, stop=0.0),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
@@ -142,16 +153,17 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 
-def test_a_law_of_the_layer_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.draft.eagle as module
-
+@pytest.mark.parametrize(("name", "module"), [("trained layer", shoal.draft.eagle), ("masked", shoal.draft.masked)])
+def test_a_law_of_others_that_was_not_drawn_from_is_seen(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = module.choose
 
     def flattened(*args: Any) -> Any:
         return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
 
     monkeypatch.setattr(module, "choose", flattened)
-    assert chi_square(samples(EXACT["trained layer"])[0], probs()) < 1e-6
+    assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
 
 
 def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

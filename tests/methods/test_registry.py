@@ -24,6 +24,7 @@ from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
+from shoal.methods.deer import DEER
 from shoal.methods.del_ import DEL
 from shoal.methods.diffusion import Diffusion
 from shoal.methods.diffusion_grammar import DiffusionGrammar
@@ -59,6 +60,7 @@ SHIPPED = {
     "draft_model": DraftModel,
     "rsd": RSD,
     "rapid": Rapid,
+    "deer": DEER,
     "vocabtrim": VocabTrim,
     "aded": ADED,
     "layerskip": LayerSkip,
@@ -91,6 +93,7 @@ CONFIGURED = [
     VocabTrim("some/model", tokens=(3, 5, 1), keep=2),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
     Rapid("some/model", context=600, eta=5.0),
+    DEER("some/model", length=32, rule="rejection"),
     LayerSkip(3, 5, stop=0.4, rule="rejection"),
     D3Spec(mean=0.4, order=(3, 2, 4), core=5, length=6, inner=D3(alpha=0.9)),
     DraftAndVerify((3, 5), (4,), accepted=0.8),

@@ -13,6 +13,7 @@ from shoal import methods
 from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
+from shoal.methods.deer import DEER
 from shoal.methods.full import Full
 from shoal.methods.rapid import Rapid
 from shoal.methods.topk_oracle import TopKOracle
@@ -40,6 +41,7 @@ def test_each_of_a_list_must_be_allowed() -> None:
     refused: list[tuple[list[Any], Settings, int]] = [
         (several, Settings(methods=frozenset({"d3"})), 403),
         (["full", "draft_model"], Settings(), 403),
+        (["full", "deer"], Settings(), 403),
         (["full", ["d3", {"method": "auto", "method_args": {"draft": "some/model"}}]], Settings(), 403),
         (["full", {"method": "prompt_lookup", "method_args": inner}], Settings(), 403),
         (["full", {"method": ["d3", "draft_model"]}], Settings(), 403),
@@ -71,6 +73,7 @@ def test_no_free_text_of_a_request_names_a_file() -> None:
             assert error.value.status == 403
     assert policy.choose("rapid", {"length": 4}, Settings()) == Rapid(length=4)
     assert policy.choose("rapid", {"draft": "m"}, Settings(methods=frozenset({"rapid"}))) == Rapid(draft="m")
+    assert policy.choose("deer", {"draft": "m"}, Settings(methods=frozenset({"deer"}))) == DEER(draft="m")
     with pytest.raises(ApiError, match="must be a function") as error:
         policy.choose("rapid", {"likeness": "os.system"}, Settings())
     assert error.value.status == 400

@@ -19,6 +19,7 @@ from shoal.train.diffusion import DiffusionTraining
 from shoal.types import MaskedModel
 
 SMALL = DiffusionTraining(steps=4, batch=12, hidden=16, layers=1, heads=2, inner=24)
+TWIN = dataclasses.replace(SMALL, causal=True)
 WORDS = diffusion.tokenizer_of(parallel.words())
 
 
@@ -59,14 +60,30 @@ def test_shares_are_spread_evenly() -> None:
     assert {(int(k), int(n)) for k, n in zip(masked, length, strict=True) if n == 5} == {(k, 5) for k in range(1, 6)}
 
 
-def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies() -> None:
-    model = diffusion.fresh_model(WORDS, SMALL).eval()
-    batch, total = diffusion.batch_of(0, WORDS, SMALL), 0.0
+def test_the_twin_reads_the_same_texts_and_learns_each_next_word() -> None:
+    """Of every answer and its first end, nothing of a prompt and of what fills up; first weights are the same."""
+    twin, masked = diffusion.batch_of(3, WORDS, TWIN), diffusion.batch_of(3, WORDS, SMALL)
+    assert torch.equal(twin.words, torch.where(masked.wanted >= 0, masked.wanted, masked.words))
+    equals, eos = WORDS.convert_tokens_to_ids("="), WORDS.eos_token_id
+    for words, wanted in zip(twin.words.tolist(), twin.wanted.tolist(), strict=True):
+        first, end = words.index(equals), words.index(eos)
+        assert wanted[first:end] == words[first + 1 : end + 1]
+        assert {*wanted[:first], *wanted[end:]} == {-100}
+    left, right = (diffusion.fresh_model(WORDS, how).state_dict() for how in (TWIN, SMALL))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies(causal: bool) -> None:
+    how = TWIN if causal else SMALL
+    model = diffusion.fresh_model(WORDS, how).eval()
+    batch, total = diffusion.batch_of(0, WORDS, how), 0.0
     with torch.no_grad():
         for row in range(SMALL.batch):
             length = int(batch.inside[row].sum())
             words = batch.words[row : row + 1, :length]
             seen = torch.ones(1, 1, length, length, dtype=torch.bool)
+            seen = seen.tril() if causal else seen
             logs = model(words, attention_mask=seen, use_cache=False).logits[0].log_softmax(-1)
             places = [place for place in range(length) if batch.wanted[row, place] >= 0]
             total -= sum(float(logs[place, batch.wanted[row, place]]) for place in places) / len(places)
@@ -141,6 +158,12 @@ def test_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     capsys.readouterr()
     assert main([*asked, "copy : ann bob cid dee ="]) == 2
     assert 'full with a masked-diffusion model' in capsys.readouterr().err
+    twin = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
+    assert main(twin) == 0 and "--method full" in capsys.readouterr().err
+    drafted = ["--method", "deer", "--draft", str(tmp_path / "model"), "copy : ann bob cid dee ="]
+    assert main(["generate", "--model", str(tmp_path / "twin"), *asked[3:], *drafted]) == 0
+    assert main(["train", "eagle", "--out", str(tmp_path / "x"), "--causal"]) == 2
+    assert "--causal belongs to diffusion" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -29,11 +29,12 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train diffusion --out canvas --threads 1
+  shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
 SCRATCH = "diffusion"
 _BATCH, _RATE = 2048, 3e-3
-_SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json")
+_SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
 
 
@@ -57,6 +58,8 @@ def add_arguments(parser: Parser) -> None:
     how = parser.add_argument_group("training")
     how.add_argument("--epochs", metavar="N", type=int, default=4, help="times that every answer is seen")
     how.add_argument("--steps", metavar="N", type=int, help="diffusion: steps, 3500 if none")
+    how.add_argument("--causal", action="store_true", help="diffusion: its twin that writes from left to right, on the "
+                     "same texts")
     how.add_argument("--batch", metavar="N", type=int, help="tokens of a step, 2048 if none; diffusion: texts, 64")
     how.add_argument("--rate", metavar="R", type=float, help="highest learning rate of matrices by Muon, AdamW takes a "
                      "third; 0.003 if none, diffusion: 0.006")
@@ -95,10 +98,12 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 
     given = {name: getattr(args, name) for name in ("steps", "batch", "seed") if getattr(args, name) is not None}
     rate = {} if args.rate is None else {"rate": args.rate / 3}
-    card = diffusion.train(diffusion.DiffusionTraining(**given, **rate), args.out, _tell, late)
+    how = diffusion.DiffusionTraining(**given, **rate, causal=args.causal)
+    card = diffusion.train(how, args.out, _tell, late)
     left = card["steps"] - card["step"]
     _tell(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
-    _tell(f"use it: shoal generate --model {args.out} --raw --method diffusion --max-new-tokens 5 'shuffle : ann bob "
+    method = "full" if args.causal else "diffusion"
+    _tell(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
           "cid dee ='")
     return _report(args, card)
 
@@ -151,6 +156,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.part != SCRATCH:
         if args.steps is not None:
             raise ValueError(f"--steps belongs to diffusion; {args.part} has --epochs")
+        if args.causal:
+            raise ValueError(f"--causal belongs to diffusion; leave it out for {args.part}")
         return
     parser = Parser(add_help=False)
     add_arguments(parser)

@@ -34,7 +34,7 @@ PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "s
 """The parts of a recipe that methods fill: each answers one question."""
 _UNSCORED = ("keep", "store", "select", "search", "constraint")
 """Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
-_GUESSES = 64
+MOST_GUESSES = 64
 """Most nodes of a forward beside the root that a proposer may come up with."""
 
 
@@ -186,7 +186,7 @@ class Recipe:
     @property
     def scratch(self) -> int:
         """Most positions that a forward may store of a row beside those that the row has come to."""
-        return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else _GUESSES
+        return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else MOST_GUESSES
 
     @property
     def alters_kv(self) -> bool:

@@ -51,6 +51,17 @@ class ModelProposer:
         return ModelDrafter(self, stack if self.stack is None else self.stack, stack.vocab_size)
 
 
+def check_context(stack: Stack, name: str, longest: int) -> None:
+    """Refuse a text of so many tokens, which may be too long for the draft model of that name."""
+    most = stack.max_positions
+    if most is not None and longest > most:
+        raise Unsupported(
+            f"a text of up to {longest} tokens with {name}",
+            f"its context is {most} tokens",
+            f"Use a max_new_tokens that keeps prompt and answer within {most}, or draft with another model",
+        )
+
+
 class _Growth(Growth):
     """One row's tree under way.
 
@@ -100,7 +111,7 @@ class ModelDrafter(Drafter):
         Raises:
             Unsupported: a row may grow beyond the draft model's context.
         """
-        self._check_context(rows)
+        check_context(self._stack, self._name, max(self._length(row) + row.stop.room for row in rows))
         self._keep(rows)
         allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
         grown = [_Growth(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
@@ -134,16 +145,6 @@ class ModelDrafter(Drafter):
         """Tokens of a row as the draft model has them."""
         prompt = self._prompt(row)
         return len(row.tokens) if prompt is None else len(prompt) + row.emitted
-
-    def _check_context(self, rows: Sequence[Row]) -> None:
-        most = self._stack.max_positions
-        longest = max(self._length(row) + row.stop.room for row in rows)
-        if most is not None and longest > most:
-            raise Unsupported(
-                f"a text of up to {longest} tokens with {self._name}",
-                f"its context is {most} tokens",
-                f"Use a max_new_tokens that keeps prompt and answer within {most}, or draft with another model",
-            )
 
     def _keep(self, rows: Sequence[Row]) -> None:
         """Commit what was accepted of the last trees, let rows go that have left and take in new ones."""

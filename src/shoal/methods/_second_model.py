@@ -26,6 +26,8 @@ class PairedMethod(Method):
 
     needs: ClassVar[tuple[str, ...]] = ("a draft model with the same tokens",)
     reads: ClassVar[tuple[str, ...]] = ("draft",)
+    fills_masks: ClassVar[bool] = False
+    """Whether the smaller model is a masked-diffusion model."""
 
     draft: str | object = field(default=None)
 
@@ -43,11 +45,18 @@ class PairedMethod(Method):
         return super().to_dict()
 
     def draft_engine(self, info: ModelInfo) -> Any:
-        """The draft model's engine."""
+        """The draft model's engine.
+
+        Raises:
+            ValueError: no draft model was named, or it cannot be loaded.
+            Unsupported: its tokens are others, or it writes in another order than the method's draft.
+        """
         assert info.draft_engine is not None
         if self.draft is None:
             raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
-        return info.draft_engine(self.draft)
+        engine = info.draft_engine(self.draft)
+        check_drafts(self.name, engine, self.fills_masks)
+        return engine
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,6 +84,24 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
         if ids is None:
             return ModelProposer(engine.stack, shape, name)
         return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
+
+
+def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
+    """Refuse a draft model that fills masks where one is wanted that does not, and the reverse.
+
+    Raises:
+        Unsupported: says which it is.
+    """
+    what = f"{name} with {engine.model_name or 'this model'} as its draft"
+    if fills_masks and engine.masked is None:
+        raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",
+                          "Draft with a masked-diffusion model, or use draft_model")
+    if fills_masks and any(engine.stack.windows):
+        raise Unsupported(what, "its sliding windows say nothing of what stands to the right",
+                          "Draft with a model whose layers see all of the text")
+    if not fills_masks and engine.masked is not None:
+        raise Unsupported(what, "it is a masked-diffusion model, not trained to continue a text word by word",
+                          "Draft with a model that writes from left to right, or use deer")
 
 
 @dataclass(frozen=True)

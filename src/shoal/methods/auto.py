@@ -21,6 +21,7 @@ from shoal.draft.adaptive import Adaptive
 from shoal.draft.follow import Chances, Follower, continuation
 from shoal.draft.per_row import PerRow
 from shoal.errors import Unsupported
+from shoal.methods._second_model import check_drafts
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -97,6 +98,7 @@ class Auto(Method):
             from shoal.draft.shape import Branching
 
             engine = info.draft_engine(self.draft)
+            check_drafts(self.name, engine, fills_masks=False)
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.stack, shape, name), HelperRecord(*_SMALLER, shape.length)

@@ -8,7 +8,6 @@ the seed and its number alone.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.eval.sources import parallel
-from shoal.train import files
+from shoal.train.descent import Descent
 
 CHECKPOINT = "training.pt"
 EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"
@@ -44,6 +43,8 @@ class DiffusionTraining:
         rate: highest learning rate of AdamW; of matrices by Muon, where torch has it, three times as much.
         seed: of first weights, texts and masks.
         hidden, layers, heads, inner: sizes of the model.
+        causal: whether to train its twin that writes from left to right: the same first weights and texts, words that
+            see those before them, and the loss of every word of an answer and of its end.
     """
 
     steps: int = 3500
@@ -54,6 +55,7 @@ class DiffusionTraining:
     layers: int = 3
     heads: int = 4
     inner: int = 320
+    causal: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "hidden", "layers", "heads", "inner"):
@@ -83,7 +85,8 @@ def fresh_model(tokenizer: Any, how: DiffusionTraining) -> Any:
         vocab_size=len(tokenizer), hidden_size=how.hidden, intermediate_size=how.inner, num_hidden_layers=how.layers,
         num_attention_heads=how.heads, num_key_value_heads=how.heads, max_position_embeddings=128,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, mask_token_id=tokenizer.mask_token_id, attn_implementation="sdpa",
+        pad_token_id=tokenizer.pad_token_id, mask_token_id=None if how.causal else tokenizer.mask_token_id,
+        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
@@ -96,13 +99,16 @@ class MaskedBatch:
 
     Attributes:
         words: int64 [B, T] with masks in place of what is to be found; short texts are filled up at their ends.
-        wanted: int64 [B, T], the word behind each mask, -100 elsewhere.
+        wanted: int64 [B, T], the word behind each mask, -100 elsewhere. From left to right nothing is masked, and what
+            is wanted at a place is the next word.
         inside: bool [B, T], what belongs to a text.
+        causal: whether words see those before them alone.
     """
 
     words: Tensor
     wanted: Tensor
     inside: Tensor
+    causal: bool = False
 
 
 def batch_of(number: int, tokenizer: Any, how: DiffusionTraining, part: Any = "calibration") -> MaskedBatch:
@@ -117,11 +123,15 @@ def batch_of(number: int, tokenizer: Any, how: DiffusionTraining, part: Any = "c
     for row, (prompt, answer) in enumerate(texts):
         first, last = len(prompt), len(prompt) + len(answer)
         words[row, :last], inside[row, :last] = torch.tensor(prompt + answer), True
+        if how.causal:
+            end = first + answer.index(tokenizer.eos_token_id)
+            wanted[row, first - 1 : end] = words[row, first : end + 1]
+            continue
         count = 1 + int(len(answer) * (row + start) / how.batch)  # stratified: each share of a text about as often
         masked = random.sample(range(first, last), count)
         wanted[row, masked] = words[row, masked]
         words[row, masked] = tokenizer.mask_token_id
-    return MaskedBatch(words, wanted, inside)
+    return MaskedBatch(words, wanted, inside, how.causal)
 
 
 def _text(random: Random, task: str, tokenizer: Any, part: Any) -> tuple[list[int], list[int]]:
@@ -134,8 +144,12 @@ def _text(random: Random, task: str, tokenizer: Any, part: Any) -> tuple[list[in
 
 
 def loss_of(model: Any, batch: MaskedBatch) -> Tensor:
-    """Nats a word: the bound of a text's negative log-likelihood by its answer's length, on average."""
+    """Nats a word: the bound of a text's negative log-likelihood by its answer's length, on average.
+
+    From left to right it is no bound, but that likelihood itself.
+    """
     seen = batch.inside[:, None, None].expand(-1, 1, batch.words.shape[1], -1)
+    seen = seen.tril() if batch.causal else seen
     hidden = model.model(input_ids=batch.words, attention_mask=seen, use_cache=False).last_hidden_state
     masked = batch.wanted >= 0
     losses = nn.functional.cross_entropy(model.lm_head(hidden[masked]), batch.wanted[masked], reduction="none")
@@ -156,14 +170,12 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(parallel.words())
     model = fresh_model(tokenizer, how)
-    optimisers = _optimisers(model, how)
-    card: dict[str, Any] = {**asdict(how), "step": 0, "seconds": 0.0, "losses": {}}
-    path = folder / CHECKPOINT
-    if path.exists():
-        _resume(path, card, model, optimisers)
+    descent = _descent(model, how, folder / CHECKPOINT)
+    card: dict[str, Any] = descent.resume() or {"step": 0, "seconds": 0.0, "losses": {}}
     began, kept, losses = time.monotonic() - card["seconds"], time.monotonic(), list[float]()
     while card["step"] < how.steps and not late():
-        losses.append(_step(model, optimisers, batch_of(card["step"], tokenizer, how), how, card["step"]))
+        loss = loss_of(model, batch_of(card["step"], tokenizer, how))
+        losses.append(descent.step(loss, card["step"], _share(card["step"], how.steps)))
         card["step"] += 1
         card["seconds"] = round(time.monotonic() - began, 1)
         if card["step"] % 100 == 0 or card["step"] == how.steps:
@@ -171,60 +183,24 @@ def train(
             tell(f"step {card['step']} of {how.steps}, {card['seconds']:.0f} s, loss {sum(losses) / len(losses):.4f}")
             losses = []
         if time.monotonic() - kept > 60:
-            _save(path, card, model, optimisers)
+            descent.save(card)
             kept = time.monotonic()
-    _save(path, card, model, optimisers)
+    descent.save(card)
+    card = {**asdict(how), **card}
     _export(folder, model, tokenizer, card)
     return card
 
 
-def _step(model: Any, optimisers: list[torch.optim.Optimizer], batch: MaskedBatch, how: DiffusionTraining,
-          step: int) -> float:
-    share = min((step + 1) / (_WARM * how.steps), (1 + math.cos(math.pi * step / how.steps)) / 2)
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["lr"] = optimiser.defaults["lr"] * share
-    loss = loss_of(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if not math.isfinite(loss.item()):
-        raise ValueError(f"the loss is {loss.item()} at step {step}: training has diverged; start "
-                         "anew with a lower rate")
-    for optimiser in optimisers:
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-    return loss.item()
+def _share(step: int, steps: int) -> float:
+    """The learning rate of a step, as a share of the highest."""
+    return min((step + 1) / (_WARM * steps), (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _optimisers(model: Any, how: DiffusionTraining) -> list[torch.optim.Optimizer]:
+def _descent(model: Any, how: DiffusionTraining, path: Path) -> Descent:
     """Muon for the layers' matrices, where torch has it, and AdamW for the rest."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
-    muon = getattr(torch.optim, "Muon", None)
-    mine = [] if muon is None else matrices
-    others = [weight for weight in model.parameters() if all(weight is not one for one in mine)]
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=how.rate, betas=(0.9, 0.98), weight_decay=0.01)]
-    if muon is not None:
-        found.append(muon(matrices, lr=3 * how.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    return found
-
-
-def _save(path: Path, card: dict[str, Any], model: Any, optimisers: list[torch.optim.Optimizer]) -> None:
-    made = io.BytesIO()
-    torch.save({"card": card, "weights": model.state_dict(), "optimisers": [one.state_dict() for one in optimisers]},
-               made)
-    files.write(path, lambda part: part.write_bytes(made.getbuffer()))
-
-
-def _resume(path: Path, card: dict[str, Any], model: Any, optimisers: list[torch.optim.Optimizer]) -> None:
-    held = torch.load(path, weights_only=True)
-    for name, value in card.items():
-        if name not in ("step", "seconds", "losses") and held["card"].get(name) != value:
-            raise ValueError(f"{path} is of another run: {name} was {held['card'].get(name)!r} and now is {value!r}. "
-                             "Give another folder, or remove it to start anew")
-    model.load_state_dict(held["weights"])
-    for optimiser, state in zip(optimisers, held["optimisers"], strict=True):
-        optimiser.load_state_dict(state)
-    card.update(held["card"])
+    muon = hasattr(torch.optim, "Muon")
+    matrices = [weight for weight in model.model.layers.parameters() if muon and weight.dim() == 2]
+    return Descent(model, matrices, (3 * how.rate, how.rate), (0.9, 0.98), 0.01, 1.0, path, asdict(how))
 
 
 def _export(folder: Path, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:

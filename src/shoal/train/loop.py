@@ -6,19 +6,17 @@ a run that was killed goes on as if it had not been.
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.train import files
 from shoal.train.corpus import Corpus, Tell, batches
+from shoal.train.descent import Descent
 from shoal.train.part import Guessed, PartModule, TextBatch, acceptance
 
 CHECKPOINT = "checkpoint.pt"
@@ -100,15 +98,15 @@ class Trainer:
         self, module: PartModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda words: None
     ) -> None:
         self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
-        self._path = folder / CHECKPOINT
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
                        for shard in range(len(corpus.shards))]
-        self._optimisers = _optimisers(module, how)
-        self._key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
-                     **{f"shape.{name}": value for name, value in module.shape().items()}}
-        self.run = TrainingRun(how.epochs * sum(self._sizes))
-        if self._path.exists():
-            self._resume()
+        key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
+               **{f"shape.{name}": value for name, value in module.shape().items()}}
+        matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
+        self._descent = Descent(module, matrices, (how.rate, _ADAM * how.rate), (0.9, 0.95), how.decay, how.clip,
+                                folder / CHECKPOINT, key)
+        held = self._descent.resume()
+        self.run = TrainingRun(how.epochs * sum(self._sizes)) if held is None else TrainingRun(**held)
 
     def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> TrainingRun:
         """Take steps until there is none left.
@@ -140,24 +138,11 @@ class Trainer:
 
     def _step(self, batch: TextBatch) -> float:
         run = self.run
-        share = _rate(run.step, run.steps)
-        for optimiser in self._optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = optimiser.defaults["lr"] * share
         loss, depths = self._judged(batch)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._how.clip)
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            remedy = "start anew with a lower --rate" if not self._path.exists() else (
-                f"{self._path} holds what was there before; start anew with a lower --rate")
-            raise ValueError(f"the loss is {loss.item()} and its gradient's norm {norm.item()} at step {run.step}: "
-                             f"training has diverged; {remedy}")
-        for optimiser in self._optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        value = self._descent.step(loss, run.step, _rate(run.step, run.steps))
         run.step += 1
         run.tokens += int(depths[0].asked.sum())
-        return loss.item()
+        return value
 
     def _judged(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
         with torch.autocast("cpu", torch.bfloat16, enabled=self._how.half):
@@ -179,25 +164,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        held = {"key": self._key, "run": asdict(self.run), "weights": self._module.state_dict(),
-                "optimisers": [optimiser.state_dict() for optimiser in self._optimisers]}
-        made = io.BytesIO()  # a full disk is an OSError where Python writes, and not where torch does
-        torch.save(held, made)
-        files.write(self._path, lambda part: part.write_bytes(made.getbuffer()))
-
-    def _resume(self) -> None:
-        try:
-            held: dict[str, Any] = torch.load(self._path, weights_only=True)
-        except Exception as error:  # a damaged file fails in many ways
-            raise ValueError(f"{self._path} cannot be read ({error}); remove it to start anew") from None
-        for name, value in self._key.items():
-            if held["key"].get(name) != value:
-                raise ValueError(f"{self._path} is of another run: {name} was {held['key'].get(name)!r} and now is "
-                                 f"{value!r}. Give another folder, or remove it to start anew")
-        self._module.load_state_dict(held["weights"])
-        for optimiser, state in zip(self._optimisers, held["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        self.run = TrainingRun(**held["run"])
+        self._descent.save(asdict(self.run))
 
     def _ahead(self) -> Iterator[TextBatch]:
         """The batches of the steps that are left."""
@@ -212,18 +179,6 @@ class Trainer:
                 for place in _order(size, self._how.seed, epoch, shard + 1)[skip:]:
                     yield TextBatch.of(made[place])
                 skip = 0
-
-
-def _optimisers(module: PartModule, how: Training) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, if wanted, and AdamW for the rest, at the rate that suits it."""
-    matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
-    others = [weight for weight in module.parameters() if not how.muon or weight.dim() != 2]
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        found.append(torch.optim.Muon(matrices, lr=how.rate, weight_decay=how.decay, adjust_lr_fn="match_rms_adamw"))
-    if others:
-        found.append(torch.optim.AdamW(others, lr=_ADAM * how.rate, weight_decay=how.decay, betas=(0.9, 0.95)))
-    return found
 
 
 def _order(count: int, *seeds: int) -> list[int]:

@@ -1,0 +1,127 @@
+"""A masked-diffusion model, its twin that writes from left to right, and both together (DEER), on the suite `parallel`.
+
+    python benchmarks/deer.py [--n 200] [--timed 50] [--rounds 3] [--threads 1] [--json OUT]
+
+Greedy, with as many places as the longest answer of a task has words, and one for its end. Scores and counts are of all
+prompts in one batch; times of the first ones, each alone. There the methods take turns prompt by prompt in one process,
+and an answer's time is the least of its rounds. Intervals of scores are Wilson's, bounds of ratios of medians by
+bootstrap over prompts, both of 95 %. The last line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import shoal
+from parallel import items_of, right_of
+from shoal.bench import report
+from shoal.cli import env
+from shoal.engine.engine import Engine
+from shoal.eval.items import Item
+from shoal.eval.paired import wilson
+from shoal.eval.sources.parallel import TASKS
+from shoal.methods.base import Method
+from shoal.methods.deer import DEER
+from shoal.methods.diffusion import Diffusion
+from shoal.methods.fast_dllm import FastDLLM
+from shoal.methods.full import Full
+from shoal.types import Result
+
+Settings = Mapping[str, tuple[Engine, Method]]
+_PLAIN, _DRAFTED = "twin plain", "twin with deer"
+_RATIOS = ((_PLAIN, _DRAFTED), ("canvas threshold 0.9", _PLAIN), ("canvas threshold 0.9", _DRAFTED),
+           ("canvas 1 a step", _PLAIN))
+_DRAWS = 2000
+_COUNTS = ("new_tokens", "target_forwards", "draft_forwards", "drafted", "accepted")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--canvas", default="hub/shoal-canvas")
+    parser.add_argument("--twin", default="hub/shoal-canvas-twin")
+    parser.add_argument("--n", type=int, default=200, help="items of a task, at most")
+    parser.add_argument("--timed", type=int, default=50, help="of these are timed, at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    canvas, twin = (shoal.load(name, dtype="float32") for name in (args.canvas, args.twin))
+    found = {}
+    for task in TASKS:
+        found[task] = measure(canvas, twin, task, args)
+        print(task, {label: (row["right"], row["ms"]) for label, row in found[task]["rows"].items()}, file=sys.stderr)
+    heading = report.heading(env.collect(), ["benchmarks/deer.py", *sys.argv[1:]])
+    report.publish({**heading, "models": {one.model_name: one.fingerprint for one in (canvas, twin)},
+                    "timed": args.timed, "rounds": args.rounds, "threads": args.threads, "tasks": found}, args.json)
+
+
+def measure(canvas: Engine, twin: Engine, task: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All ways to answer one task."""
+    items, masks = items_of(canvas, task, args.n)
+    settings: Settings = {
+        "canvas 1 a step": (canvas, Diffusion(masks)),
+        "canvas threshold 0.9": (canvas, FastDLLM(masks, 0.9, reuse="none")),
+        "canvas all at once": (canvas, Diffusion(masks, 1)),
+        _PLAIN: (twin, Full()),
+        _DRAFTED: (twin, DEER(args.canvas, masks)),
+    }
+    prompts = [item.prompt for item in items]
+    answers = {label: engine.generate(prompts, method=method, max_new_tokens=masks)
+               for label, (engine, method) in settings.items()}
+    seconds = timed(settings, prompts[: args.timed], masks, args.rounds)
+    same = sum(a.tokens == b.tokens for a, b in zip(answers[_PLAIN], answers[_DRAFTED], strict=True))
+    return {
+        "masks": masks, "n": len(items), "deer_equal_to_plain": same,
+        "rows": {label: row_of(items, answers[label], seconds[label]) for label in settings},
+        "ratios": {f"{top} / {under}": ratio_of_medians(seconds[top], seconds[under]) for top, under in _RATIOS},
+    }
+
+
+def timed(settings: Settings, prompts: Sequence[str], masks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each prompt's answer, alone."""
+    seconds = {label: [float("inf")] * len(prompts) for label in settings}
+    labels = list(settings)
+    for place, prompt in enumerate(prompts):
+        for turn in range(rounds):
+            first = (place + turn) % len(labels)
+            for label in labels[first:] + labels[:first]:
+                engine, method = settings[label]
+                begun = time.perf_counter()
+                engine.generate(prompt, method=method, max_new_tokens=masks)
+                seconds[label][place] = min(seconds[label][place], time.perf_counter() - begun)
+    return seconds
+
+
+def row_of(items: Sequence[Item], answers: Sequence[Result], seconds: Sequence[float]) -> dict[str, Any]:
+    """Score, work and time of one way to answer."""
+    right, n = right_of(items, answers), len(items)
+    sums = {name: sum(getattr(one.stats, name) for one in answers) for name in _COUNTS}
+    return {
+        "right": right, "accuracy": right / n, "interval": list(wilson(right, n)), "ms": 1000 * median(seconds),
+        "forwards": sums["target_forwards"] / n, "draft_forwards": sums["draft_forwards"] / n,
+        "tokens_per_forward": sums["new_tokens"] / sums["target_forwards"],
+        "acceptance": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
+    }
+
+
+def ratio_of_medians(top: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """How much longer the first takes than the second."""
+    pairs = torch.tensor([list(top), list(under)], dtype=torch.float64)
+    draws = torch.randint(pairs.shape[1], (_DRAWS, pairs.shape[1]), generator=torch.Generator().manual_seed(0))
+    medians = pairs[:, draws].quantile(0.5, -1)
+    low, high = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return {"ratio": median(top) / median(under), "low": low, "high": high}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A masked-diffusion model that guesses ahead: all places of a block from one forward (arXiv 2512.15176, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter
+from shoal.depth.plan import DepthPlan
+from shoal.draft.choose import Place, choose
+from shoal.draft.growth import Growth, grow
+from shoal.draft.model import check_context
+from shoal.model.kv import KVCache
+from shoal.model.stack import SequenceChunk, Stack
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.types import MaskedModel
+
+
+@dataclass(frozen=True)
+class MaskedProposer:
+    """Draws a chain of guesses from a masked-diffusion model with the same tokens.
+
+    Attributes:
+        stack: the model.
+        masked: what it says of its masks.
+        length: masks that it fills at a time.
+        name: of the model, for messages.
+    """
+
+    stack: Stack
+    masked: MaskedModel
+    length: int
+    name: str
+
+    def begin(self, stack: Any, cache: Any) -> MaskedDrafter:
+        """A drafter for rows of the target `stack`."""
+        return MaskedDrafter(self, stack.vocab_size)
+
+
+class _Block(Growth):
+    """A row's chain under way.
+
+    Attributes:
+        row: whose it is.
+        masks: how many stand behind its tokens.
+        laws: logits [masks, V] of their places, once they are known.
+        goes_on: whether another guess is wanted.
+    """
+
+    def __init__(self, row: Row, limit: int, length: int) -> None:
+        super().__init__(row.tokens[-1])
+        self.row, self.masks = row, min(length, row.stop.room)
+        self._most = min(limit, self.masks)
+        self.laws: Tensor | None = None
+        self.goes_on = self._most > 0
+
+    def law(self) -> Tensor:
+        """Logits [V] of the next place."""
+        assert self.laws is not None
+        return self.laws[len(self.tokens) - 1]
+
+    def extend(self, tokens: Sequence[int], probs: Tensor | None) -> None:
+        """Add the guess, if there is one: behind an end of the text nothing is of use."""
+        for token in tokens:
+            self.add(token, len(self.tokens) - 1, probs)
+        ended = not tokens or tokens[0] in self.row.stop.ends
+        self.goes_on = not ended and len(self.tokens) <= self._most
+
+
+class MaskedDrafter(Drafter):
+    """The masked-diffusion model at work. It keeps no KV: a word that was not there changes that of all others.
+
+    Args:
+        proposer: how the model is used.
+        vocabulary: tokens of the target's logits.
+    """
+
+    def __init__(self, proposer: MaskedProposer, vocabulary: int) -> None:
+        self._how, self._stack, self._vocabulary = proposer, proposer.stack, vocabulary
+        self._plan = DepthPlan.full(proposer.stack.num_layers)
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A chain per row.
+
+        Raises:
+            Unsupported: a row may grow beyond the draft model's context.
+        """
+        check_context(self._stack, self._how.name, max(len(row.tokens) + row.stop.room for row in rows))
+        blocks = [_Block(row, limit, self._how.length) for row, limit in zip(rows, limits, strict=True)]
+        self._read([block for block in blocks if block.goes_on])
+        grow(blocks, lambda some: torch.stack([block.law() for block in some]), _extend)
+        return [block.tree() for block in blocks]
+
+    def _read(self, blocks: list[_Block]) -> None:
+        """Run texts and masks, as many together as fit into a forward, and one at least."""
+        while blocks:
+            sizes = [len(block.row.tokens) + block.masks for block in blocks]
+            count = max(1, sum(sum(sizes[: last + 1]) <= self._stack.prefill_chunk for last in range(len(sizes))))
+            self._forward(blocks[:count])
+            blocks = blocks[count:]
+
+    def _forward(self, blocks: Sequence[_Block]) -> None:
+        """The laws of some blocks. A block whose text the model cannot read, lacking a padded id, ends."""
+        for block in blocks:
+            block.goes_on = max(block.row.tokens) < self._stack.vocab_size
+        blocks = [block for block in blocks if block.goes_on]
+        if not blocks:
+            return
+        mask, shift = self._how.masked.mask_token_id, self._how.masked.shift
+        chunks = []
+        for slot, block in enumerate(blocks):
+            words = [*block.row.tokens, *[mask] * block.masks]
+            chunks.append(SequenceChunk(slot, words, [0] * len(words), self._plan, wanted=block.masks + shift,
+                                        mutual=True))
+            block.row.ledger.draft_forwards += 1
+        logits = self._stack.forward(chunks, KVCache(self._stack.windows, len(blocks)))
+        logits = torch.nn.functional.pad(logits, (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)
+        if mask < self._vocabulary:
+            logits[:, mask] = -torch.inf
+        for block, lines in zip(blocks, logits.split([chunk.wanted for chunk in chunks]), strict=True):
+            block.laws = lines[: block.masks]
+
+
+def _extend(blocks: Sequence[_Block], logits: Tensor) -> None:
+    """The next guess of each block, from the law [V] of its place given the text alone."""
+    places = [Place(block.row, block.words[-1], 0) for block in blocks]
+    for block, guess in zip(blocks, choose(places, logits, 1), strict=True):
+        block.extend(guess.tokens, guess.probs)
