@@ -40,7 +40,8 @@ def test_code_is_cut_where_a_reading_of_every_beginning_cuts_it() -> None:
 
 
 @pytest.mark.parametrize(("end", "most"), [
-    ("x = (\n" * 190, 3), ("it was so\n" * 300, 3), ("x = '''\n" + "a\n" * 300, 3), ("try:\n" + "    x = 1\n" * 300, 50),
+    ("x = (\n" * 190, 3), ("it was so\n" * 300, 3), ("x = '''\n" + "a\n" * 300, 3),
+    ("try:\n" + "    x = 1\n" * 300, 50),
 ])
 def test_no_code_is_read_more_often_than_said(monkeypatch: pytest.MonkeyPatch, end: str, most: int) -> None:
     reads: list[str] = []

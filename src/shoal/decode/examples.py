@@ -23,7 +23,8 @@ from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
 SECONDS = 5.0
 """The longest that an example may take; after one that takes longer no other is tried."""
-_ARROW = re.compile(r"[ \t]*(?:[-*][ \t]*)?(\w+\(.*\))\s*(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
+_ARROW = re.compile(r"[ \t]*(?:[-*][ \t]*)?(\w+\(.*\))\s*"
+                    r"(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)\s*(\S.*)")
 _FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
 _BLOCK = re.compile(r"^[ \t]*```\w*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _ENDS = re.compile(r"\"\"\"|'''")
