@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shared_models import load_tokenizer
-from shoal import Monitor, Regex
+from shoal import Monitor, PythonMembers, Regex
+from shoal.engine import monitor
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.engine.monitor import MarkedTokens, Watched
@@ -181,6 +183,30 @@ def test_a_monitor_that_fails_is_named_and_no_other_request_is_touched(name: str
         for handle, one in zip(good, (None, Table(), Regex("[ab]{9}")), strict=True):
             list(handle)
             assert handle.results[0].tokens == engine().generate("x.", constraint=one, max_new_tokens=20).tokens
+
+
+def test_a_monitor_that_has_failed_is_asked_again_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [0.0], list[float]()
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def does() -> list[str]:
+        asked.append(clock[0])
+        return ["a b"] if clock[0] < 2 else ["ab"]
+
+    failing = Failing(does)
+    for clock[0] in (0.0, 0.29, 0.5):
+        with Scheduler(engine()) as scheduler, pytest.raises(Unsupported, match="no collection of words"):
+            list(scheduler.submit("x.", constraint=failing, max_new_tokens=2))
+    clock[0] = 2.0
+    assert engine().generate("x.", constraint=failing, max_new_tokens=2).text.startswith("a")
+    assert asked == [0.0, 0.5, 2.0], "once for a forward and its rows one by one"
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_monitor_may_have_any_time(seconds: float) -> None:
+    patient = Failing(lambda: ["ab"])
+    patient.seconds = seconds
+    assert monitor.asked(patient, "x.") == ["ab"] and "append" in (PythonMembers(seconds=seconds).follows("[].") or ())
 
 
 def test_each_row_of_a_batch_has_its_own() -> None:

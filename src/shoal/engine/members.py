@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
+from threading import TIMEOUT_MAX, Timer
 
 from shoal.engine import jedi_process
 from shoal.engine.monitor import Monitor
@@ -75,7 +75,7 @@ class PythonMembers(Monitor):
         """See the base class; RuntimeError where jedi's process has died, or was ended after `seconds`."""
         folder = str(Path(self.folder).absolute()) if self.folder else ""
         process = _take()
-        timer = Timer(self.seconds, process.kill)
+        timer = Timer(min(self.seconds, TIMEOUT_MAX), process.kill)
         timer.start()
         line = _answer(process, json.dumps([_code(text), folder]) + "\n")
         timer.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -96,7 +97,24 @@ class MarkedTokens:
             for head, word, ended in self.words(token):
                 self.marked[head].append((token, word, ended))
         self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
-        self.known = lru_cache(_ASKED)(self._known)
+        self._kept = lru_cache(_ASKED)(self._known)
+        self._failed: dict[tuple[Monitor, str], tuple[Unsupported, float]] = {}
+
+    def known(self, monitor: Monitor, text: str) -> Continuations | None:
+        """What a monitor says, None for anything.
+
+        A failure is remembered for its `seconds`: a forward that fails is tried row by row, and nobody waits again.
+        """
+        failed = self._failed.get((monitor, text))
+        if failed is not None and time.monotonic() < failed[1]:
+            raise failed[0]
+        try:
+            return self._kept(monitor, text)
+        except Unsupported as error:
+            now = time.monotonic()
+            late = {key: one for key, one in self._failed.items() if now < one[1]}
+            self._failed = {**late, (monitor, text): (error, now + monitor.seconds)}
+            raise
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
         """The text of tokens, without ends of sequence."""
@@ -205,7 +223,7 @@ def asked(monitor: Monitor, text: str) -> Collection[str]:
     said: list[Any] = []
     thread = threading.Thread(target=_ask, args=(monitor, text, said), daemon=True)
     thread.start()
-    thread.join(monitor.seconds)
+    thread.join(min(monitor.seconds, threading.TIMEOUT_MAX))
     words = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
     if isinstance(words, BaseException):
         raise _failed(monitor, f"{type(words).__name__}: {words}") from words
