@@ -108,6 +108,7 @@ def test_a_request_may_name_several_methods(server: Running) -> None:
 def test_the_model_and_its_methods_are_told(server: Running) -> None:
     told = get(server, "playground/model").json()
     assert (told["model"], told["num_layers"], told["chat"], told["default_method"]) == (MODEL, 4, True, "auto")
+    assert told["masked"] is False
     methods = {method["name"]: method for method in told["methods"]}
     assert {"full", "d3", "prompt_lookup"} <= set(methods) and "draft_model" not in methods
     knobs = {knob["name"]: knob for knob in methods["d3"]["knobs"]}

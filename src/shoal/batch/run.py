@@ -12,7 +12,6 @@ from shoal.batch.records import Record, answered, failed
 from shoal.engine.request_handle import Item, RequestHandle
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull
-from shoal.types import Step
 
 Name = str | int | None
 
@@ -60,7 +59,7 @@ class BatchRunner:
 
     def _take(self, number: int, item: Item) -> None:
         """Called by the scheduler's thread."""
-        if not isinstance(item, Step):
+        if item is None or isinstance(item, BaseException):
             self._ended.put((number, item))
 
     def _next(self) -> Record:

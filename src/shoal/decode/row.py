@@ -37,6 +37,8 @@ class Row:
         steps: what was emitted.
         bytes: the row's KV when it finished.
         error: what went wrong while its KV was rewritten, which leaves it in no known state.
+        placed: place in the answer, token and step of each word that a loop in no order has decided, in the order in
+            which it did; None where nobody asks.
         alternatives: other answers that were found beside the row's own, best first: text, token ids and score of each.
         record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
             a block also for those that a stop rule then cuts off.
@@ -62,6 +64,7 @@ class Row:
     held: bool = False
     allowed: Allowed | None = None
     forced: int = 0
+    placed: list[tuple[int, int, int]] | None = None
     alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:

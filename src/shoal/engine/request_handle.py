@@ -16,8 +16,28 @@ from shoal.types import ModelInfo, Result, Step
 if TYPE_CHECKING:
     from shoal.model.kv_room import Need
 
-Item = Step | BaseException | None
-"""What a handle is given: a step of one of its rows, what went wrong, or None after the last step of the last row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A word of a canvas that stands from now on, though words before it may be missing.
+
+    Attributes:
+        row: whose it is.
+        place: from the answer's beginning.
+        token: the word; it is no part of the answer where that ends before.
+        step: in which it was decided.
+    """
+
+    row: int
+    place: int
+    token: int
+    step: int
+
+
+Item = Step | Placed | BaseException | None
+"""What a handle is given: a step of one of its rows, a word out of order where that is asked for, what went wrong, or
+None after the last step of the last row."""
 Deliver = Callable[[Item], None]
 
 
@@ -30,7 +50,7 @@ class ScheduledRow:
         handle: whose it is.
         need: the KV that it may come to store; so does each branch of a row that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
-        told: steps handed to the handle.
+        told, shown: steps, and words out of order, handed to the handle.
         gaps: seconds between the moments at which it was handed any.
         error: what the row failed with.
     """
@@ -43,6 +63,7 @@ class ScheduledRow:
     first: float | None = None
     ended: float | None = None
     told: int = 0
+    shown: int = 0
     gaps: list[float] = field(default_factory=list)
     _last: float | None = None
     error: BaseException | None = None
@@ -52,8 +73,13 @@ class ScheduledRow:
         """What each of the rows that it has in the batch at once may come to store."""
         return [self.need] * self.row.branches
 
-    def hand_out(self, now: float) -> list[Step]:
-        """The steps that the handle has not been told of, and from now on has."""
+    def hand_out(self, now: float) -> list[Step | Placed]:
+        """What the handle has not been told of, and from now on has."""
+        placed = (self.row.placed or [])[self.shown :]
+        self.shown += len(placed)
+        return [*(Placed(self.row.number, *word) for word in placed), *self._steps(now)]
+
+    def _steps(self, now: float) -> list[Step]:
         steps = self.row.steps[self.told :]
         if steps:
             self.told += len(steps)
@@ -112,6 +138,7 @@ class RequestHandle(Iterator[Step]):
         self._over = True
         if item is None:
             raise StopIteration
+        assert not isinstance(item, Placed), "who iterates cannot ask for these"
         raise item
 
     def cancel(self) -> None:

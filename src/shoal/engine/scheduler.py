@@ -92,29 +92,36 @@ class Scheduler:
         if start:
             self._worker.start()
 
-    def submit(self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, **options: Any) -> RequestHandle:
+    def submit(
+        self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, canvas: bool = False, **options: Any
+    ) -> RequestHandle:
         """Queue a request.
 
         Args:
             prompt: text or token ids.
             n: how many answers, each a row of its own; row i draws its own random numbers.
             deliver: see `RequestHandle`.
+            canvas: whether `deliver` is also given each `Placed` word of a loop that writes in no order.
             **options: see `Request`.
 
         Raises:
-            ValueError: an unknown or impossible option or prompt; Unsupported where it could never fit into the KV, or
-                has more branches than `max_rows`.
+            ValueError: an unknown or impossible option or prompt, or `canvas` without `deliver`; Unsupported where it
+                could never fit into the KV, or has more branches than `max_rows`.
             QueueFull: too many rows wait.
             Closed: the scheduler takes no more requests.
         """
         request = Request.from_options(options)
         _check_positive(n=n)
+        if canvas and deliver is None:
+            raise ValueError("canvas is True without deliver; who iterates over a handle gets words in order alone")
         stack = self.engine.stack
         _check_bias(request, stack.vocab_size)
         ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
         handle = RequestHandle(self.engine.info(), self._cancel, deliver)
         rows = self.engine.rows([ids] * n, request, recipe)
+        for row in rows:
+            row.placed = [] if canvas else None
         need = self._need(rows[0])
         handle.entries = [ScheduledRow(row, handle, need) for row in rows]
         self._enqueue(handle.entries)

@@ -209,6 +209,8 @@ class Canvas:
             token = self._lawful(guess, told)
             self._masks.remove(guess.place)
             self.words[self.row.prompt_length + guess.place] = token
+            if self.row.placed is not None:
+                self.row.placed.append((guess.place, token, self.steps))
             self._note(guess.place, token, told)
         self.steps, self.left = self.steps + 1, max(1, self.left - 1)
         ready = min(self._masks, default=self.length)

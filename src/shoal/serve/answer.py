@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.decode.verifier import NoVerdict, NoVerdictInTime
-from shoal.engine.request_handle import Item, RequestHandle, ScheduledRow
+from shoal.engine.request_handle import Item, Placed, RequestHandle, ScheduledRow
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
 from shoal.serve.errors import ApiError, refused
@@ -27,10 +27,13 @@ class Answer:
         n: answers per prompt.
         timeout: seconds until it is given up.
         most: most answers, over all prompts; a search counts as so many as it may have branches.
+        canvas: whether words that are decided in no order are wanted as they are.
     """
 
-    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None, most: int) -> None:
-        self._scheduler, self._n, self._most = scheduler, n, most
+    def __init__(
+        self, scheduler: Scheduler, n: int, timeout: float | None, most: int, canvas: bool = False
+    ) -> None:
+        self._scheduler, self._n, self._most, self._canvas = scheduler, n, most, canvas
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         self._deadline = None if timeout is None else self._loop.time() + timeout
@@ -64,14 +67,15 @@ class Answer:
                           f"{self._most} in all")
         for place, prompt in enumerate(prompts):
             deliver = partial(self._take, place)
-            self.handles.append(self._scheduler.submit(prompt, n=self._n, deliver=deliver, **options))
+            self.handles.append(self._scheduler.submit(
+                prompt, n=self._n, deliver=deliver, canvas=self._canvas, **options))
 
     def _take(self, place: int, item: Item) -> None:
         """Called by the scheduler's thread."""
         self._loop.call_soon_threadsafe(self._items.put_nowait, (place, item))
 
-    async def steps(self) -> AsyncIterator[list[tuple[int, Step]]]:
-        """Choices and steps as they come, those that have come by then together.
+    async def items(self) -> AsyncIterator[list[tuple[int, Step | Placed]]]:
+        """Choices and what comes of them, what has come by then together.
 
         Raises:
             ApiError: 504 when time is up, 500 or 503 when decoding failed.
@@ -85,9 +89,9 @@ class Answer:
                     came.append(self._items.get_nowait())
                 if self._late:
                     raise ApiError(504, "the request took longer than the server allows", code="timeout")
-                steps = [(place * self._n + item.row, item) for place, item in came if isinstance(item, Step)]
-                if steps:
-                    yield steps
+                told = [(place * self._n + item.row, item) for place, item in came if isinstance(item, Step | Placed)]
+                if told:
+                    yield told
                 for _, item in came:
                     if isinstance(item, BaseException):
                         raise _failure(item)

@@ -52,6 +52,7 @@ class Body(BaseModel):
     ignore_eos: bool = False
     metrics: bool = False
     steps: bool = False
+    canvas: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -97,6 +98,8 @@ class Body(BaseModel):
             raise refused("stream_options", "stream_options belongs to stream=true")
         if self.metrics and self.stream and not self.include_usage:
             raise refused("metrics", "in a stream, metrics stand on the usage chunk; ask for include_usage as well")
+        if self.canvas and not self.stream:
+            raise refused("canvas", "canvas belongs to stream=true: a whole answer has its words in order")
 
 
 class ChatBody(Body):

@@ -67,6 +67,8 @@ _OURS: dict[str, Field] = {
     "guided_members": Honoured("`python`: a dot in Python code is followed by members alone, where they are known"),
     "metrics": Honoured("adds what the answer cost: layers, guesses, times, branches, switches of models"),
     "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and if it was guessed"),
+    "canvas": Honoured("in a stream, adds `canvas` to a choice where a masked-diffusion model has decided words: place "
+                       "in the answer, text and step of each, in the order in which they are decided"),
 }
 _OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {

@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from shoal.engine.request import prompt_ids
+from shoal.engine.request_handle import Placed
 from shoal.engine.scheduler import Scheduler
 from shoal.serve import fields, policy
 from shoal.serve.answer import Answer
@@ -28,7 +29,7 @@ from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
 from shoal.serve.tools import Tools
 from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
-from shoal.types import TokenLogprob
+from shoal.types import Step, TokenLogprob
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
@@ -64,7 +65,7 @@ class RequestHandler:
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
         given, ignored = fields.check_names(read(await request.body()), RESPONSES, self._settings.strict)
-        ignored += [name for name in ("metrics", "steps") if given.pop(name, None)]
+        ignored += [name for name in ("metrics", "steps", "canvas") if given.pop(name, None)]
         chat = as_chat(given)
         body = validated(chat, ChatBody)
         body.check()
@@ -136,7 +137,7 @@ class RequestHandler:
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
-        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n)
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
@@ -187,8 +188,9 @@ class RequestHandler:
     async def _response_events(self, request: Request, answer: Answer, wire: ResponseWire) -> AsyncIterator[str]:
         try:
             yield "".join(map(event, wire.opening()))
-            async for steps in answer.steps():
-                if told := "".join(event(one) for _, step in steps for one in wire.step(step)):
+            async for came in answer.items():
+                steps = [item for _, item in came if isinstance(item, Step)]
+                if told := "".join(event(one) for step in steps for one in wire.step(step)):
                     yield told
             yield event(wire.closing(answer.results[0], answer.usage))
         except Exception as error:
@@ -204,8 +206,9 @@ class RequestHandler:
             for index in range(len(answer.entries)):
                 if (choice := wire.opening(index)) is not None:
                     yield _event({**shared, "choices": [choice]})
-            async for steps in answer.steps():
-                chunks = [wire.chunk(index, step, body.steps) for index, step in steps]
+            async for came in answer.items():
+                steps = ((index, item) for index, item in came if isinstance(item, Step))
+                chunks = [*_canvases(wire, came), *(wire.chunk(index, step, body.steps) for index, step in steps)]
                 if events := [_event({**shared, "choices": [choice]}) for choice in chunks if choice is not None]:
                     yield "".join(events)  # every piece goes through all that stands between here and the socket
             if body.include_usage:
@@ -260,8 +263,17 @@ def _told(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
+def _canvases(wire: Wire, came: Sequence[tuple[int, Step | Placed]]) -> list[dict[str, Any]]:
+    """What is told of words that were decided in no order, together for each choice."""
+    words: dict[int, list[Placed]] = {}
+    for index, item in came:
+        if isinstance(item, Placed):
+            words.setdefault(index, []).append(item)
+    return [wire.canvas(index, found) for index, found in words.items()]
+
+
 async def _drain(answer: Answer) -> None:
-    async for _ in answer.steps():
+    async for _ in answer.items():
         pass
 
 

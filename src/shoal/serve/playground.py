@@ -61,6 +61,7 @@ class Playground:
         return {
             "model": settings.model_name,
             "num_layers": stack.num_layers,
+            "masked": self._engine.masked is not None,
             "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
             "max_tokens": min(settings.max_tokens, stack.max_positions or settings.max_tokens),
             "default_method": methods.make(settings.method).name,

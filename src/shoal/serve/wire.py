@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from shoal.engine.request_handle import Placed
 from shoal.serve.tools import CallReader, Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
@@ -28,6 +29,10 @@ class Wire(Protocol):
 
     def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """The choice of a chunk for one step; None where it has nothing to say. `detailed`: with the step itself."""
+        ...
+
+    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
+        """The choice of a chunk for words that were decided in no order."""
         ...
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
@@ -70,6 +75,10 @@ class ChatWire:
             return None
         choice = _choice(index, "delta", delta, self._logprobs([step.logprob]), reason)
         return with_steps(choice, [step]) if detailed else choice
+
+    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
+        """See `Wire`."""
+        return _choice(index, "delta", {}, None, None) | _canvas(words, self._tokenizer)
 
     def _said(self, index: int, text: str, reason: str | None) -> tuple[Json, str | None]:
         """What a piece of text says, and why the answer ended if it has: a call it was bound to make is a plain end."""
@@ -134,6 +143,10 @@ class CompletionWire:
         choice = _choice(index, "text", step.text, logprobs, step.finish_reason)
         return with_steps(choice, [step]) if detailed else choice
 
+    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
+        """See `Wire`."""
+        return _choice(index, "text", "", None, None) | _canvas(words, self._tokenizer)
+
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         """See `Wire`."""
         choices = [
@@ -191,6 +204,11 @@ def _head(prefix: str, kind: str, model: str) -> Json:
 
 def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _canvas(words: Sequence[Placed], tokenizer: Any) -> Json:
+    """Of each word its place in the answer, its text, and the step that decided it."""
+    return {"canvas": [[word.place, _word(word.token, tokenizer), word.step] for word in words]}
 
 
 def _others(result: Result) -> Json:

@@ -50,6 +50,7 @@ async function load() {
   }
   at("key-form").hidden = true;
   at("model").textContent = `${model.model} · ${model.num_layers} layers`;
+  document.body.classList.toggle("masked", model.masked);
   at("kind").closest("label").hidden = !model.chat;
   if (!model.chat) at("kind").value = "plain";
   const own = make("option", { value: "" }, `the server's (${model.default_method})`);
@@ -175,12 +176,13 @@ function request(method) {
   const body = {
     model: model.model, ...said, ...method, max_tokens: number("tokens"), temperature: number("temperature"),
     seed: number("seed"), stream: true, stream_options: { include_usage: true }, steps: true, metrics: true,
+    canvas: true,
   };
   return { path: chat ? "v1/chat/completions" : "v1/completions", body };
 }
 
 function comparable(name) {
-  return at("compare").checked && name !== "full" && model.methods.some((method) => method.name === "full");
+  return at("compare").checked && name !== "full" && model.methods.some((method) => method.name === "full" && method.why_not === null);
 }
 
 async function run() {

@@ -1,6 +1,7 @@
 /* One answer: its tokens, tinted, its numbers, the layers of every token. */
 
 import { events } from "./api.js";
+import { Canvas } from "./canvas.js";
 import { make, tint } from "./dom.js";
 import { DepthBars } from "./picture.js";
 
@@ -15,6 +16,7 @@ export class Pane {
     this.steps = [];
     this.held = [];
     this.bars = new DepthBars(ramp);
+    this.canvas = new Canvas();
     this.text = make("div", {
       class: "text", tabindex: "0", role: "group", "aria-label": `Tokens of ${title}; arrow keys go through them`,
     });
@@ -29,7 +31,8 @@ export class Pane {
     this.chat = further !== null;
     this.element = make("article", { class: "pane" },
       make("div", { class: "row head" }, make("h2", {}, title), this.further, copied), make("dl", { class: "numbers" }, ...rows),
-      make("div", { class: "depths" }, this.bars.svg), this.text, this.said);
+      make("div", { class: "depths" }, this.bars.svg), this.text,
+      this.canvas.element, this.said);
     this.text.addEventListener("keydown", (event) => this.move(event));
     this.text.addEventListener("pointerover", (event) => this.point(event.target.closest("span")));
     this.text.addEventListener("click", (event) => this.point(event.target.closest("span")));
@@ -45,8 +48,12 @@ export class Pane {
 
   async run(path, body, signal) {
     this.bars.room(body.max_tokens);
+    this.canvas.room(body.max_tokens);
     for await (const event of events(path, body, signal)) {
-      for (const choice of event.choices) for (const step of choice.steps ?? []) this.add(step);
+      for (const choice of event.choices) {
+        if (choice.canvas) this.canvas.put(choice.canvas);
+        for (const step of choice.steps ?? []) this.add(step);
+      }
       if (event.metrics) this.finish(event.metrics);
     }
   }
@@ -83,6 +90,7 @@ export class Pane {
 
   finish(metrics) {
     this.bars.room(this.steps.length);
+    this.canvas.finish(this.steps.length);
     this.speed = metrics.tokens_per_second;
     this.show(this.speed);
     const rate = metrics.speculative_decoding.draft_acceptance_rate;
