@@ -67,8 +67,17 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 
 def on_backends(*families: str, backends: tuple[Backend, ...] = BACKENDS) -> pytest.MarkDecorator:
-    """Parametrises a test's `backend` and `name` over families and the backends that run them."""
-    cases = [pytest.param(b, f, id=f"{f}-{b.name}") for f in families for b in backends if b.fits(f)]
+    """Parametrises a test's `backend` and `name` over families and the backends that run them.
+
+    Quick are the first family on all of them, and each other one on one, by turns; the rest runs with the slow tests.
+    """
+    cases = []
+    for place, family in enumerate(families):
+        fit = [backend for backend in backends if backend.fits(family)]
+        for backend in fit:
+            quick = place == 0 or backend is fit[-place % len(fit)]
+            marks = () if quick else pytest.mark.slow
+            cases.append(pytest.param(backend, family, id=f"{family}-{backend.name}", marks=marks))
     return pytest.mark.parametrize(("backend", "name"), cases)
 
 
