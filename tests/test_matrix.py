@@ -22,6 +22,7 @@ from shoal.engine.request import Request
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.types import Result
+from turns import by_turns
 
 NEW = 12
 PROMPTS = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
@@ -83,11 +84,16 @@ def check(method: Method, model: str, sampling: str) -> None:
         assert [list(r.tokens) for r in results] == expected
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), *MODELS[1:]])
-@pytest.mark.parametrize("method", MATRIX, ids=repr)
+@by_turns("method, model, sampling", MATRIX, MODELS[1:], SAMPLINGS)
 def test_every_method_in_every_setting(method: Method, model: str, sampling: str) -> None:
     check(method, model, sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("method", MATRIX, ids=repr)
+def test_every_method_on_modules_without_windows(method: Method, sampling: str) -> None:
+    check(method, MODELS[0], sampling)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -40,6 +40,7 @@ from shoal.methods.trimr import TrimR
 from shoal.methods.vocabtrim import VocabTrim
 from shoal.types import Result
 from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_of
+from turns import by_turns
 
 TURNS = Ruled(turns)
 _APART = ("snapkv", "centroid_kv", "entropy_adaptive", "superposed", "atts")
@@ -60,9 +61,7 @@ def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "force", lambda row: [])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("model", ["llama", "packed hybrid"])
-@pytest.mark.parametrize("method", BOUND, ids=repr)
+@by_turns("method, model, sampling", BOUND, ["llama", "packed hybrid"], SAMPLINGS)
 def test_whatever_decodes_says_what_masking_by_hand_says(method: Method, model: str, sampling: str) -> None:
     engine, bound = engine_of(model), Bound(method, TURNS)
     recipe = method.recipe(engine.info(NEW))
@@ -74,8 +73,7 @@ def test_whatever_decodes_says_what_masking_by_hand_says(method: Method, model: 
         assert [result.tokens for result in results] == twin(model, sampling)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("method", FORCED, ids=repr)
+@by_turns("method, sampling", FORCED, SAMPLINGS)
 def test_forcing_changes_nothing_but_the_forwards(
     method: Method, sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

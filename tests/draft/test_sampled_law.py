@@ -30,6 +30,7 @@ from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
 from shoal.model.kv_layer import KVLayer
 from trained_parts import eagle, written
+from turns import by_turns
 
 VOCABULARY, HORIZON, ROWS, ROUNDS = 5, 4, 250, 4
 PROMPT = [1, 4, 2, 1]
@@ -108,7 +109,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@by_turns("name", EXACT)
 def test_samples_have_the_law_of_the_target(name: str) -> None:
     found, kept = samples(EXACT[name])
     assert chi_square(found, probs()) > 1e-4

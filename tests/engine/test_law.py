@@ -20,6 +20,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.load import engine_for
 from shoal.types import Result, Sampling
+from turns import by_turns
 
 V, DRAWS, LEVEL = 6, 4000, 1e-5
 PROMPT = [1, 4, 2, 0, 3]
@@ -104,7 +105,7 @@ def drawn(name: str, plan: DepthPlan, length: int) -> Counter[tuple[int, ...]]:
     return Counter(map(tuple, run.tokens))
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@by_turns("name", SAMPLINGS)
 def test_two_tokens_have_the_joint_law_of_the_model(name: str) -> None:
     value, critical = statistic(drawn(name, FULL, 2), joint(name, FULL, 2))
     assert value < critical

@@ -24,6 +24,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.hf import HFStack
 from shoal.model.kv_layer import KVLayer
+from turns import by_turns
 
 WORDS = chat_tokenizer()
 LETTERS_ONLY = dict.fromkeys(range(len(SPECIALS)), -1e4)
@@ -181,8 +182,7 @@ def check(chat: Session, engine: Engine, question: str, method: Any) -> None:
     assert chat.messages == new.messages
 
 
-@pytest.mark.parametrize("backend", ["hf", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "hybrid"])
+@by_turns("family, backend", ["llama", "mistral", "hybrid"], ["hf", "packed"])
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @example(history=[Turn("Hello there", 0, "whole", 1), Cut(0), Turn("x" * 40, 0, "layer fails", 2)], method=0)
 @example(history=[Turn("Hello there", 1, "left", 6), Swap(None, "Hello then", "Hi")], method=1)

@@ -22,6 +22,7 @@ from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from tool_tokenizer import ASK, speaking
 from toy_tokenizers import tokenizer
+from turns import by_turns
 
 LIST = {"$ref": "#/$defs/list", "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}}
 PARTS = {"ab": {"type": "string"}, "b": {"$ref": "#/$defs/list"}, "n": {"type": "integer", "minimum": 10}}
@@ -40,6 +41,7 @@ ENDLESS: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 """Schemas of texts without a longest one, and a limit that is small and enough for a short one."""
 ENDED = "a b ab"
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.5, "seed": 5}}
 
 
 @functools.cache
@@ -75,10 +77,9 @@ def valid(schema: Any, text: str) -> bool:
     return bool(jsonschema_rs.validator_for(schema).is_valid(json.loads(text)))
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", [Full(), PromptLookup(min_ngram=1)], ids=lambda method: method.name)
-@pytest.mark.parametrize("name", ENDLESS)
-def test_every_answer_is_valid_within_its_limit(name: str, method: Any, options: dict[str, Any]) -> None:
+@by_turns("name, method, sampling", ENDLESS, [Full(), PromptLookup(min_ngram=1)], SAMPLINGS)
+def test_every_answer_is_valid_within_its_limit(name: str, method: Any, sampling: str) -> None:
+    options = SAMPLINGS[sampling]
     schema, least = ENDLESS[name]
     for limit in (least, least + 1, 2 * least + 3, 80):
         given = {"constraint": schema, "max_new_tokens": limit, "logit_bias": never(), **options}
@@ -104,11 +105,11 @@ def test_the_contexts_end_is_a_limit_too() -> None:
     assert result.finish_reason == "stop" and len(result.tokens) <= 12 and valid(LIST, result.text)
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@by_turns("name", ENDLESS)
 def test_an_answer_with_room_stays_as_it_is(name: str) -> None:
     schema, _ = ENDLESS[name]
     for seed in range(6):
-        given = {"max_new_tokens": 400, "temperature": 1.2, "seed": seed, "logit_bias": {}}
+        given = {"max_new_tokens": 240, "temperature": 1.2, "seed": seed, "logit_bias": {}}
         free = engine().generate(ENDED, constraint=JsonSchema(schema, wind_up=False), **given)
         bound = engine().generate(ENDED, constraint=schema, **given)
         same = len(free.tokens) if free.finish_reason == "stop" and len(free.tokens) < 200 else 200

@@ -35,6 +35,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import Result
 from test_matrix import engine_of
+from turns import by_turns
 
 SHALLOW = D3(alpha=0.9, core=2)
 WORDS = chat_tokenizer()
@@ -70,8 +71,7 @@ INNER = (
 )
 
 
-@pytest.mark.parametrize("inner", INNER, ids=repr)
-@pytest.mark.parametrize("model", ["llama", "hybrid", "packed hybrid"])
+@by_turns("model, inner", ["llama", "hybrid", "packed hybrid"], INNER)
 def test_it_is_the_likeliest_of_separate_runs(model: str, inner: Method | None) -> None:
     engine, options = engine_of(model), {**WARM, "top_p": 0.9, "repetition_penalty": 1.2}
     expected = by_hand(engine, SHORT, 4, inner or "full", **options)
@@ -144,7 +144,7 @@ JOBS: list[Job] = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(todo=actions(len(JOBS), 14), rows=st.integers(3, 8), chunk=st.integers(1, 24),
        how=st.sampled_from(["join", "waves"]), kept=st.sampled_from((0, 1 << 14, 1 << 24)))
 def test_searches_come_and_go_among_other_rows(todo: list[Action], rows: int, chunk: int, how: str, kept: int) -> None:

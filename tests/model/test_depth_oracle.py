@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from backends import Backend, each_backend, on_backends, reference
+from backends import BACKENDS, Backend, on_backends, reference
 from drive import decode, gap, oracle_logits, prompt
 from families import FAMILIES, fingerprint, tiny
 from oracle import greedy_under_plan
@@ -20,6 +20,7 @@ from shoal.depth.order import ORDERS, removal_order
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.depth.schedule import lay_out
 from shoal.errors import Unsupported
+from turns import by_turns
 
 LAYERS, NEW, EXACT = 6, 12, 1e-10
 BUDGETS = {
@@ -59,9 +60,7 @@ def check_on(backend: Backend, name: str, plan: DepthPlan, length: int, **option
     check(reference(name), plan, length, backend.exact, stack=backend.stack(name), **options)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("budget", BUDGETS)
-@each_backend
+@by_turns("budget, order, backend", BUDGETS, ORDERS, BACKENDS)
 def test_every_budget_and_order(backend: Backend, budget: str, order: str) -> None:
     plan = laid_out(budget, order)
     assert not plan.is_full
