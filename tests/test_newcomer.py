@@ -43,6 +43,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_examples_pass_the_matrix(copy: Path) -> None:
     names = " or ".join([*map(class_of, METHODS.values()), "in_the_matrix", "changes_nothing"])
     found = run(copy, names)
