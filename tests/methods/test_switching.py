@@ -254,7 +254,7 @@ def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
     assert large.recipe(FoReaL(draft, lead=None), 20).exact_to == "full"
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("how", [{"seed": 5}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", CASES[:-1], ids=repr)
 def test_equal_models_give_plain_decoding_whoever_writes(method: Any, how: dict[str, Any]) -> None:
     one = engine()
