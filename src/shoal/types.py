@@ -82,10 +82,12 @@ class MaskedModel:
     Attributes:
         mask_token_id: stands for a word that is not decided.
         shift: logits at a place are those of the word so many places further on: 0, or 1 as in Dream.
+        window: the last tokens of a text that it was trained to draft from; None for all of them.
     """
 
     mask_token_id: int
     shift: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
 point, the same command goes on where it was. Nothing of the model itself is trained.
 
+`drafter` is a model of its own, which `deer` reads: the model's first layers, trained to fill a block of masks.
 `diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
 """
 
@@ -22,26 +23,32 @@ if TYPE_CHECKING:
 
     from shoal.engine.engine import Engine
     from shoal.train.corpus import Corpus, CorpusWish
-    from shoal.train.part import PartModule
+    from shoal.train.drafter import DrafterShape
+    from shoal.train.part import TrainedModule
 
 EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
+  shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train diffusion --out canvas --threads 1
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
-SCRATCH = "diffusion"
+DRAFTER, SCRATCH = "drafter", "diffusion"
 _BATCH, _RATE = 2048, 3e-3
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
+_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), **dict.fromkeys(("vocabulary", "depths", "weights"), KINDS),
+         **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,))}
+"""Options that not all kinds have."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, SCRATCH), help="eagle: a layer that goes on from the model's last "
-                        "states; medusa: a head for each of the next places; diffusion: a small model from scratch")
+    parser.add_argument("part", choices=(*KINDS, DRAFTER, SCRATCH), help="eagle: a layer that goes on from the model's last "
+                        "states; medusa: a head for each of the next places; drafter: a small model that fills masks, "
+                        "for deer; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -73,6 +80,12 @@ def add_arguments(parser: Parser) -> None:
                       "medusa: heads, 4 if none")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
                       "stored")
+    what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: first layers of the model that it is "
+                      "made of")
+    what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
+    what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it reads")
+    what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no text "
+                      "holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
     common.add_model(parser)
     common.add_json(parser)
@@ -111,18 +124,20 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     import torch
 
-    from shoal.train import corpus, export
+    from shoal.train import corpus, drafter, export
     from shoal.train.loop import Trainer, Training
 
-    wish = _wish(args)
+    wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
+    if shape is not None:
+        shape.check(engine)
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     if not answers.whole:  # a run begins when its answers are there, and keeps to them
         _tell("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
-    module = _module(args, engine, answers)
+    module = _module(args, engine, answers, shape)
     half = engine.stack.dtype == torch.bfloat16
     how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half)
     trainer = Trainer(module, answers, how, args.out, _tell)
@@ -131,12 +146,17 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     found = trainer.train(late)
     if not found.accepted:
         found.accepted.append(trainer.validate())
-    card = export.export(args.out, engine, module, args.weights, **export.trained(answers, found),
-                         **module.facts(trainer.held_out()), licence=args.licence, command=" ".join(args.words))
+    facts = {**export.trained(answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
+             "command": " ".join(args.words)}
+    if isinstance(module, drafter.DrafterModule):
+        card, use = drafter.write(args.out, engine, module, **facts), f"deer --draft {args.out} --length {args.block}"
+    else:
+        card = export.export(args.out, engine, module, args.weights, **facts)
+        use = f"{args.part} --part {args.out}"
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
     _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
           f"answers that it was not trained on{left}")
-    _tell(f"use it: shoal generate --model {args.model or card['model']} --method {args.part} --part {args.out}")
+    _tell(f"use it: shoal generate --model {args.model or card['model']} --method {use}")
     return _report(args, card)
 
 
@@ -153,24 +173,31 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
-    if args.part != SCRATCH:
-        if args.steps is not None:
-            raise ValueError(f"--steps belongs to diffusion; {args.part} has --epochs")
-        if args.causal:
-            raise ValueError(f"--causal belongs to diffusion; leave it out for {args.part}")
-        return
     parser = Parser(add_help=False)
     add_arguments(parser)
     for action in parser._actions:
-        if action.dest not in _SHARED and getattr(args, action.dest, action.default) != action.default:
+        owners = _ONLY.get(action.dest, (args.part,))
+        if getattr(args, action.dest, action.default) == action.default:
+            continue
+        if args.part == SCRATCH and action.dest not in (*_SHARED, *_ONLY):
             raise ValueError(f"{action.option_strings[0]} says nothing to diffusion, which is trained from scratch on "
                              "texts of its own; leave it out")
+        if args.part not in owners:
+            raise ValueError(f"{action.option_strings[0]} belongs to {' and '.join(owners)}; leave it out for "
+                             f"{args.part}")
 
 
 def _wish(args: argparse.Namespace) -> CorpusWish:
     from shoal.train.corpus import CorpusWish
 
     return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes)
+
+
+def _shape(args: argparse.Namespace) -> DrafterShape | None:
+    """What a drafter is to be; None for other parts."""
+    from shoal.train.drafter import DrafterShape
+
+    return DrafterShape(args.layers, args.block, args.window) if args.part == DRAFTER else None
 
 
 def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
@@ -192,12 +219,18 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
     return prompts.encoded(texts, engine.tokenizer)
 
 
-def _module(args: argparse.Namespace, engine: Engine, answers: Corpus) -> PartModule:
+def _module(args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None) -> TrainedModule:
     """The part with its first weights."""
+    from shoal.train.drafter import DrafterModule, mask_token
     from shoal.train.eagle import EagleModule
     from shoal.train.medusa import MedusaModule
-    from shoal.train.part import Base
+    from shoal.train.part import Base, PartModule
 
+    if shape is not None:
+        mask = mask_token(engine, answers, args.mask_token)
+        plain = {**vars(args), "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
+        model = common.load_engine(argparse.Namespace(**plain)).model
+        return DrafterModule(Base(engine.stack), model, shape, mask, args.seed)
     kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)

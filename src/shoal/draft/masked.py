@@ -32,12 +32,14 @@ class MaskedProposer:
         masked: what it says of its masks.
         length: masks that it fills at a time.
         name: of the model, for messages.
+        window: tokens at the end of a text that it reads, the first of them at position 0; None for all.
     """
 
     stack: Stack
     masked: MaskedModel
     length: int
     name: str
+    window: int | None = None
 
     def begin(self, stack: Any, cache: Any) -> MaskedDrafter:
         """A drafter for rows of the target `stack`."""
@@ -49,14 +51,16 @@ class _Block(Growth):
 
     Attributes:
         row: whose it is.
+        text: what is read of its tokens.
         masks: how many stand behind its tokens.
         laws: logits [masks, V] of their places, once they are known.
         goes_on: whether another guess is wanted.
     """
 
-    def __init__(self, row: Row, limit: int, length: int) -> None:
+    def __init__(self, row: Row, limit: int, length: int, window: int | None) -> None:
         super().__init__(row.tokens[-1])
         self.row, self.masks = row, min(length, row.stop.room)
+        self.text = row.tokens if window is None else row.tokens[-window:]
         self._most = min(limit, self.masks)
         self.laws: Tensor | None = None
         self.goes_on = self._most > 0
@@ -93,8 +97,9 @@ class MaskedDrafter(Drafter):
         Raises:
             Unsupported: a row may grow beyond the draft model's context.
         """
-        check_context(self._stack, self._how.name, max(len(row.tokens) + row.stop.room for row in rows))
-        blocks = [_Block(row, limit, self._how.length) for row, limit in zip(rows, limits, strict=True)]
+        how, longest = self._how, max(len(row.tokens) + row.stop.room for row in rows)
+        check_context(self._stack, how.name, longest if how.window is None else min(longest, how.window + how.length))
+        blocks = [_Block(row, limit, how.length, how.window) for row, limit in zip(rows, limits, strict=True)]
         self._read([block for block in blocks if block.goes_on])
         grow(blocks, lambda some: torch.stack([block.law() for block in some]), _extend)
         return [block.tree() for block in blocks]
@@ -102,7 +107,7 @@ class MaskedDrafter(Drafter):
     def _read(self, blocks: list[_Block]) -> None:
         """Run texts and masks, as many together as fit into a forward, and one at least."""
         while blocks:
-            sizes = [len(block.row.tokens) + block.masks for block in blocks]
+            sizes = [len(block.text) + block.masks for block in blocks]
             count = max(1, sum(sum(sizes[: last + 1]) <= self._stack.prefill_chunk for last in range(len(sizes))))
             self._forward(blocks[:count])
             blocks = blocks[count:]
@@ -110,14 +115,14 @@ class MaskedDrafter(Drafter):
     def _forward(self, blocks: Sequence[_Block]) -> None:
         """The laws of some blocks. A block whose text the model cannot read, lacking a padded id, ends."""
         for block in blocks:
-            block.goes_on = max(block.row.tokens) < self._stack.vocab_size
+            block.goes_on = max(block.text) < self._stack.vocab_size
         blocks = [block for block in blocks if block.goes_on]
         if not blocks:
             return
         mask, shift = self._how.masked.mask_token_id, self._how.masked.shift
         chunks = []
         for slot, block in enumerate(blocks):
-            words = [*block.row.tokens, *[mask] * block.masks]
+            words = [*block.text, *[mask] * block.masks]
             chunks.append(SequenceChunk(slot, words, [0] * len(words), self._plan, wanted=block.masks + shift,
                                         mutual=True))
             block.row.ledger.draft_forwards += 1

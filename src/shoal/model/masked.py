@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shoal.model.packed.source import Source
 
-_OWN = ("llama", "qwen2", "qwen3")
+OWN = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models where their config has a `mask_token_id`, and else are not."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "block_type": ("llama",), "layer_norm_type": ("rms",), "activation_type": ("silu",), "rope": (True,),
@@ -45,11 +45,12 @@ def masked_of(config: Any) -> MaskedModel | None:
     """What a config says of masks; None for a model that writes from left to right.
 
     Raises:
-        Unsupported: the mask token is none of the vocabulary, or the shift is neither 0 nor 1.
+        Unsupported: the mask token is none of the vocabulary, the shift is neither 0 nor 1, or a draft's window is no
+            number of tokens.
     """
     text = config.get_text_config()
     mask = getattr(text, "mask_token_id", None)
-    if text.model_type not in _OWN or mask is None:
+    if text.model_type not in OWN or mask is None:
         return None
     what = f"a masked-diffusion model with mask_token_id={mask!r}"
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < text.vocab_size:
@@ -58,7 +59,11 @@ def masked_of(config: Any) -> MaskedModel | None:
     if shift not in (0, 1):
         raise Unsupported(f"{what} and logit_shift={shift!r}", "logits tell of their own place or the next, 0 or 1",
                           "Correct its config")
-    return MaskedModel(mask, shift)
+    window = getattr(text, "draft_window", None)
+    if window is not None and (type(window) is not int or window < 1):
+        raise Unsupported(f"{what} and draft_window={window!r}", "it is a number of tokens, at least 1",
+                          "Correct its config")
+    return MaskedModel(mask, shift, window)
 
 
 def adopted(told: Mapping[str, Any]) -> Any | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.train.corpus import Corpus, Tell, batches
 from shoal.train.descent import Descent
-from shoal.train.part import Guessed, PartModule, TextBatch, acceptance
+from shoal.train.part import Guessed, TextBatch, TrainedModule, acceptance
 
 CHECKPOINT = "checkpoint.pt"
 _WARM = 0.04
@@ -95,7 +95,7 @@ class Trainer:
     """
 
     def __init__(
-        self, module: PartModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda words: None
+        self, module: TrainedModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda words: None
     ) -> None:
         self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))

@@ -83,14 +83,30 @@ class Guessed:
     asked: Tensor
 
 
-class PartModule(nn.Module, ABC):
-    """A part under training.
+class TrainedModule(nn.Module, ABC):
+    """What the loop trains.
 
     Attributes:
-        kind: the name of the method that uses it.
+        kind: its name in `shoal train`.
     """
 
     kind: ClassVar[str]
+
+    @abstractmethod
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """The loss, a scalar, and what was guessed at depth 0, 1, ..."""
+
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """What the card is to say of answers that it was not trained on, beside its acceptance."""
+        return {}
+
+    @abstractmethod
+    def shape(self) -> dict[str, int]:
+        """The numbers that say how the tensors fit together."""
+
+
+class PartModule(TrainedModule):
+    """A part under training; its kind is the name of the method that uses it."""
 
     @classmethod
     @abstractmethod
@@ -106,20 +122,8 @@ class PartModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """The loss, a scalar, and what was guessed at depth 0, 1, ..."""
-
-    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """What the part's card is to say of answers that it was not trained on, beside its acceptance."""
-        return {}
-
-    @abstractmethod
     def exported(self) -> dict[str, Tensor]:
         """What ships, by name."""
-
-    @abstractmethod
-    def shape(self) -> dict[str, int]:
-        """The numbers that say how the tensors fit together."""
 
 
 class CutHead(nn.Module):

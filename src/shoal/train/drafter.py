@@ -1,0 +1,259 @@
+"""A masked-diffusion drafter for a model, from its own first layers: what `deer` drafts with, under training.
+
+The first layers of the model, whose words now all see each other, read the last tokens of a text and a block of masks
+behind it. What they say at each mask is pulled towards what the model itself said of that place, once the answer had
+come so far: in the mean over answers that is the place's law given the text alone. Embedding and head are the model's
+and stay as they are, but for the embedding of the mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal import __version__
+from shoal.decode.recipe import MOST_GUESSES
+from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
+from shoal.model.masked import OWN
+from shoal.train import files
+from shoal.train.corpus import Corpus
+from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+
+CARD = "training.json"
+_FADE = 0.8
+"""Weight of a place's loss relative to that of the place before."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """How a drafter is made.
+
+    Attributes:
+        layers: first layers of the model that it consists of.
+        block: masks that it fills.
+        window: last tokens of a text that it reads; the first of them stands at position 0.
+    """
+
+    layers: int = 2
+    block: int = 8
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"layers is {self.layers}; it must be at least 1, and at most what the model has")
+        if not 1 <= self.block <= MOST_GUESSES:
+            raise ValueError(f"block is {self.block}; it must be 1 to {MOST_GUESSES} masks")
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1 token")
+
+    def check(self, engine: Engine) -> None:
+        """Refuse a model that no such drafter can be made from.
+
+        Raises:
+            ValueError: it has fewer layers, or a shorter context.
+            Unsupported: its blocks are none that can run as a masked model's.
+        """
+        stack = engine.stack
+        if self.layers > stack.num_layers:
+            raise ValueError(f"layers is {self.layers}; it must be 1 to {stack.num_layers}, which is all that the model "
+                             "has")
+        if stack.max_positions is not None and self.window + self.block > stack.max_positions:
+            raise ValueError(f"window is {self.window} and block {self.block}; together they must be at most the "
+                             f"model's context, {stack.max_positions}")
+        if engine.masked is not None or any(stack.windows[: self.layers]):
+            raise Unsupported("a drafter for this model", "its layers see later words, or not all earlier ones",
+                              "Train one for a model that writes from left to right with full attention")
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Windows of texts with their masks, side by side.
+
+    Attributes:
+        words: int64 [N, W], what is read; anything where there are masks, and behind them.
+        masks: bool [N, W], `block` of them in each row.
+        inside: bool [N, W], what belongs to a window.
+        rows, places: int64 [N, 1] and [N, block], where in the texts each mask stands.
+        asked: bool [N, block], whether the text goes so far.
+    """
+
+    words: Tensor
+    masks: Tensor
+    inside: Tensor
+    rows: Tensor
+    places: Tensor
+    asked: Tensor
+
+
+class DrafterModule(TrainedModule):
+    """See the module.
+
+    Args:
+        base: embedding and head of the model.
+        model: the model with transformers' modules, which is not changed.
+        shape: what is made of it.
+        mask: the token that stands for a word not yet known.
+        seed: of where windows end.
+
+    Raises:
+        Unsupported: the model's type is none that can be a masked model's.
+    """
+
+    kind: ClassVar[str] = "drafter"
+    steps: Tensor
+
+    def __init__(self, base: Base, model: Any, shape: DrafterShape, mask: int, seed: int = 0) -> None:
+        super().__init__()
+        self._base, self._shape, self._seed, self.mask_id = base, shape, seed, mask
+        student = first_layers(model, shape, mask)
+        self._student = (student,)  # in a tuple, whose parameters are not trained
+        self.layers, self.norm = student.model.layers, student.model.norm
+        table = student.get_input_embeddings().weight
+        self.mask = nn.Parameter(table.detach().mean(0))
+        self.head = CutHead(base, [token for token in range(len(table)) if token != mask])
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """See `TrainedModule`; depth i is the i-th mask, and where the windows end follows from the step's number.
+
+        Without gradients, they end at every `block`-th token of an answer, from its first one on.
+        """
+        offset = 0
+        if torch.is_grad_enabled():
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
+            offset = int(torch.randint(self._shape.block, (), generator=generator))
+            self.steps += 1
+        canvas = self.canvas(batch, offset)
+        outputs, total, found = self.outputs(canvas), torch.zeros(()), []
+        for place in range(self._shape.block):
+            asked = canvas.asked[:, place]
+            right = torch.zeros_like(asked)
+            if asked.any():
+                where = canvas.rows[asked, 0], canvas.places[asked, place]
+                wanted = self.head.wanted(batch.states[where[0], where[1] - 1])
+                loss, words = self.head.distilled(outputs[asked, place], wanted)
+                total = total + _FADE**place * loss
+                right[asked] = words == batch.tokens[where]
+            found.append(Guessed(right, asked))
+        return total, found
+
+    def canvas(self, batch: TextBatch, offset: int) -> _Canvas:
+        """Windows that end behind the first token of each answer or `offset` later, and so on by whole blocks."""
+        shape, starts = self._shape, list[tuple[int, int]]()
+        for row, (prompt, length) in enumerate(zip(batch.prompts.tolist(), batch.lengths.tolist(), strict=True)):
+            first = prompt + 1 + offset % max(1, length - prompt - 1)
+            starts += [(row, start) for start in range(first, length, shape.block)]
+        rows, ends = torch.tensor(starts).view(-1, 2, 1).unbind(1)
+        begun = (ends - shape.window).clamp(min=0)
+        known = ends - begun
+        column = torch.arange(int(known.max()) + shape.block)
+        read, inside = column < known, column < known + shape.block
+        words = batch.tokens[rows, (begun + column).clamp(max=batch.tokens.shape[1] - 1)]
+        places = ends + torch.arange(shape.block)
+        return _Canvas(words.masked_fill(~read, 0), inside & ~read, inside, rows, places,
+                       places < batch.lengths[rows])
+
+    def outputs(self, canvas: _Canvas) -> Tensor:
+        """What the head reads at each mask, [N, block, D]."""
+        x = torch.where(canvas.masks[..., None], self.mask, self._base.embed(canvas.words))
+        seen = canvas.inside[:, None, None].expand(-1, 1, x.shape[1], -1)
+        hidden: Tensor = self._student[0].model(inputs_embeds=x, attention_mask=seen, use_cache=False).last_hidden_state
+        return hidden[canvas.masks].view(len(x), self._shape.block, -1)
+
+    @torch.no_grad()
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """How often the likeliest token at each mask was the one that came, whatever stood before it: `places`."""
+        found = [self.loss(batch)[1] for batch in held_out]
+        right, asked = (torch.tensor([[int(getattr(one, name).sum()) for one in depths] for depths in found]).sum(0)
+                        for name in ("right", "asked"))
+        return {"places": [round(share, 4) for share in (right / asked.clamp(min=1)).tolist()]}
+
+    def shape(self) -> dict[str, int]:
+        """See `TrainedModule`."""
+        return {**asdict(self._shape), "mask": self.mask_id}
+
+    def checkpoint(self) -> Any:
+        """The drafter as transformers' model, in bfloat16."""
+        made = copy.deepcopy(self._student[0])
+        with torch.no_grad():
+            made.get_input_embeddings().weight[self.mask_id] = self.mask
+        return made.to(torch.bfloat16)
+
+
+def first_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
+    """A copy of a model's outer parts and first layers in float32, as the masked model that its config names it.
+
+    Raises:
+        Unsupported: the model's type is none that can be a masked model's.
+    """
+    config = copy.deepcopy(model.config)
+    if config.model_type not in OWN:
+        raise Unsupported(f"a drafter for model type {config.model_type!r}", "nothing loads it as a masked model",
+                          f"Models of type {', '.join(OWN)} can have one")
+    config.num_hidden_layers = shape.layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: shape.layers]
+    config.mask_token_id, config.draft_block, config.draft_window = mask, shape.block, shape.window
+    config._attn_implementation = "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        student = type(model)(config).float()
+    held = model.state_dict()
+    student.load_state_dict({name: held[name] for name in student.state_dict()})
+    return student.requires_grad_(True).train(False)
+
+
+def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
+    """The token that is to stand for a word not yet known.
+
+    Args:
+        engine: the model.
+        answers: where the token must not occur.
+        given: it, as the tokenizer writes it, or its number; None for the tokenizer's own mask token, or else the last
+            special token that neither begins nor ends a text and that no text holds.
+
+    Raises:
+        ValueError: there is no such token, or texts hold it.
+    """
+    words, size = engine.tokenizer, engine.stack.vocab_size
+    known: dict[str, int] = {} if words is None else words.get_vocab()
+    used = {*engine.eos_token_ids}
+    for shard in range(len(answers.shards)):
+        for part in (True, False):
+            used.update(*(one.tokens.tolist() for one in answers.answers(shard, validation=part)))
+    if given is not None:
+        found = known.get(given, int(given) if given.isdecimal() else size)
+        if not 0 <= found < size:
+            raise ValueError(f"mask token {given!r} is none of the model's; give one as its tokenizer writes it, or a "
+                             f"number of 0..{size - 1}")
+        if found in used:
+            raise ValueError(f"mask token {given!r} stands in the answers, or ends them; give one that no text holds")
+        return found
+    if words is not None and words.mask_token_id is not None:
+        return int(words.mask_token_id)
+    ends = {} if words is None else {words.bos_token_id, words.eos_token_id, words.pad_token_id, words.unk_token_id}
+    special = [] if words is None else [token for token, held in words.added_tokens_decoder.items() if held.special]
+    free = [token for token in special if token not in used and token not in ends and token < size]
+    if not free:
+        raise ValueError("the tokenizer has no special token that no text holds; say which token no text holds, by "
+                         "--mask-token")
+    return max(free)
+
+
+def write(folder: Path, engine: Engine, module: DrafterModule, **facts: Any) -> dict[str, Any]:
+    """Write the model, its tokenizer if there is one, then the card; returns the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module.checkpoint().save_pretrained(folder)
+    if engine.tokenizer is not None:
+        engine.tokenizer.save_pretrained(folder)
+    card = {"part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
+            "model": Path(engine.model_name).name, "shoal": __version__,
+            "bytes": (folder / "model.safetensors").stat().st_size, **facts}
+    files.write_json(folder / CARD, card)
+    return card
