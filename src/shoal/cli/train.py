@@ -46,9 +46,9 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), **dict.fromkeys(("voc
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, DRAFTER, SCRATCH), help="eagle: a layer that goes on from the model's last "
-                        "states; medusa: a head for each of the next places; drafter: a small model that fills masks, "
-                        "for deer; diffusion: a small model from scratch")
+    parser.add_argument("part", choices=(*KINDS, DRAFTER, SCRATCH), help="eagle: a layer that goes on from the model's "
+                        "last states; medusa: a head for each of the next places; drafter: a small model that fills "
+                        "masks, for deer; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -80,12 +80,13 @@ def add_arguments(parser: Parser) -> None:
                       "medusa: heads, 4 if none")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
                       "stored")
-    what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: first layers of the model that it is "
-                      "made of")
+    what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: first layers of the model that it "
+                      "is made of")
     what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
-    what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it reads")
-    what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no text "
-                      "holds, or its number; a special token that is not used if none")
+    what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it "
+                      "reads")
+    what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
+                      "text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
     common.add_model(parser)
     common.add_json(parser)
@@ -126,6 +127,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 
     from shoal.train import corpus, drafter, export
     from shoal.train.loop import Trainer, Training
+    from shoal.train.part import PartModule
 
     wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
@@ -151,6 +153,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     if isinstance(module, drafter.DrafterModule):
         card, use = drafter.write(args.out, engine, module, **facts), f"deer --draft {args.out} --length {args.block}"
     else:
+        assert isinstance(module, PartModule)
         card = export.export(args.out, engine, module, args.weights, **facts)
         use = f"{args.part} --part {args.out}"
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"

@@ -49,8 +49,8 @@ class DEER(SecondModelMethod):
             raise ValueError(f"length is {self.length}; it must be 1 to {MOST_GUESSES} tokens. Plain decoding is "
                              "method 'full'")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1 token, or None for all that the draft was "
-                             "trained to read")
+            raise ValueError(f"window is {self.window}; it must be at least 1 token, or None for all that the draft "
+                             "was trained to read")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The draft model's guesses, confirmed by the target."""

@@ -62,8 +62,8 @@ class DrafterShape:
         """
         stack = engine.stack
         if self.layers > stack.num_layers:
-            raise ValueError(f"layers is {self.layers}; it must be 1 to {stack.num_layers}, which is all that the model "
-                             "has")
+            raise ValueError(f"layers is {self.layers}; it must be 1 to {stack.num_layers}, which is all that the "
+                             "model has")
         if stack.max_positions is not None and self.window + self.block > stack.max_positions:
             raise ValueError(f"window is {self.window} and block {self.block}; together they must be at most the "
                              f"model's context, {stack.max_positions}")
@@ -243,7 +243,7 @@ def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
     if not free:
         raise ValueError("the tokenizer has no special token that no text holds; say which token no text holds, by "
                          "--mask-token")
-    return max(free)
+    return int(max(free))
 
 
 def write(folder: Path, engine: Engine, module: DrafterModule, **facts: Any) -> dict[str, Any]:
