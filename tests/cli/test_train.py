@@ -55,6 +55,27 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
     assert said[0]["tokens"] == said[1]["tokens"]
 
 
+def test_a_drafter_is_trained_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "drafter"
+    words = ["train", "drafter", "--model", tiny_folder, "--out", str(out), "--prompts", str(prompts), "--json",
+             "--max-new-tokens", "12", "--epochs", "1", "--batch", "256", "--layers", "1", "--block", "3", "--window",
+             "9", "--mask-token", "255"]
+    assert main(words) == 0
+    told, err = capsys.readouterr()
+    card = json.loads(told)
+    assert card == json.loads((out / "training.json").read_text("utf-8"))
+    assert card["shape"] == {"layers": 1, "block": 3, "window": 9, "mask": 255} and card["steps"][0] == card["steps"][1]
+    assert len(card["places"]) == len(card["acceptance"]) == 3 and card["places"][0] == card["acceptance"][0]
+    assert f"--method deer --draft {out} --length 3" in err
+    said = []
+    for options in (["--method", "deer", "--draft", str(out), "--length", "3"], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *options]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"] and said[0]["stats"]["drafted"] > 0
+    assert main([*words[:-2], "--epochs", "2"]) == 2
+    assert "say which token no text holds, by --mask-token" in capsys.readouterr().err
+
+
 def test_two_parts_share_answers_and_time_ends_a_run(
     capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path
 ) -> None:
@@ -105,3 +126,10 @@ def test_what_cannot_be_done_is_refused(capsys: Any, tiny_folder: str, prompts: 
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     assert "has no text under 'prompt'" in refusal(capsys, *base, "--prompts", tmp_path / "bad.jsonl")
     assert "invalid choice" in refusal(capsys, "tree", *base[1:])
+    assert "--layers belongs to drafter" in refusal(capsys, *base, "--layers", 3)
+    assert "--steps belongs to diffusion" in refusal(capsys, *base, "--steps", 3)
+    drafter = ["drafter", "--model", tiny_folder, "--out", tmp_path / "drafter"]
+    assert "--depths belongs to eagle and medusa" in refusal(capsys, *drafter, "--depths", 3)
+    assert "layers is 9; it must be 1 to 6" in refusal(capsys, *drafter, "--layers", 9)
+    assert "block is 65; it must be 1 to 64" in refusal(capsys, *drafter, "--block", 65)
+    assert not (tmp_path / "drafter").exists()

@@ -103,6 +103,7 @@ EXACT = {
     "less context": Rapid(draft(), length=3, context=3, chunk=1, begin=0, end=1, rule="rejection"),
     "masked": DEER(canvas(), length=3, rule="rejection"),
     "masked, match": DEER(canvas(), length=3),
+    "masked, few words": DEER(canvas(), length=3, window=2, rule="rejection"),
     "trained layer": Eagle(layer(), length=3, stop=0.0, rule="rejection"),
     "trained layer, match": Eagle(layer(), length=3, stop=0.0),
     "n-grams": PromptLookup(min_ngram=1, rule="rejection"),
