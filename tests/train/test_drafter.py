@@ -180,6 +180,14 @@ def test_a_window_fits_where_the_text_does_not(tmp_path: Path) -> None:
     assert found.tokens == engine.generate(prompt, max_new_tokens=4).tokens
 
 
+@pytest.mark.parametrize(("count", "kept"), [(1, [0]), (2, [0, 5]), (3, [0, 1, 5]), (6, [0, 1, 2, 3, 4, 5])])
+def test_it_begins_as_the_outer_layers(count: int, kept: list[int]) -> None:
+    layers = target("llama").model.model.layers
+    for mine, place in zip(module(DrafterShape(count, 3, 6)).layers, kept, strict=True):
+        held = layers[place].state_dict()
+        assert all(torch.equal(tensor, held[name].float()) for name, tensor in mine.state_dict().items())
+
+
 def test_the_config_says_what_it_was_trained_for(tmp_path: Path) -> None:
     config = AutoModelForCausalLM.from_pretrained(written(tmp_path / "drafter")).config
     assert (config.num_hidden_layers, config.mask_token_id, config.draft_window, config.draft_block) == (2, MASK, 6, 3)

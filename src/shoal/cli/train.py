@@ -3,7 +3,7 @@
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
 point, the same command goes on where it was. Nothing of the model itself is trained.
 
-`drafter` is a model of its own, which `deer` reads: the model's first layers, trained to fill a block of masks.
+`drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
 `diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
 """
 
@@ -80,8 +80,8 @@ def add_arguments(parser: Parser) -> None:
                       "medusa: heads, 4 if none")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
                       "stored")
-    what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: first layers of the model that it "
-                      "is made of")
+    what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: layers of the model, first and "
+                      "last ones, that it is made of")
     what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
     what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it "
                       "reads")

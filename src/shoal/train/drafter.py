@@ -1,9 +1,9 @@
-"""A masked-diffusion drafter for a model, from its own first layers: what `deer` drafts with, under training.
+"""A masked-diffusion drafter for a model, from its own outer layers: what `deer` drafts with, under training.
 
-The first layers of the model, whose words now all see each other, read the last tokens of a text and a block of masks
-behind it. What they say at each mask is pulled towards what the model itself said of that place, once the answer had
-come so far: in the mean over answers that is the place's law given the text alone. Embedding and head are the model's
-and stay as they are, but for the embedding of the mask.
+The first and last layers of the model, whose words now all see each other, read the last tokens of a text and a block
+of masks behind it. What they say at each mask is pulled towards what the model itself said of that place, once the
+answer had come so far: in the mean over answers that is the place's law given the text alone. Embedding and head are
+the model's and stay as they are, but for the embedding of the mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DrafterShape:
     """How a drafter is made.
 
     Attributes:
-        layers: first layers of the model that it consists of.
+        layers: layers of the model that it begins as: its first ones, and as many or one fewer of its last.
         block: masks that it fills.
         window: last tokens of a text that it reads; the first of them stands at position 0.
     """
@@ -67,7 +67,7 @@ class DrafterShape:
         if stack.max_positions is not None and self.window + self.block > stack.max_positions:
             raise ValueError(f"window is {self.window} and block {self.block}; together they must be at most the "
                              f"model's context, {stack.max_positions}")
-        if engine.masked is not None or any(stack.windows[: self.layers]):
+        if engine.masked is not None or any(stack.windows):
             raise Unsupported("a drafter for this model", "its layers see later words, or not all earlier ones",
                               "Train one for a model that writes from left to right with full attention")
 
@@ -112,7 +112,7 @@ class DrafterModule(TrainedModule):
     def __init__(self, base: Base, model: Any, shape: DrafterShape, mask: int, seed: int = 0) -> None:
         super().__init__()
         self._base, self._shape, self._seed, self.mask_id = base, shape, seed, mask
-        student = first_layers(model, shape, mask)
+        student = outer_layers(model, shape, mask)
         self._student = (student,)  # in a tuple, whose parameters are not trained
         self.layers, self.norm = student.model.layers, student.model.norm
         table = student.get_input_embeddings().weight
@@ -187,8 +187,8 @@ class DrafterModule(TrainedModule):
         return made.to(torch.bfloat16)
 
 
-def first_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
-    """A copy of a model's outer parts and first layers in float32, as the masked model that its config names it.
+def outer_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
+    """A copy of a model's embedding, outer layers and head in float32, as the masked model that its config names it.
 
     Raises:
         Unsupported: the model's type is none that can be a masked model's.
@@ -197,15 +197,19 @@ def first_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
     if config.model_type not in OWN:
         raise Unsupported(f"a drafter for model type {config.model_type!r}", "nothing loads it as a masked model",
                           f"Models of type {', '.join(OWN)} can have one")
+    first = (shape.layers + 1) // 2
+    kept = [*range(first), *range(config.num_hidden_layers - shape.layers + first, config.num_hidden_layers)]
     config.num_hidden_layers = shape.layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: shape.layers]
+        config.layer_types = [config.layer_types[layer] for layer in kept]
     config.mask_token_id, config.draft_block, config.draft_window = mask, shape.block, shape.window
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         student = type(model)(config).float()
     held = model.state_dict()
-    student.load_state_dict({name: held[name] for name in student.state_dict()})
+    named = {name: name.replace(f".layers.{place}.", f".layers.{layer}.") for place, layer in enumerate(kept)
+             for name in student.state_dict() if f".layers.{place}." in name}
+    student.load_state_dict({name: held[named.get(name, name)] for name in student.state_dict()})
     return student.requires_grad_(True).train(False)
 
 
