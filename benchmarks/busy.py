@@ -154,7 +154,7 @@ def compiling() -> list[str]:
     compiler, source = shutil.which("gcc") or shutil.which("cc"), Path(build.__file__).parent / "pack.c"
     if compiler is None:
         return COMPUTING
-    options = f"-std=gnu11 -O3 -march=native -DSHOAL_{build.vector_set().upper()}"
+    options = f"-std=gnu11 -O3 -march=native -DSHOAL_{build.vector_sets()[0].upper()}"
     return ["sh", "-c", f"while {compiler} {options} -c {source} -o /dev/null; do :; done"]
 
 

@@ -20,7 +20,8 @@ import torch
 from shoal.model.packed import native
 from shoal.model.packed.native import build, library
 assert native.available(), native.why_not()
-assert str(build.prebuilt().parent).startswith({folder!r}), build.prebuilt()
+path = build.prebuilt(native.vector_set())
+assert str(path.parent).startswith({folder!r}), path
 weight, x = torch.randn(48, 96), torch.randn(3, 96)
 torch.testing.assert_close(native.matmul(x, native.pack(weight, "fp32")), x @ weight.T)
 """

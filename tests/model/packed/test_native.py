@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -220,9 +221,11 @@ def test_a_failed_build_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 FULL = "fpu avx2 fma bmi2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
+UNITS = f"{FULL} amx_bf16 amx_tile amx_int8"
 
 
 @pytest.mark.parametrize(("flags", "chosen", "expected"), [
+    (UNITS, "", "amx"), (UNITS, "avx512", "avx512"), (f"{FULL} amx_tile", "", "avx512"),
     (FULL, "", "avx512"), (FULL, "avx2", "avx2"), (FULL.replace(" avx512_bf16", ""), "", "avx2"),
     ("fpu avx2", "", "avx2"), ("fpu avx2", "avx512", "avx512"), (None, "", "avx2"),
 ])
@@ -233,7 +236,22 @@ def test_the_vectors_follow_the_processor_or_the_wish(
     monkeypatch.setattr(build, "_cpuinfo", lambda: lines)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("SHOAL_NATIVE", chosen)
-    assert build.vector_set() == expected
+    assert build.vector_sets()[0] == expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the first choices are for x86-64")
+def test_narrower_vectors_where_the_compiler_knows_no_better(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first set that can be compiled and that the processor has."""
+    monkeypatch.setattr(build, "_cpuinfo", lambda: [f"flags : {UNITS}"])
+    monkeypatch.setattr(build, "_VECTORS", {**build._VECTORS, "amx": ("-mno-such-units",), "avx512": ("-mno-such",)})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SHOAL_NATIVE", raising=False)
+    with caplog.at_level("INFO", logger=library.__name__):
+        loaded, reason = library._open.__wrapped__()
+    assert loaded is not None and loaded.shoal_vectors() == b"avx2" and reason == ""
+    assert "no kernels for amx" in caplog.text and "no kernels for avx512" in caplog.text
 
 
 ARM = "fp asimd evtstrm aes atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
@@ -244,7 +262,7 @@ ARM = "fp asimd evtstrm aes atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asim
     ("aarch64", ARM.replace(" asimddp", ""), "", "the processor lacks asimddp"),
     ("aarch64", "", "", "the processor lacks asimd and asimddp"),
     ("aarch64", ARM, "avx2", "SHOAL_NATIVE is 'avx2'; it must be neon, or not be set"),
-    ("x86_64", FULL, "neon", "SHOAL_NATIVE is 'neon'; it must be avx512 or avx2, or not be set"),
+    ("x86_64", FULL, "neon", "SHOAL_NATIVE is 'neon'; it must be amx or avx512 or avx2, or not be set"),
     ("riscv64", "", "", "the kernels are for Linux on x86_64 and aarch64, not Linux on riscv64"),
 ])
 def test_other_families_of_processors(
@@ -255,7 +273,7 @@ def test_other_families_of_processors(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setenv("SHOAL_NATIVE", chosen)
     if expected == "neon":
-        assert build.vector_set() == expected
+        assert build.vector_sets() == [expected]
     else:
         loaded, reason = library._open.__wrapped__()
         assert loaded is None and reason == expected
@@ -270,26 +288,56 @@ def test_a_wheel_for_arm_has_the_one_library(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("SHOAL_NATIVE", raising=False)
     (target,) = build.build_ahead(tmp_path / build.PREBUILT)
     assert [words[1:4] for words in made] == [("neon", "generic", [])]
-    assert build.prebuilt() is None
+    assert build.prebuilt("neon") is None
     target.parent.mkdir()
     target.touch()
-    assert build.prebuilt() == target
+    assert build.prebuilt("neon") == target
 
 
 def test_a_wish_for_other_vectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_NATIVE", "sse2")
     loaded, reason = library._open.__wrapped__()
-    assert loaded is None and reason == "SHOAL_NATIVE is 'sse2'; it must be avx512 or avx2, or not be set"
+    assert loaded is None and reason == "SHOAL_NATIVE is 'sse2'; it must be amx or avx512 or avx2, or not be set"
 
 
-@pytest.mark.skipif(not native.available() or native.vector_set() != "avx512", reason="no wide vectors here")
-def test_narrower_vectors_on_a_processor_with_wide_ones() -> None:
+def narrower() -> list[str]:
+    """What this processor has beside what was chosen for it."""
+    return build.vector_sets()[1:] if native.available() and native.vector_set() == build.vector_sets()[0] else []
+
+
+@pytest.mark.parametrize("vectors", narrower())
+def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
     some = "test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache"
     files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_forward.py")]
     words = ["-q", "-p", "no:cacheprovider", "-k", some, *files]
-    environment = {**os.environ, "SHOAL_NATIVE": "avx2", "PYTHONPATH": ":".join(sys.path)}
+    environment = {**os.environ, "SHOAL_NATIVE": vectors, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-m", "pytest", *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+ALL_BITS = """
+import hashlib, sys, torch
+from shoal.model.packed import native
+found = hashlib.sha256(native.vector_set().encode() if len(sys.argv) > 1 else b"")
+for kind, cols in (("int8", 1100), ("int4", 600), ("int4", 2080)):
+    generator = torch.Generator().manual_seed(cols)
+    packed = native.pack(torch.randn(50, cols, generator=generator), kind)
+    for tokens in (1, 3, 8, 12, 13, 16, 17, 27, 36, 64):
+        found.update(native.matmul(torch.randn(tokens, cols, generator=generator), packed).numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.skipif(not native.available() or native.vector_set() != "amx", reason="no tile units here")
+def test_the_tile_units_give_the_bits_of_the_vectors() -> None:
+    """Integers within a group are exact, and groups are added in one order."""
+    def bits(vectors: str, *words: str) -> str:
+        environment = {**os.environ, "SHOAL_NATIVE": vectors, "PYTHONPATH": ":".join(sys.path)}
+        command = [sys.executable, "-c", ALL_BITS, *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert bits("amx") == bits("avx512")
+    assert bits("amx", "names") != bits("avx512", "names"), "one library served both"
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

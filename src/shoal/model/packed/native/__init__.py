@@ -1,4 +1,4 @@
-"""Decoding kernels in C for Llama-shaped models: x86-64 with AVX-512 (BF16 and VNNI) or AVX2, ARM with NEON.
+"""Decoding kernels in C for Llama-shaped models: x86-64 with AMX, AVX-512 (BF16 and VNNI) or AVX2, ARM with NEON.
 
 They come compiled in a wheel, or the system's compiler makes them on first use. They are called through ctypes, never
 required: where they cannot run, `available()` is false and `why_not()` says why. A token's result does not depend, bit
@@ -7,10 +7,10 @@ for bit, on how many other tokens a forward holds, so a verified block gives wha
 
 from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns
-from shoal.model.packed.native.build import layout_version, vector_set
+from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
-from shoal.model.packed.native.library import available, why_not
+from shoal.model.packed.native.library import available, vector_set, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES
 from shoal.model.packed.native.weights import (

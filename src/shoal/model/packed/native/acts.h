@@ -32,26 +32,51 @@ INLINE int form_of(int kind) {
     return kind == KIND_BF16 ? FORM_BF16 : !is_integer(kind) ? FORM_FP32 : kind == KIND_INT8 ? FORM_S8_LONG : FORM_S8;
 }
 
+/* Whether so many tokens are multiplied in the tile units (matmul_amx.h): floats always, so that a token's result does not depend
+   on the others; integers, where it does not anyhow, if they fill three quarters of the squares. They are not woven: of 16 tokens
+   in turn, the first 64 bytes of each, then the second ones, and so on; scales and the like are [groups][16]. */
+INLINE int in_squares(int form, int tokens) {
+#ifdef SHOAL_AMX
+    return form == FORM_BF16 || (form >= FORM_S8_LONG && 4 * tokens >= 3 * (int)round_up(tokens, 16));
+#else
+    return (void)form, (void)tokens, 0;
+#endif
+}
+
+/* The words of the 16 tokens from `first` on, a multiple of 16, from word `word` on, of `words` in all. */
+INLINE char *square_at(const Acts *a, int64_t words, int first, int64_t word) {
+    return (char *)(a->words + first * round_up(words, LANES)) + word / LANES * 1024 + word % LANES * 4;
+}
+
+/* Put the words of one token there. */
+INLINE void spread_line(const Acts *a, int words, int token) {
+    char *to = square_at(a, words, token / 16 * 16, 0) + token % 16 * 64;
+    for (int k = 0; k < words; k += LANES, to += 1024) vi_store(to, vi_load(a->plain + k));
+}
+
 /* Tokens that a tile has room for: kernels know this number, and weaving goes by powers of two. */
 INLINE int width_of(int tokens) { return tokens == 1 ? 1 : tokens == 2 ? 2 : tokens <= 4 ? 4 : 8; }
+
+/* Tokens that there is room for. */
+INLINE int64_t acts_room(int tokens) { return round_up(tokens, in_squares(FORM_S8, tokens) ? 16 : TILE_TOKENS); }
 
 INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP, LANES); }
 
 /* Bytes of the activations of `tokens` tokens of `depth` values at most, whatever the kind. */
 INLINE int64_t acts_bytes(int tokens, int depth) {
-    return 4 * round_up(depth, LANES) * (round_up(tokens, TILE_TOKENS) + TILE_TOKENS + 1) + 24 * round_up(tokens, TILE_TOKENS) * acts_groups(depth);
+    return 4 * round_up(depth, LANES) * (acts_room(tokens) + TILE_TOKENS + 1) + 24 * acts_room(tokens) * acts_groups(depth);
 }
 
 INLINE Acts acts_at(char *memory, int tokens, int depth) {
     Acts a = {.depth = round_up(depth, LANES), .groups = (int)acts_groups(depth)};
     a.words = (int32_t *)memory;
-    a.plain = a.words + round_up(tokens, TILE_TOKENS) * a.depth;
+    a.plain = a.words + acts_room(tokens) * a.depth;
     a.line = (float *)(a.plain + TILE_TOKENS * a.depth);
     a.scales = a.line + a.depth;
-    a.totals = a.scales + round_up(tokens, TILE_TOKENS) * a.groups;
-    a.starts = (int32_t *)(a.totals + round_up(tokens, TILE_TOKENS) * a.groups);
-    a.eights = a.starts + round_up(tokens, TILE_TOKENS) * a.groups;
-    a.halves = a.eights + round_up(tokens, TILE_TOKENS) * a.groups;
+    a.totals = a.scales + acts_room(tokens) * a.groups;
+    a.starts = (int32_t *)(a.totals + acts_room(tokens) * a.groups);
+    a.eights = a.starts + acts_room(tokens) * a.groups;
+    a.halves = a.eights + acts_room(tokens) * a.groups;
     return a;
 }
 
@@ -110,6 +135,7 @@ INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, in
 /* RMS-normalise x [cols] by `norm`, or take it as it is if that is NULL, and put it down as token `token` of `tokens`.
    Tokens come in order; the last one of a tile weaves it. */
 static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token, int tokens) {
+    const int words = w->depth / values_per_word(w->kind);
     Vf scale = vf_all(norm ? inverse_rms(x, w->cols, eps) : 1.0f);
     for (int k = 0; k < w->depth; k += LANES) {
         Mask mask = k < w->cols ? head_mask(w->cols - k) : 0;
@@ -117,10 +143,15 @@ static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const f
         if (norm) v = vf_mul(vf_mul(v, scale), vf_load_some(mask, norm + k));
         vf_store(a->line + k, v);
     }
-    const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS);
-    const int words = w->depth / values_per_word(w->kind), width = width_of(count);
+    const int form = form_of(w->kind);
+    if (in_squares(form, tokens)) {
+        convert_line(a, form, w->depth, (int64_t)token / 16 * 16 * a->groups + token % 16, 16, a->plain);
+        spread_line(a, words, token);
+        return;
+    }
+    const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS), width = width_of(count);
     int32_t *to = a->words + (int64_t)first * words;
-    convert_line(a, form_of(w->kind), w->depth, (int64_t)first * a->groups + token - first, width,
+    convert_line(a, form, w->depth, (int64_t)first * a->groups + token - first, width,
                  width == 1 ? to : a->plain + (token - first) * a->depth);
     if (token - first < count - 1 || width == 1) return;
     if (width == 2) weave_tile(a, words, count, 2, to);

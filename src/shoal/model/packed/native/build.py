@@ -17,22 +17,26 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
+_AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _VECTORS = {
-    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3",),
     # Scheduled before registers are given out, sums spill. What is fused must not differ with the number of tokens.
     "neon": ("-march=armv8.2-a+dotprod", "-fno-schedule-insns", "-ffp-contract=off"),
 }
-_MACHINES = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",)}
+_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 """Vectors that the processors of a family may have, the widest first."""
+_AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
 _NEEDED = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"},
+    "amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"},
+    "avx512": _AVX512_FEATURES,
     "avx2": set[str](),
     "neon": {"asimd", "asimddp"},
 }
 """Features without which a set is not chosen, by the kernel's names; the library asks the processor again."""
 _UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
-          "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
+          "tiles_amx.c": True, "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
 """Sources, and whether they are compiled for vectors; the others run on any processor of the family."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"
@@ -44,14 +48,13 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def build() -> Path:
-    """The compiled library; it is made if the cache does not hold it.
+def build(vectors: str) -> Path:
+    """The library compiled for a set of vectors; it is made if the cache does not hold it.
 
     Raises:
-        BuildError: no compiler, another processor family, an unknown SHOAL_NATIVE, or the compiler failed.
+        BuildError: no compiler, or it failed.
     """
-    compiler = _compiler()
-    runtime, vectors = openmp_runtime(), vector_set()
+    compiler, runtime = _compiler(), openmp_runtime()
     target = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
     if not target.exists():
         _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
@@ -73,13 +76,9 @@ def build_ahead(folder: Path) -> list[Path]:
     return list(targets.values())
 
 
-def prebuilt() -> Path | None:
-    """The library for this processor that came in a wheel, if one did.
-
-    Raises:
-        BuildError: as `vector_set`.
-    """
-    path = _HERE / PREBUILT / f"libshoal-{vector_set()}.so"
+def prebuilt(vectors: str) -> Path | None:
+    """The library for a set of vectors that came in a wheel, if one did."""
+    path = _HERE / PREBUILT / f"libshoal-{vectors}.so"
     return path if path.is_file() else None
 
 
@@ -98,10 +97,10 @@ def _compiler() -> str:
     return compiler
 
 
-def vector_set() -> str:
-    """The widest vectors that the kernels are written for and this processor has: "avx512", "avx2" or "neon".
+def vector_sets() -> list[str]:
+    """The vectors that the kernels are written for and this processor has, the best first, of "amx", "avx512", "avx2" and "neon".
 
-    The environment variable SHOAL_NATIVE chooses otherwise.
+    "amx" is "avx512" and the tile units. The environment variable SHOAL_NATIVE chooses one of them.
 
     Raises:
         BuildError: it names something else, the processor has none of them, or there are no kernels for its family.
@@ -112,7 +111,7 @@ def vector_set() -> str:
     fitting = [chosen] if chosen else [vectors for vectors in family if features >= _NEEDED[vectors]]
     if not fitting:
         raise BuildError(f"the processor lacks {' and '.join(sorted(_NEEDED[family[-1]] - features))}")
-    return fitting[0]
+    return fitting
 
 
 def _features() -> set[str]:

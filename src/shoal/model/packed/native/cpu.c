@@ -6,12 +6,37 @@
 #ifdef SHOAL_NEON
 #include <sys/auxv.h>
 #endif
+#ifdef SHOAL_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+/* Linux keeps these registers for processes that have asked for them, of which every thread may then use them. */
+enum { REQUEST_STATE = 0x1023, TILE_DATA = 18 };
+
+static int has_tile_units(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+}
+#endif
+
+/* What the other files were compiled for. */
+const char *shoal_vectors(void) {
+#if defined SHOAL_NEON
+    return "neon";
+#elif defined SHOAL_AMX
+    return "amx";
+#elif defined SHOAL_AVX512
+    return "avx512";
+#else
+    return "avx2";
+#endif
+}
 
 /* The first instruction set that the kernels need and this processor lacks, or NULL. */
 const char *shoal_missing_feature(void) {
 #if defined SHOAL_NEON
     if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return "asimddp";
-#elif defined SHOAL_AVX512
+#elif defined SHOAL_AVX512 || defined SHOAL_AMX
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx512f")) return "avx512f";
     if (!__builtin_cpu_supports("avx512bw")) return "avx512bw";
@@ -19,6 +44,10 @@ const char *shoal_missing_feature(void) {
     if (!__builtin_cpu_supports("avx512dq")) return "avx512dq";
     if (!__builtin_cpu_supports("avx512vnni")) return "avx512vnni";
     if (!__builtin_cpu_supports("avx512bf16")) return "avx512bf16";
+#ifdef SHOAL_AMX
+    if (!has_tile_units()) return "amx_int8 or amx_bf16";
+    if (syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA)) return "leave to use its tile registers";
+#endif
 #else
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2")) return "avx2";

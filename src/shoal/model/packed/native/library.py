@@ -8,12 +8,13 @@ import logging
 import os
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 
-from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt
+from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt, vector_sets
 from shoal.model.packed.native.structs import BatchStruct, ChainStruct, Model, Weight
 
 _log = logging.getLogger(__name__)
 _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
+    "shoal_vectors": (c_char_p, []),
     "shoal_sizes": (None, [POINTER(c_int64)]),
     "shoal_advise": (None, [c_void_p, c_int64]),
     "shoal_lay_out": (None, [POINTER(Weight), POINTER(c_int64), POINTER(c_int64)]),
@@ -36,23 +37,39 @@ _SIGNATURES = {
 
 @functools.cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    """The library and "", or None and the reason. Found out once; the reason is logged then."""
+    """The library and "", or None and the reason. Found out once; the reason is logged then.
+
+    Vectors that an old compiler does not know, or that the system keeps from us, leave those that are narrower.
+    """
+    reasons = []
     try:
-        library = _prebuilt() or ctypes.CDLL(str(build()))
+        for vectors in vector_sets():
+            library, reason = _open_for(vectors)
+            if library is not None:
+                return library, ""
+            _log.info("no kernels for %s: %s", vectors, reason)
+            reasons.append(reason)
+    except BuildError as error:
+        reasons.append(str(error))
+    _log.info("native kernels are off: %s", reasons[0])
+    return None, reasons[0]
+
+
+def _open_for(vectors: str) -> tuple[ctypes.CDLL | None, str]:
+    try:
+        library = _prebuilt(vectors) or ctypes.CDLL(str(build(vectors)))
     except (BuildError, OSError) as error:
-        return _refuse(str(error))
+        return None, str(error)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     missing = library.shoal_missing_feature()
-    if missing is not None:
-        return _refuse(f"the processor lacks {missing.decode()}")
-    return library, ""
+    return (library, "") if missing is None else (None, f"the processor lacks {missing.decode()}")
 
 
-def _prebuilt() -> ctypes.CDLL | None:
+def _prebuilt(vectors: str) -> ctypes.CDLL | None:
     """The library of the wheel, with the OpenMP library that torch runs on; None where either is not to be had."""
-    path, runtime = prebuilt(), openmp_runtime()
+    path, runtime = prebuilt(vectors), openmp_runtime()
     if path is None or runtime is None:
         return None
     try:
@@ -63,11 +80,6 @@ def _prebuilt() -> ctypes.CDLL | None:
         return None
 
 
-def _refuse(reason: str) -> tuple[None, str]:
-    _log.info("native kernels are off: %s", reason)
-    return None, reason
-
-
 def load() -> ctypes.CDLL | None:
     """The library, built on the first call, or None where it cannot be had. Never raises."""
     return _open()[0]
@@ -76,6 +88,16 @@ def load() -> ctypes.CDLL | None:
 def available() -> bool:
     """Whether the kernels can run here."""
     return load() is not None
+
+
+def vector_set() -> str:
+    """The vectors that the kernels run on, see `vector_sets`.
+
+    Raises:
+        RuntimeError: they cannot run here.
+    """
+    vectors: bytes = require().shoal_vectors()
+    return vectors.decode()
 
 
 def why_not() -> str:

@@ -28,13 +28,16 @@ INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, in
 /* sums [count][tokens][2][16] = `count` row blocks of one panel, from `block` on, times all tokens; the two halves of a
    sum are to be added. */
 static void multiply(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, float *sums) {
-    const int words = words_of(w), step = tokens * 2 * LANES;
+    const int words = words_of(w), step = tokens * 2 * LANES, squares = in_squares(form_of(w->kind), tokens);
     memset(sums, 0, sizeof(float) * count * step);
+    if (squares) begin_squares(w, tokens);
     for (int first = 0; first < words; first += w->tile)
         for (int b = 0; b < count; b++) {
             const Part p = part_of(w, block + b, first);
-            multiply_tile(w, &p, a, tokens, sums + b * step);
+            if (squares) multiply_squares(w, &p, a, tokens, sums + b * step);
+            else multiply_tile(w, &p, a, tokens, sums + b * step);
         }
+    if (squares) end_squares();
 }
 
 INLINE Vf sum_at(const float *sums, int tokens, int b, int t) {

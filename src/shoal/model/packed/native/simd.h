@@ -11,7 +11,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 #define ALIGNED __attribute__((aligned(64)))
 
-#if defined SHOAL_AVX512
+#if defined SHOAL_AVX512 || defined SHOAL_AMX
 #include "vector_avx512.h"
 #elif defined SHOAL_NEON
 #include "vector_neon.h"

@@ -1,0 +1,48 @@
+/* Kernels of the tile units; nothing where there are none. */
+#include "matmul_int.h"
+#include "tiles.h"
+#ifdef SHOAL_AMX
+#include "matmul_amx.h"
+
+void begin_squares(const ShoalWeight *w, int tokens) { shape_squares(w->kind, tokens); }
+void end_squares(void) { __asm__ volatile("tilerelease"); }
+
+/* The sums are results of the units themselves. */
+static void multiply_bf16(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums, const char *ahead) {
+    const char *lines = lines_at(w, p);
+    float results[SQUARE_ROWS * LANES] ALIGNED;
+    for (int first = 0; first < tokens; first += SQUARE_ROWS, sums += SQUARE_ROWS * 2 * LANES) {
+        const int count = min_int(tokens - first, SQUARE_ROWS);
+        const char *x = square_at(a, words_of(w), first, p->first);
+        for (int t = 0; t < count; t++) vf_store(results + t * LANES, vf_load(sums + 2 * t * LANES));
+        SQUARE_LOAD(0, results, 64);
+        for (int64_t k = 0; k < p->words; k += LANES, x += SQUARE_SIZE) {
+            SQUARE_LOAD(FIRST_WEIGHTS, lines + k * 64, 64);
+            SQUARE_LOAD(FIRST_ACTS, x, 64);
+            fetch_part(ahead, k / LANES, LANES * 64, !first);
+            SQUARE_BF16(0, FIRST_ACTS, FIRST_WEIGHTS);
+        }
+        SQUARE_STORE(0, results, 64);
+        for (int t = 0; t < count; t++) vf_store(sums + 2 * t * LANES, vf_load(results + t * LANES));
+    }
+}
+
+void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
+    const int words = words_of(w);
+    const char *ahead = lines_at(w, p) + p->words * line_bytes(w->kind);
+    Open open ALIGNED;
+    if (w->kind == KIND_BF16) {
+        multiply_bf16(w, p, a, tokens, sums, ahead);
+        return;
+    }
+    open_tile(w, p, &open);
+    switch (w->kind) {
+    case KIND_INT8: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP_INT8 * LANES, GROUP_INT8, BY_SCALE); break;
+    case KIND_Q8_0: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES, GROUP, BY_SCALE); break;
+    case KIND_Q6_K: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 6 / 8, GROUP, BY_HALVES); break;
+    default:
+        if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 5 / 8, GROUP, BY_SCALE_AND_MINIMUM);
+        else multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 5 / 8, GROUP, BY_SCALE);
+    }
+}
+#endif
