@@ -49,11 +49,12 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
-    for (int k = first * group; k < last * group; k += QUERIES) {
-        const char *q[QUERIES];
-        State *states[QUERIES];
-        const Seen *sights[QUERIES];
-        const int count = min_int(QUERIES, last * group - k);
+    const int most = bf16 ? MOST_QUERIES : QUERIES, fetching = most > QUERIES ? 1 : 2; /* the first ones, which fetch half each */
+    for (int k = first * group; k < last * group; k += most) {
+        const char *q[MOST_QUERIES];
+        State *states[MOST_QUERIES];
+        const Seen *sights[MOST_QUERIES];
+        const int count = min_int(most, last * group - k);
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
             q[j] = w->queries + (k + j - before * group) * query_bytes(m);
@@ -62,7 +63,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             w->chunk.tops[j] = tops_of(r, task->entry, task->chosen->token[i], task->head, next - CHUNK);
             w->chunk.begins[j] = head == 0;
         }
-        const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + 2 * QUERIES;
+        const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
         w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
@@ -80,9 +81,9 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
             const Seen one = seen[i - s->first] = seen_by(w->run, task, i, base);
             if (one.low < one.high) high = max_int(high, one.high);
         }
-        for (int k = 0; k < round_up(high, LANES); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
+        for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
-        lay_columns(&w->chunk, source, columns, (int)round_up(high, LANES), multiplies_bf16(w->run->m));
+        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
     }
 }
@@ -103,7 +104,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
         int32_t columns[CHUNK];
         Seen seen = {0};
         for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
-        const int places = (int)round_up(seen.high, LANES);
+        const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);

@@ -11,6 +11,13 @@
 #define CHUNK 128   /* columns at a time: laid out they stay in the nearest caches for all queries */
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
 #define QUERIES 4   /* that share the loads of keys and values */
+#ifdef SQUARE_QUERIES
+#define MOST_QUERIES SQUARE_QUERIES
+#define LAID 32     /* columns are laid out up to a multiple of this */
+#else
+#define MOST_QUERIES QUERIES
+#define LAID LANES
+#endif
 #define SUMMED 64   /* words of a line of keys that are summed one after the other */
 #define MAX_HEAD_DIM 256
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
@@ -49,10 +56,10 @@ typedef struct {
     char *keys, *values;
     float *factors, *weights, *bias; /* [CHUNK]: of scores, of softmax's weights, beside scores */
     int scaled, biased;              /* whether there are the last two */
-    float *tops[QUERIES];            /* where the largest scores of a few queries are noted by column; or NULL */
-    int begins[QUERIES];             /* whether nothing was noted there yet */
+    float *tops[MOST_QUERIES];       /* where the largest scores of a few queries are noted by column; or NULL */
+    int begins[MOST_QUERIES];        /* whether nothing was noted there yet */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
-    int dim;
+    int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
     float cap;
 } Chunk;
 
@@ -140,8 +147,9 @@ static void lay_int8_bf16(Chunk *c, const Source *s, const int32_t *columns, int
     lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
 }
 
-/* Lay out columns that are listed up to a multiple of 16; -1: none. */
+/* Lay out columns that are listed up to a multiple of LAID; -1: none. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+    c->stored_bytes = form_bytes(s->form);
     c->cap = s->cap, c->scaled = s->value_scales != NULL, c->biased = s->bias != NULL;
     for (int i = 0; i < count; i++) {
         const int at = max_int(columns[i], 0);
@@ -276,6 +284,17 @@ INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, con
         }
 }
 
+/* From the scores of query number h in columns first..last-1 to its weights. Returns by how much its older sums shrink. */
+INLINE float weigh(const Chunk *c, int h, State *s, const Seen *seen, float *mine, int first, int last) {
+    if (c->tops[h]) note_scores(c->tops[h], mine, first, last, c->begins[h]);
+    for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
+    for (int i = first; c->biased && i < last; i += LANES) vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
+    hide(seen, mine, first, last);
+    const float shrink = soften(s, mine, first, last);
+    for (int i = first; c->scaled && i < last; i += LANES) vf_store(mine + i, vf_mul(vf_load(mine + i), vf_load(c->weights + i)));
+    return shrink;
+}
+
 /* A few queries look at a chunk. */
 INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
                            const int bf16) {
@@ -289,14 +308,7 @@ INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s
     score(c, q, scores, first, last, queries, bf16);
     UNROLL for (int h = 0; h < queries; h++) {
         float *mine = scores[h];
-        if (c->tops[h]) note_scores(c->tops[h], mine, first * LANES, last * LANES, c->begins[h]);
-        for (int i = first * LANES; c->cap > 0 && i < last * LANES; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
-        for (int i = first * LANES; c->biased && i < last * LANES; i += LANES)
-            vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
-        hide(seen[h], mine, first * LANES, last * LANES);
-        shrink[h] = soften(s[h], mine, first * LANES, last * LANES);
-        for (int i = first * LANES; c->scaled && i < last * LANES; i += LANES)
-            vf_store(mine + i, vf_mul(vf_load(mine + i), vf_load(c->weights + i)));
+        shrink[h] = weigh(c, h, s[h], seen[h], mine, first * LANES, last * LANES);
         for (int i = first * LANES; bf16 && i < last * LANES; i += LANES) store_bf16(halves[h] + i, vf_load(mine + i), 0xffff);
         weights[h] = bf16 ? (const char *)halves[h] : (const char *)mine;
     }
@@ -313,6 +325,11 @@ INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s
         else if (queries == 2) attend_queries(c, q, s, seen, 2, bf16);                                                 \
         else attend_queries(c, q, s, seen, 1, bf16);                                                                   \
     }
-ATTEND(attend_fp32, 0) ATTEND(attend_bf16, BF16_PRODUCTS)
+ATTEND(attend_fp32, 0)
+#ifdef SQUARE_QUERIES
+#include "attention_amx.h"
+#else
+ATTEND(attend_bf16, BF16_PRODUCTS)
+#endif
 
 #endif

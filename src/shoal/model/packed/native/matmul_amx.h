@@ -1,48 +1,17 @@
-/* Products in the tile units of AMX, of 16 tokens with a row block: a register of the units ("square") holds up to 16 rows of
-   64 bytes. Squares of activations are lines of tokens, squares of weights are lines as layout.h has them, and a square of
-   results is a row of 16 lanes for each token. Within a group the integers are exact, and groups are added as matmul_int.h
-   adds them, so a token's result is bit for bit that of the other kernels. */
+/* Products of a row block with tokens, 16 at a time, in the tile units: squares of weights are lines as layout.h has them, a
+   square of results is a row of 16 lanes for each token. Within a group the integers are exact, and groups are added as
+   matmul_int.h adds them, so a token's result is bit for bit that of the other kernels. */
 #ifndef SHOAL_MATMUL_AMX_H
 #define SHOAL_MATMUL_AMX_H
 
 #include "matmul_int.h"
+#include "squares.h"
 
-/* Four of results, so that some are made while others are read, and two of what they are made of. */
-enum { SQUARES_SUM = 4, FIRST_ACTS = SQUARES_SUM, FIRST_WEIGHTS = SQUARES_SUM + 2, SQUARES = SQUARES_SUM + 4 };
-#define SQUARE_ROWS 16
-#define SQUARE_SIZE (SQUARE_ROWS * 64)
 #define MOST_WORDS (TILE_WORDS + GROUP_K / 4) /* of a tile: whole super-blocks may take more than TILE_WORDS */
 
-/* The assembler's words: what the compiler offers does not say that memory is read. */
-#define SQUARE_LOAD(square, from, step)                                                                                \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"((const void *)(from)), "r"((int64_t)(step)), "i"(square) : "memory")
-#define SQUARE_STORE(square, to, step)                                                                                 \
-    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(step)), "i"(square) : "memory")
-#define SQUARE_ZERO(square) __asm__ volatile("tilezero %%tmm%c0" ::"i"(square))
-#define SQUARE_BYTES(sum, acts, weights) /* signed times signed */                                                     \
-    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
-#define SQUARE_BF16(sum, acts, weights)                                                                                \
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
-
-/* Inputs that one product of squares takes: those that share a scale. */
-INLINE int square_inputs(int kind) { return kind == KIND_INT8 ? GROUP_INT8 : kind == KIND_Q6_K ? GROUP / 2 : GROUP; }
-
-/* How many rows and bytes the squares have, as the instruction wants to read it. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} Squares;
-
-static void shape_squares(int kind, int tokens) { /* fewer rows than 16 are faster */
-    const int bytes = kind == KIND_BF16 ? 64 : square_inputs(kind);
-    Squares s ALIGNED = {.palette = 1};
-    for (int i = 0; i < SQUARES; i++) {
-        const int acts = i >= FIRST_ACTS && i < FIRST_WEIGHTS;
-        s.rows[i] = i >= FIRST_WEIGHTS ? bytes / 4 : min_int(tokens, SQUARE_ROWS);
-        s.row_bytes[i] = acts ? bytes : 64;
-    }
-    __asm__ volatile("ldtilecfg %0" ::"m"(s));
+/* Inputs that one product of squares takes: of integers those that share a scale. */
+INLINE int square_inputs(int kind) {
+    return kind == KIND_INT8 ? GROUP_INT8 : kind == KIND_Q6_K ? GROUP / 2 : GROUP;
 }
 
 /* A tile of integers, unpacked: signed bytes, and scales and minima in fp32. */

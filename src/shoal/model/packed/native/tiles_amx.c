@@ -4,8 +4,8 @@
 #ifdef SHOAL_AMX
 #include "matmul_amx.h"
 
-void begin_squares(const ShoalWeight *w, int tokens) { shape_squares(w->kind, tokens); }
-void end_squares(void) { __asm__ volatile("tilerelease"); }
+void begin_squares(const ShoalWeight *w, int tokens) { shape_squares(tokens, w->kind == KIND_BF16 ? 64 : square_inputs(w->kind)); }
+void end_squares(void) { release_squares(); }
 
 /* The sums are results of the units themselves. */
 static void multiply_bf16(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums, const char *ahead) {

@@ -7,6 +7,9 @@
 #define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
 #define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
 #define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
+#ifdef SHOAL_AMX
+#define SQUARE_QUERIES 16 /* that attention looks at in the tile units together */
+#endif
 #define SCORED 4 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 4  /* vectors of values that are added up at once for a few queries */
 
