@@ -41,14 +41,15 @@ static void take_vector(const Worker *w, int token, const float *own) {
                  vf_add(vf_load(r->qkv + token * r->qkv_line + k), vf_load_some(head_mask(r->m->hidden - k), own + k)));
 }
 
-static void multiply_states(const Worker *w, const ShoalChain *c, int tokens) {
+static void multiply_states(Worker *w, const ShoalChain *c, int tokens) {
     const Chosen all = {.count = tokens};
+    w->ready = &w->acts;
     multiply_all(w, &c->of_state, &all, NULL, finish_aside, NULL);
     meet(&w->run->team, w->id);
 }
 
 /* The vectors of the tokens that are known. */
-static void begin_chains(const Worker *w, const ShoalChain *c) {
+static void begin_chains(Worker *w, const ShoalChain *c) {
     const int tokens = w->run->b->tokens;
     for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states[t], c->norm, c->eps, t, tokens);
     multiply_states(w, c, tokens);
@@ -57,7 +58,7 @@ static void begin_chains(const Worker *w, const ShoalChain *c) {
 }
 
 /* The vectors of the tokens that were guessed last. */
-static void go_on(const Worker *w, const ShoalChain *c, const Chains *all) {
+static void go_on(Worker *w, const ShoalChain *c, const Chains *all) {
     const Run *r = w->run;
     const int tokens = all->next.tokens;
     for (int t = 0; t < tokens; t++) prepare_state(w, c, r->x + all->line[t] * r->x_line, r->m->norm, r->m->eps, t, tokens);

@@ -33,14 +33,12 @@ static void copy_states(const Worker *w, int entry) {
     for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
 }
 
-static void run_head(const Worker *w) {
+static void run_head(Worker *w) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     Chosen c = {.count = r->b->wanted_count};
-    for (int i = 0; i < c.count; i++) {
-        c.token[i] = r->b->wanted[i];
-        prepare(&w->acts, &m->head, r->x + c.token[i] * r->x_line, m->norm, m->eps, i, c.count);
-    }
+    for (int i = 0; i < c.count; i++) c.token[i] = r->b->wanted[i];
+    prepare_together(w, &m->head, (Lines){.x = r->x, .norm = m->norm, .step = r->x_line, .tokens = c.token, .count = c.count});
     if (c.count) multiply_all(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }
 
@@ -53,7 +51,9 @@ static Worker worker_of(Run *r, int id, int threads) {
     const int tokens = r->b->tokens, group = m->heads / m->kv_heads;
     Worker w = {.run = r, .id = id, .threads = threads};
     char *at = r->private + id * r->private_bytes;
-    w.acts = acts_at(at, tokens, deepest(m)), at += round_up(acts_bytes(tokens, deepest(m)), 64);
+    w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
+    w.shared.line = w.acts.line, w.shared.plain = w.acts.plain;
+    at += round_up(acts_bytes(tokens, deepest(m)), 64);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
@@ -89,6 +89,8 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->hidden = at, at += tokens * r->hidden_line;
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
+    r->together = (char *)at;
+    if (tokens >= TOGETHER) at += round_up(acts_bytes((int)tokens, deepest(m)), 128) / 4;
     r->private = (char *)at;
     return (char *)at - memory + threads * r->private_bytes;
 }
@@ -179,6 +181,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
         const Chosen c = {.count = tokens};
         worker.sums = (float *)(scratch + worker.id * own);
         worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
+        worker.ready = &worker.acts;
         for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
         multiply_all(&worker, w, &c, NULL, finish_logits, out);
     }

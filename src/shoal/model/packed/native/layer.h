@@ -8,6 +8,38 @@
    matrix is a part of. */
 typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to);
 
+/* Lines of x, `step` apart: those of `tokens`, or the first ones. */
+typedef struct {
+    const float *x, *norm;
+    int64_t step;
+    const int *tokens;
+    int count;
+} Lines;
+
+static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines *l, int first, int last) {
+    for (int i = first; i < last; i++)
+        prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, w->run->m->eps, i, l->count);
+}
+
+/* All lines, ready to be multiplied with a matrix. */
+static void prepare_all(Worker *w, const ShoalWeight *weight, Lines lines) {
+    w->ready = &w->acts;
+    prepare_some(w, weight, &lines, 0, lines.count);
+}
+
+/* The same, at the beginning of a phase: of many lines each thread does some. */
+static void prepare_together(Worker *w, const ShoalWeight *weight, Lines lines) {
+    Team *team = &w->run->team;
+    if (lines.count < TOGETHER || w->threads == 1) {
+        prepare_all(w, weight, lines);
+        return;
+    }
+    w->ready = &w->shared;
+    for (int first, taken; (first = take(team, w->id, 0, (lines.count + 15) / 16, 1, &taken)) >= 0;)
+        prepare_some(w, weight, &lines, first * 16, min_int((first + taken) * 16, lines.count));
+    meet(team, w->id);
+}
+
 /* Row blocks of a matrix, as many as this thread comes to; the first of them stands `offset` row blocks below what the
    matrix is a part of. Paired blocks stay together. */
 static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight, int offset, const Chosen *c,
@@ -16,7 +48,7 @@ static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight,
     for (int first, taken; (first = take(&w->run->team, w->id, queue, weight->blocks / unit, PANEL / unit, &taken)) >= 0;)
         for (int block = first * unit, last = (first + taken) * unit, count; block < last; block += count) {
             count = min_int(last - block, PANEL - block % PANEL);
-            multiply(weight, &w->acts, c->count, block, count, w->sums);
+            multiply(weight, w->ready, c->count, block, count, w->sums);
             finish(w, c, bias, offset + block, count, to);
         }
 }
@@ -31,7 +63,7 @@ static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chos
     const int step = c->count * 2 * LANES;
     for (int first, taken; (first = take(&w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
         for (int block = first; block < first + taken; block++) {
-            for (int side = 0; side < 2; side++) multiply(pair + side, &w->acts, c->count, block, 1, w->sums + side * step);
+            for (int side = 0; side < 2; side++) multiply(pair + side, w->ready, c->count, block, 1, w->sums + side * step);
             finish(w, c, bias, 2 * block, 2, to);
         }
 }
@@ -135,14 +167,14 @@ static void run_attention(Worker *w, int entry) {
     const int count = segments_of(r, layer, entry, &c, segments);
     int offset = 0;
     for (const ShoalWeight *part = layer->qkv; part < layer->qkv + 3 && part->rows; offset += part->blocks, part++) {
-        const int shared = part > layer->qkv && form_of(part->kind) == form_of(part[-1].kind);
-        for (int i = 0; i < c.count && !shared; i++)
-            prepare(&w->acts, part, r->x + c.token[i] * r->x_line, layer->input_norm, r->m->eps, i, c.count);
+        const Lines lines = {.x = r->x, .norm = layer->input_norm, .step = r->x_line, .tokens = c.token, .count = c.count};
+        if (part == layer->qkv) prepare_together(w, part, lines);
+        else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may be at the first one */
         multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
     meet(&r->team, w->id);
     const int labels = labels_in(r, entry, &c);
-    w->stored = r->b->select || labels || chosen_in(r, entry, &c);
+    w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER;
     if (w->stored) { /* tasks may read what others would store */
         store_layer(w, entry, &c, segments, count);
         if (r->b->select) ask_for_columns(w, entry, &c);
@@ -161,22 +193,21 @@ static void run_attention(Worker *w, int entry) {
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* until the next layer nobody asks what was chosen */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
-    for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->o, r->attended + i * line, NULL, 0, i, c.count);
+    prepare_together(w, &layer->o, (Lines){.x = r->attended, .step = line, .count = c.count});
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
-static void run_mlp(const Worker *w, int entry) {
+static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    for (int i = 0; i < c.count; i++)
-        prepare(&w->acts, layer->gate_up, r->x + c.token[i] * r->x_line, layer->post_norm, r->m->eps, i, c.count);
+    prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
     int32_t ffn = layer->down.cols;
     if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
     else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
     meet(&r->team, w->id);
-    for (int i = 0; i < c.count; i++) prepare(&w->acts, &layer->down, r->hidden + i * r->hidden_line, NULL, 0, i, c.count);
+    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .count = c.count});
     multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
 }
 

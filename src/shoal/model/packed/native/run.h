@@ -12,7 +12,8 @@ typedef struct {
     const ShoalBatch *b;
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     int64_t x_line, qkv_line, hidden_line;
-    char *private; /* memory of the threads, `private_bytes` each */
+    char *together; /* activations that all threads make and read */
+    char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
     float *logits;
     Team team;
@@ -24,6 +25,8 @@ typedef struct {
     int token[MAX_TOKENS];
 } Chosen;
 
+#define TOGETHER 16 /* tokens from which on threads share in what each does for itself otherwise: less than a barrier costs */
+
 /* Consecutive chosen tokens first..last-1 of one row, and the splits of its columns. */
 typedef struct {
     int first, last, row, start, stored, columns, first_split, splits, state; /* state: index of its first State */
@@ -33,7 +36,8 @@ typedef struct {
 typedef struct {
     Run *run;
     int id, threads;
-    Acts acts;
+    Acts acts, shared; /* its own activations, and those that all threads make together */
+    const Acts *ready; /* those of the matrix at hand */
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
     float *line;   /* [hidden rounded up to whole vectors] */
@@ -57,7 +61,7 @@ INLINE int first_column(const ShoalLayer *layer, int position, int start) {
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
 }
 
-/* Cut the chosen tokens into rows; returns how many there are. */
+/* Cut the chosen tokens into rows, and long ones into pieces, of which tasks are made; returns how many there are. */
 static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const Chosen *c, Segment *out) {
     const ShoalBatch *b = r->b;
     int count = 0, state = 0;
@@ -65,7 +69,7 @@ static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const C
         int t = c->token[i], start = start_of(b, entry, t);
         Segment s = {.first = i, .row = b->row[t], .start = start, .stored = b->base[t] - start, .state = state};
         int lowest = INT32_MAX;
-        for (; i < c->count && b->row[c->token[i]] == s.row; i++) {
+        for (; i < c->count && i < s.first + TOGETHER && b->row[c->token[i]] == s.row; i++) {
             s.columns = s.stored + b->node[c->token[i]] + 1;
             lowest = min_int(lowest, first_column(layer, b->position[c->token[i]], start));
         }
