@@ -98,9 +98,9 @@ def _compiler() -> str:
 
 
 def vector_sets() -> list[str]:
-    """The vectors that the kernels are written for and this processor has, the best first, of "amx", "avx512", "avx2" and "neon".
+    """The vectors that the kernels are written for and this processor has, the best first.
 
-    "amx" is "avx512" and the tile units. The environment variable SHOAL_NATIVE chooses one of them.
+    They are "amx" (AVX-512 and the tile units), "avx512", "avx2" and "neon". SHOAL_NATIVE in the environment chooses one.
 
     Raises:
         BuildError: it names something else, the processor has none of them, or there are no kernels for its family.
