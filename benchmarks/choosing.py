@@ -128,8 +128,12 @@ def answers(report: Report) -> list[Row]:
 
 
 def shown(row: Row, plain: str = "the model alone") -> str:
-    """A contender without its models' files."""
+    """A contender without its models' files; of a card, the numbers that it sets."""
     words = [word for word in row["label"].split(":") if not word.startswith(("draft=", "judge="))]
+    if row["method"]["method"] == "calibrated":
+        held = row["method"]["inner"]
+        words = [held["method"], *(f"{knob}={value}" for knob, value in held["method_args"].items()
+                                   if isinstance(value, (int, float)))]
     return plain if words == ["full"] else ", ".join([f"`{words[0]}`", *words[1:]])
 
 

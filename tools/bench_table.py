@@ -7,9 +7,9 @@ The source are the reports in the order of their names: on real model files thos
 benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, `shoal bench-drafts
 --json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and what a forerunner of
 bench-drafts wrote about `auto` into benchmarks/auto. The README and docs/performance.md show the files in
-benchmarks/real/avx512. The tables go between the
+benchmarks/real/avx512, and docs/performance.md those in benchmarks/real/amx as well. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
-`<!-- auto:end -->`.
+`<!-- auto:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
     found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
     pages = {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
+    performance, units = ROOT / "docs" / "performance.md", _reports(results.parent / "real" / "amx")
+    pages[performance] = filled(pages[performance], real.glance([report for _, report in units]), "amx")
     drafting = ROOT / "docs" / "drafting.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
     return pages

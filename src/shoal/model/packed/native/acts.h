@@ -45,13 +45,13 @@ INLINE int in_squares(int form, int tokens) {
 
 /* The words of the 16 tokens from `first` on, a multiple of 16, from word `word` on, of `words` in all. */
 INLINE char *square_at(const Acts *a, int64_t words, int first, int64_t word) {
-    return (char *)(a->words + first * round_up(words, LANES)) + word / LANES * 1024 + word % LANES * 4;
+    return (char *)(a->words + first * round_up(words, LANES)) + word / LANES * (16 * 64) + word % LANES * 4;
 }
 
 /* Put the words of one token there. */
 INLINE void spread_line(const Acts *a, int words, int token) {
     char *to = square_at(a, words, token / 16 * 16, 0) + token % 16 * 64;
-    for (int k = 0; k < words; k += LANES, to += 1024) vi_store(to, vi_load(a->plain + k));
+    for (int k = 0; k < words; k += LANES, to += 16 * 64) vi_store(to, vi_load(a->plain + k));
 }
 
 /* Tokens that a tile has room for: kernels know this number, and weaving goes by powers of two. */

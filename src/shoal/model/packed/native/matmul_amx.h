@@ -91,7 +91,7 @@ typedef int32_t Results[SQUARE_ROWS * LANES];
         const int64_t byte = slot * size;                                                                              \
         SQUARE_ZERO(slot);                                                                                             \
         SQUARE_LOAD(weights, lines + byte * LANES, 64);                                                                \
-        SQUARE_LOAD(acts, from + byte / 64 * SQUARE_SIZE + byte % 64, 64);                                                \
+        SQUARE_LOAD(acts, from + byte / 64 * SQUARE_SIZE + byte % 64, 64);                                             \
         SQUARE_BYTES(slot, acts, weights);                                                                             \
     }
 

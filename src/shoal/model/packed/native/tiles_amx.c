@@ -28,7 +28,7 @@ static void multiply_bf16(const ShoalWeight *w, const Part *p, const Acts *a, in
 }
 
 void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
-    const int words = words_of(w);
+    const int words = words_of(w), bytes = (w->kind == KIND_INT8 ? GROUP_INT8 : GROUP) * LANES * bits_of(w->kind) / 8; /* of a group */
     const char *ahead = lines_at(w, p) + p->words * line_bytes(w->kind);
     Open open ALIGNED;
     if (w->kind == KIND_BF16) {
@@ -37,12 +37,11 @@ void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int to
     }
     open_tile(w, p, &open);
     switch (w->kind) {
-    case KIND_INT8: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP_INT8 * LANES, GROUP_INT8, BY_SCALE); break;
-    case KIND_Q8_0: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES, GROUP, BY_SCALE); break;
-    case KIND_Q6_K: multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 6 / 8, GROUP, BY_HALVES); break;
+    case KIND_INT8: multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP_INT8, BY_SCALE); break;
+    case KIND_Q6_K: multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_HALVES); break;
     default:
-        if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 5 / 8, GROUP, BY_SCALE_AND_MINIMUM);
-        else multiply_open(&open, p, a, words, tokens, sums, ahead, GROUP * LANES * 5 / 8, GROUP, BY_SCALE);
+        if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_SCALE_AND_MINIMUM);
+        else multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_SCALE);
     }
 }
 #endif
