@@ -1,0 +1,91 @@
+"""The kernels' sets of vectors beside each other on one processor: prompts, and rows that decode together.
+
+    python benchmarks/vectors.py --model MODEL --text TEXT [--quant int8] [--sets amx,avx512] [--rounds 6] [--json OUT]
+
+A process per set, told by SHOAL_NATIVE, all loaded at once; they take turns by the round, every other round backwards.
+Ratios are of times within a round, the last set's over the first one's. The last line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import shoal
+from shoal.bench import idle, report, rounds
+from shoal.cli import env
+from shoal.engine.engine import Engine
+from shoal.model.packed import native
+
+WORK = {"prompt of 64": (64, 1, 1), "prompt of 512": (512, 1, 1), "decode": (64, 1, 41), "decode 8 rows": (64, 8, 41),
+        "decode 16 rows": (64, 16, 41)}
+"""What is timed -> tokens of a prompt, rows, new tokens of each."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--quant", choices=("int8", "int4"))
+    parser.add_argument("--sets", default="amx,avx512", help="what SHOAL_NATIVE may be")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(shoal.load(args.model, quant=args.quant), args.text.read_text("utf-8")[:20_000])
+        return
+    sets = args.sets.split(",")
+    machine, processes = env.collect(), {vectors: started(vectors) for vectors in sets}
+    for process in processes.values():  # loads, and warms up
+        ask(process, "prompt of 64")
+    before = idle.snapshot([process.pid for process in processes.values()])
+    times: dict[str, dict[str, list[float]]] = {label: {vectors: [] for vectors in sets} for label in WORK}
+    for turn in range(args.rounds):
+        for label in WORK:
+            for vectors in rounds.in_order(sets, turn):
+                times[label][vectors].append(ask(processes[vectors], label))
+    busy = idle.others(before, idle.snapshot([process.pid for process in processes.values()]))
+    for process in processes.values():
+        process.kill()
+    heading = report.heading(machine, ["benchmarks/vectors.py", *sys.argv[1:]])
+    work = {label: {"seconds": {vectors: rounds.figure(values) for vectors, values in found.items()},
+                    "ratio": rounds.ratio(b / a for a, b in zip(found[sets[0]], found[sets[-1]], strict=True)),
+                    "times": found} for label, found in times.items()}
+    report.publish({**heading, "sets": sets, "busy": busy, "work": work}, args.json)
+
+
+def started(vectors: str) -> subprocess.Popen[str]:
+    """A process that runs on these vectors and answers line by line."""
+    words = [sys.executable, __file__, *sys.argv[1:], "--serve"]
+    environment = {**os.environ, "SHOAL_NATIVE": vectors}
+    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(process: subprocess.Popen[str], label: str) -> float:
+    """Seconds of one piece of work there."""
+    assert process.stdin is not None and process.stdout is not None
+    print(label, file=process.stdin, flush=True)
+    return float(json.loads(process.stdout.readline()))
+
+
+def serve(engine: Engine, text: str) -> None:
+    """The other side of `ask`."""
+    assert native.vector_set() == os.environ["SHOAL_NATIVE"], native.vector_set()
+    words: list[int] = engine.tokenizer(text)["input_ids"]
+    for number, line in enumerate(sys.stdin):  # no prompt twice: nothing is found again
+        length, rows, new = WORK[line.rstrip()]
+        prompts = [[*words[row : row + length - 1], words[2000 + number]] for row in range(rows)]
+        began = time.perf_counter()
+        stats = engine.generate(prompts, max_new_tokens=new, ignore_eos=True)[0].stats
+        print(stats.decode_seconds if new > 1 else time.perf_counter() - began, flush=True)
+
+
+if __name__ == "__main__":
+    main()
