@@ -100,7 +100,7 @@ def _compiler() -> str:
 def vector_sets() -> list[str]:
     """The vectors that the kernels are written for and this processor has, the best first.
 
-    They are "amx" (AVX-512 and the tile units), "avx512", "avx2" and "neon". SHOAL_NATIVE in the environment chooses one.
+    They are "amx" (AVX-512 and the tile units), "avx512", "avx2" and "neon"; SHOAL_NATIVE in the environment chooses.
 
     Raises:
         BuildError: it names something else, the processor has none of them, or there are no kernels for its family.
