@@ -234,13 +234,14 @@ def _pack(
 ) -> Stack | None:
     """The packed stack, checked against the model that it is to equal if there is one.
 
-    Under "auto" None, said once, where the model does not fit and needs no quantisation.
+    A masked-diffusion model's words see later ones, which is torch's work, so its matrices are packed for torch. Under
+    "auto" None, said once, where the model does not fit and needs no quantisation.
     """
     try:
         if backend == "auto" and quant is None:
             packed.worth_packing(dtype, device)
         with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
-            stack = packed.build(config, source, dtype, device, quant)
+            stack = packed.build(config, source, dtype, device, quant, kernels=masked_of(config) is None)
         if twin_of is not None and quant is None:
             check_parity(stack, twin_of, OTHER_ARITHMETIC)
         return stack
