@@ -16,7 +16,7 @@ def test_json_names_what_is_installed(capsys):
     assert facts["python"] == platform.python_version() and facts["torch_threads"] == torch.get_num_threads()
     assert len(facts["gpus"]) == torch.cuda.device_count()
     assert facts["default_dtype"] in ("bfloat16", "float32")
-    assert facts["native_kernels"] in ("avx512", "avx2", "neon") or facts["native_kernels"].startswith("none: ")
+    assert facts["native_kernels"] in ("amx", "avx512", "avx2", "neon") or facts["native_kernels"].startswith("none: ")
 
 
 def test_text_has_a_line_per_fact(capsys):

@@ -64,12 +64,14 @@ def test_logits_are_those_of_the_published_forward(folder: Path, shape: str, opt
     assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
-def test_the_packed_block_in_torch_too(folder: Path, shape: str) -> None:
+def test_the_packed_block_in_torch_and_in_the_kernels_layout(folder: Path, shape: str) -> None:
+    """Loading packs for torch, which runs blocks of masks; matrices of the kernels' layout are unpacked for them."""
     config, weights, forward = SHAPES[shape]
     engine = shoal.load(str(folder), dtype="float32", backend="packed")
-    assert isinstance(engine.stack, PackedStack) and native.available() == (type(engine.stack) is not PackedStack)
+    assert type(engine.stack) is PackedStack
     model = shoal.load(str(folder), dtype="float32", backend="hf").model
-    engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
+    engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"))
+    assert native.available() == (type(engine.stack) is not PackedStack)
     expected = forward(weights(), WORDS)
     assert (logits_of(engine, WORDS).double() - expected).abs().max() <= 2e-4 * expected.abs().max()
 

@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.ray is not None and args.ray < 1:
         raise ValueError(f"--ray is {args.ray}; it must be at least 1")
+    if args.ray is not None:
+        from shoal.integrations import local_ray
+
+        local_ray.require(f"shoal batch --ray {args.ray}")
     try:
         report = job.run(args.input, args.output, _settings(args), partial(_Here if args.ray is None else _There, args))
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from shoal.errors import Unsupported, needs
@@ -24,6 +25,17 @@ _ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
 }
+
+
+def require(what: str) -> None:
+    """Refuse a command before it has done anything. Ray is not imported yet: it then reads the environment.
+
+    Raises:
+        Unsupported: Ray is not installed.
+    """
+    with needs("ray", what):
+        if find_spec("ray") is None:
+            raise ImportError("no ray", name="ray")
 
 
 @contextmanager
