@@ -84,6 +84,10 @@ class Emulated:
         """End the program."""
         self._program.communicate()
 
+    def shoal_vectors(self) -> bytes:
+        """A text that the program has is at no address here."""
+        return b"emulated"
+
     def shoal_advise(self, *arguments: int) -> None:
         """Pages are the program's own."""
 

@@ -128,7 +128,10 @@ INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, in
         UNROLL for (int t = 0; t < width; t++)
             v[t] = t < tokens ? vi_load(a->plain + t * a->depth + k) : vi_zero();
         weave(v, width);
-        UNROLL for (int t = 0; t < width; t++) vi_store(to + k * width + t * LANES, v[t]);
+        const int left = (words - k) * width; /* what follows may be another thread's tile */
+        UNROLL for (int t = 0; t < width; t++)
+            if (left >= width * LANES) vi_store(to + k * width + t * LANES, v[t]);
+            else vi_store_words(to + k * width + t * LANES, head_mask(left - t * LANES), v[t]);
     }
 }
 
