@@ -287,7 +287,7 @@ def test_a_wheel_for_arm_has_the_one_library(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.delenv("SHOAL_NATIVE", raising=False)
     (target,) = build.build_ahead(tmp_path / build.PREBUILT)
-    assert [words[1:4] for words in made] == [("neon", "generic", [])]
+    assert [words[1:4] for words in made] == [("neon", "generic", ["-Wl,--strip-all"])]
     assert build.prebuilt("neon") is None
     target.parent.mkdir()
     target.touch()

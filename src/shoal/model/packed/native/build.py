@@ -72,7 +72,7 @@ def build_ahead(folder: Path) -> list[Path]:
     compiler = _compiler()
     targets = {vectors: folder / f"libshoal-{vectors}.so" for vectors in _family()}
     for vectors, target in targets.items():
-        _compile(compiler, vectors, "generic", [], target)
+        _compile(compiler, vectors, "generic", ["-Wl,--strip-all"], target)
     return list(targets.values())
 
 
