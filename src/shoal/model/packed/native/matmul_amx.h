@@ -123,7 +123,7 @@ INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inpu
     }
 }
 
-/* The `count` tokens of a pass, with sums in registers. Of what lies at `ahead`, `bytes` for each group are fetched, 0: nothing. */
+/* The `count` tokens of a pass, with sums in registers. Of what lies at `ahead`, if anything, `bytes` for each group are fetched. */
 INLINE void run_pass(const Pass *p, int64_t groups, int count, float *sums, const char *ahead, const int bytes, const int inputs,
                      const int how) {
     enum { AT_ONCE = SQUARES_SUM };
