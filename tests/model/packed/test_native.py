@@ -307,7 +307,8 @@ def narrower() -> list[str]:
 
 @pytest.mark.parametrize("vectors", narrower())
 def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
-    some = "test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache or number_of_threads"
+    some = ("test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache "
+            "or number_of_threads")
     files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_forward.py")]
     words = ["-q", "-p", "no:cacheprovider", "-k", some, *files]
     environment = {**os.environ, "SHOAL_NATIVE": vectors, "PYTHONPATH": ":".join(sys.path)}
