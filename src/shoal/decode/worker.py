@@ -151,7 +151,8 @@ class Keep(Part[Keeper], Protocol):
     """Chooses which of a row's KV stays.
 
     One that keeps other columns in each layer says so by a class attribute `differs`, and a `Select` whose layers share
-    what they choose by `across_layers`: the two are refused beside each other.
+    what they choose by `across_layers`: the two are refused beside each other. One that leaves columns with a bias on
+    their scores says so by `weighs`.
     """
 
     def most_columns(self, length: int) -> int:

@@ -22,12 +22,15 @@ from shoal.engine import cards, fingerprint
 from shoal.engine.card import Card
 from shoal.engine.constraint import Compiler
 from shoal.engine.draft_models import DraftModels, OpenModel
+from shoal.engine.memory_limit import MemoryLimit
 from shoal.engine.ranks import ALONE
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.session import Session
+from shoal.engine.sizes import shown
 from shoal.engine.stream import Stream
 from shoal.engine.told import processors
 from shoal.engine.trained import TrainedTensors
+from shoal.errors import OutOfMemory
 from shoal.methods import make
 from shoal.methods.base import check_order
 from shoal.model.kv import KVCache
@@ -68,6 +71,7 @@ class Engine:
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
         masked: what a masked-diffusion model says of itself, else None.
+        limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
     """
 
@@ -91,6 +95,7 @@ class Engine:
         self.changed: Source | None = None
         self.changes = ""
         self.masked: MaskedModel | None = None
+        self.limit: MemoryLimit | None = None
         self._told = partial(processors, told or {}, device=stack.device)
         self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
@@ -169,21 +174,52 @@ class Engine:
         Raises:
             ValueError: an unknown or impossible option, or a prompt that is empty or too long.
         """
-        stream = self.stream(prompt, **options)
+        request, ids = self._asked(prompt, options)
+        size = len(ids)
+        if self.limit is not None:
+            request, size = self._planned(ids, request)
+        rows, results = self.rows(ids, request), list[Result]()
+        for first in range(0, len(rows), size):
+            results += self._finished(rows[first : first + size], request)
+        return results if is_batch(prompt) else results[0]
+
+    def _finished(self, rows: list[Row], request: Request) -> list[Result]:
+        """The results of rows that are decoded together."""
+        for slot, row in enumerate(rows):
+            row.slot = slot
+        stream = Stream(self, rows, self.cache_for(rows, request.max_new_tokens))
         for _ in stream:
             pass
-        return stream.results if is_batch(prompt) else stream.result
+        return stream.results
 
     def stream(self, prompt: Any, **options: Any) -> Stream:
         """Generate step by step: iterate over the steps of all rows, then read `.result` or `.results`.
 
         Takes what `generate` takes. Leaving the loop early, or `close`, ends the generation and frees its memory.
         """
-        request = Request.from_options(options)
-        prompts = list(prompt) if is_batch(prompt) else [prompt]
-        ids = [prompt_ids(p, self.tokenizer, self.stack.vocab_size, self.stack.max_positions) for p in prompts]
+        request, ids = self._asked(prompt, options)
+        if self.limit is not None:
+            request, size = self._planned(ids, request)
+            if size < len(ids):
+                raise OutOfMemory(f"a stream of {len(ids)} prompts at once", f"{size} fit into the memory of "
+                                  f"{shown(int(self.limit.memory))}", "Stream fewer prompts, or use engine.generate")
         rows = self.rows(ids, request)
         return Stream(self, rows, self.cache_for(rows, request.max_new_tokens))
+
+    def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]]]:
+        """Options and prompts, checked."""
+        request = Request.from_options(options)
+        prompts = list(prompt) if is_batch(prompt) else [prompt]
+        return request, [prompt_ids(p, self.tokenizer, self.stack.vocab_size, self.stack.max_positions)
+                         for p in prompts]
+
+    def _planned(self, ids: Sequence[list[int]], request: Request) -> tuple[Request, int]:
+        """The request as it fits into the memory, and how many of its prompts at a time."""
+        assert self.limit is not None
+        plan = self.limit.plan(self, ids, request)
+        if plan.changed:
+            self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
+        return replace(request, method=plan.method), plan.rows
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""

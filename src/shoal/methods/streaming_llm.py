@@ -67,8 +67,10 @@ class Ends:
         return EndsKeeper(self)
 
     def most_columns(self, length: int) -> int:
-        """See `Keep`."""
-        return min(length, self.sinks + self.window + self.every)
+        """See `Keep`: up to the first time that some go, and between two times."""
+        kept = self.sinks + self.window
+        due = (kept // self.every + 1) * self.every
+        return length if length <= due else max(due, min(length, kept + self.every))
 
 
 class EndsKeeper(Keeper):

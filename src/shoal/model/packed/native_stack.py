@@ -145,6 +145,10 @@ class NativeStack(PackedStack):
                 hook(layer, states[bisect_left(work.layers, layer)])
         return logits
 
+    def scratch_bytes(self, tokens: int, columns: int) -> int:
+        """Bytes of the kernels' buffers in a forward of up to `LIMIT` tokens, each of which sees that many columns."""
+        return self._model.scratch_bytes(tokens, columns)
+
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""
         return self._through_head(hidden, _matrix(self.weights.head))

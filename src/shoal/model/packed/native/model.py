@@ -313,6 +313,14 @@ class NativeModel:
         self._run(struct, threads, None, asked.struct)
         return asked.paths()
 
+    def scratch_bytes(self, tokens: int, columns: int, threads: int | None = None) -> int:
+        """Bytes of the buffers of a forward of that many tokens, each of which sees that many columns."""
+        bases = (ctypes.c_int32 * tokens)(*[columns] * tokens)
+        struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
+        count = torch.get_num_threads() if threads is None else threads
+        needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
+        return int(needed)
+
     def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         one = ctypes.byref(self._model), ctypes.byref(struct)

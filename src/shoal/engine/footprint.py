@@ -1,0 +1,194 @@
+"""The memory that a request will take at its peak, part by part, before it runs.
+
+The process is measured as it stands, with the weights of every model in it. KV, masks and logits follow from shapes and
+are those that the engine makes. What is left, activations and the like, is estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.decode.row import Row
+from shoal.engine.kv_peak import KVPeak, peak_of
+from shoal.engine.shorter import guesses
+from shoal.engine.sizes import shown
+from shoal.heap import give_back, resident
+from shoal.model.packed.native_stack import LIMIT, NativeStack
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.methods.base import Method
+
+OVERHEAD = 4 << 20
+"""What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the peak of a request.
+
+    Attributes:
+        process: interpreter, libraries and what they hold, measured: all that is in memory now but for the weights.
+        weights: of the model, as they are packed.
+        kv: keys and values of the target, as the cache counts them.
+        drafts: nodes of trees beside their deepest path, and a second model's keys and values.
+        masks: of the largest forward.
+        logits: of the largest forward.
+        work: estimated: activations, buffers, choice of tokens, pages that are used in part.
+    """
+
+    process: int
+    weights: int
+    kv: int
+    drafts: int
+    masks: int
+    logits: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """The whole process."""
+        return sum(asdict(self).values())
+
+    @property
+    def request(self) -> int:
+        """What the request adds to the process as it stands."""
+        return self.total - self.process - self.weights
+
+    def to_dict(self) -> dict[str, int]:
+        """Parts and total."""
+        return {**asdict(self), "total": self.total}
+
+    def table(self) -> str:
+        """A line for each part."""
+        return "\n".join(f"  {name:<8} {shown(size):>11}" for name, size in self.to_dict().items())
+
+
+def footprint(engine: Engine, rows: Sequence[Row], method: Method, max_new_tokens: int) -> Footprint:
+    """The peak of rows that are decoded together by `Engine.generate`.
+
+    Args:
+        engine: whose process it is, with all models loaded.
+        rows: as `Engine.rows` makes them.
+        method: by which they decode.
+        max_new_tokens: of the request.
+    """
+    give_back()  # holes in the heap would be counted beside what fills them
+    stack, (most, extra) = engine.stack, guesses(method, rows[0].recipe)
+    cache = engine.cache_for(rows, max_new_tokens)
+    plain, whole = peak_of(stack, cache, rows), peak_of(stack, cache, rows, extra)
+    nodes = [1 + max(0, min(most, row.stop.room - 2 + extra)) for row in rows for _ in range(row.branches)]
+    weights, work = weight_bytes(engine), _work(engine, rows, nodes) + whole.resident + whole.moving - whole.counted
+    return Footprint(
+        process=max(0, (resident() or 0) - weights), weights=weights, kv=plain.counted,
+        drafts=whole.counted - plain.counted + second_bytes(rows, extra), masks=_masks(stack, rows, nodes),
+        logits=logits_bytes(stack, nodes), work=work,
+    )
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of a model's weights in memory, a tied matrix counted once."""
+    if isinstance(engine.stack, PackedStack):
+        return engine.stack.weights.nbytes
+    return 0 if engine.model is None else sum(one.nbytes for one in engine.model.parameters())
+
+
+def second_bytes(rows: Sequence[Row], extra: int) -> int:
+    """Keys and values that a second model stores of the rows."""
+    total = 0
+    for row in rows:
+        recipe = row.recipe
+        other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
+        if other is not None:
+            length = getattr(recipe.loop, "second_reads", None) or row.prompt_length + row.stop.room - 1 + extra
+            total += KVPeak(length * sum(other.position_bytes), 0).counted
+    return total
+
+
+def logits_bytes(stack: Stack, nodes: Sequence[int]) -> int:
+    """Logits of a forward in which each row has so many nodes."""
+    size = 4 if _by_kernels(stack, sum(nodes)) else stack.dtype.itemsize
+    return sum(nodes) * stack.vocab_size * size
+
+
+def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> int:
+    """Estimated: activations and buffers of a forward, and what choosing tokens takes.
+
+    Args:
+        tokens: of the forward.
+        columns: that one of them sees at most.
+        sampled: nodes whose token is drawn: probabilities of each are kept, and one is sorted.
+    """
+    stack, vocabulary = engine.stack, engine.stack.vocab_size
+    total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
+    if isinstance(stack, NativeStack) and tokens <= LIMIT:
+        return total + stack.scratch_bytes(tokens, columns)
+    heads = [sum(dims) * count for count, *dims in stack.kv_sizes]
+    if isinstance(stack, PackedStack):
+        shape = stack.shape
+        hidden, ffn, query = shape.hidden, max(shape.ffns), shape.heads * shape.head_dim
+        if isinstance(stack, NativeStack):  # matrices are unpacked one at a time
+            total += max(one.rows * one.columns for one in stack.weights.matrices()) * stack.dtype.itemsize
+    else:
+        config = engine.model.config.get_text_config()
+        hidden, query = config.hidden_size, config.hidden_size
+        ffn = getattr(config, "intermediate_size", None) or 4 * hidden
+    line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * stack.dtype.itemsize
+    return int(total + tokens * (line + columns * stack.dtype.itemsize))
+
+
+def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+    """Of the larger of two forwards: one that reads prompts, and one that decodes."""
+    stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
+    read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
+    drawn = 0 if rows[0].sampling.greedy else max(nodes)
+    return max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+
+
+def _by_kernels(stack: Stack, tokens: int) -> bool:
+    return isinstance(stack, NativeStack) and tokens <= LIMIT
+
+
+def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+    """Masks of the forward that has most of them: a word for each token in the kernels, else a byte for each column."""
+    reads = [*_reads([row.prompt_length for row in rows], stack.prefill_chunk)]
+    if isinstance(stack, NativeStack):
+        sizes = [sum(size for _, _, size in read) for read in reads] + [sum(nodes)]
+        return 8 * max((size for size in sizes if size <= LIMIT), default=0)
+    last = [(row, rows[row].prompt_length + rows[row].stop.room - 1 - count, count) for row, count in enumerate(nodes)]
+    return max(_mask(stack, read) for read in [*reads, last])
+
+
+def _mask(stack: Stack, read: Sequence[tuple[int, int, int]]) -> int:
+    """Of pieces of rows: row, first position and size; a byte for each token and column, or an element to be added."""
+    kinds = len({*stack.windows}) * (stack.dtype.itemsize if getattr(stack, "adds_masks", False) else 1)
+    if len({size for _, _, size in read}) == 1 and not isinstance(stack, PackedStack):  # padded to the longest
+        firsts, size = [first for _, first, _ in read], read[0][2]
+        square = not any(firsts) and size > 1 and kinds == len({*stack.windows})
+        if square or (size == 1 and len({*firsts}) == 1):
+            return 0
+        return kinds * len(read) * size * (max(firsts) + size)
+    return kinds * sum(size * (first + size) for _, first, size in read if first and size > 1)
+
+
+def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, int, int]]]:
+    """Forwards that read prompts of these lengths: of each the row, the first position and how many tokens."""
+    found, at = [], [0] * len(lengths)
+    while any(place < length for place, length in zip(at, lengths, strict=True)):
+        left, pieces = budget, []
+        for row, length in enumerate(lengths):
+            size = min(length - at[row], left)
+            if size:
+                pieces.append((row, at[row], size))
+                at[row], left = at[row] + size, left - size
+        found.append(pieces)
+    return found
+
+
+def report(engine: Engine, sizes: Footprint, memory: int | None) -> dict[str, Any]:
+    """For `--json`."""
+    return {"model": engine.model_name, "memory": memory, "bytes": sizes.to_dict()}

@@ -1,0 +1,188 @@
+"""A limit on the memory of the whole process: what of a request fits under it, and what is given up for that.
+
+In the spirit of SpecMemo (arXiv 2506.01986), which budgets weights, KV, masks and buffers and first makes the tree of
+guesses smaller: here guesses, then prompts decoded at a time, both of which change no token under an exact rule, and
+lossy forms of the KV only where they are allowed by name. More memory never gives less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shoal.decode.row import Row
+from shoal.engine.footprint import Footprint, footprint, logits_bytes, work_bytes
+from shoal.engine.shorter import guesses, shorter
+from shoal.engine.sizes import parse, shown
+from shoal.errors import OutOfMemory
+from shoal.heap import resident
+from shoal.methods import make
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import Engine
+    from shoal.engine.request import Request
+    from shoal.methods.base import Method
+
+SPARE = 0.05
+"""Share of the limit that no plan uses: how well totals are known."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a request is decoded.
+
+    Attributes:
+        method: by which method.
+        rows: prompts at a time.
+        sizes: what that takes, in the largest group of so many prompts.
+        changed: what was given up for the memory, in words; empty for nothing.
+    """
+
+    method: Method
+    rows: int
+    sizes: Footprint
+    changed: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit in bytes.
+
+    Attributes:
+        memory: bytes, or an amount such as "2GiB".
+        lossy: methods that may be added where nothing exact fits, in this order, such as ("kv_int8",).
+
+    Raises:
+        ValueError: it is no amount, or there is no such method.
+    """
+
+    memory: int | str
+    lossy: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", parse(self.memory))
+        object.__setattr__(self, "lossy", tuple(map(make, self.lossy)))
+
+    @property
+    def usable(self) -> int:
+        """Bytes that plans may use."""
+        return int(int(self.memory) * (1 - SPARE))
+
+    def plan(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> MemoryPlan:
+        """The first way to decode prompts that fits, the one that was asked for first.
+
+        Raises:
+            OutOfMemory: none does; says what the request needs, part by part, and what would help.
+        """
+        least: Footprint | None = None
+        for method, rows, changed in self._ways(make(request.method), len(ids)):
+            sizes = self._largest(engine, ids, replace(request, method=method), rows)
+            if sizes.total <= self.usable:
+                return MemoryPlan(method, rows, sizes, changed)
+            least = sizes if least is None or sizes.total < least.total else least
+        assert least is not None
+        raise self._refusal(engine, ids, request, least)
+
+    def _ways(self, method: Method, prompts: int) -> Iterator[tuple[Method, int, str]]:
+        """Method, prompts at a time and what was given up, from nothing to most."""
+        for lossy in (None, *self.lossy):
+            try:
+                whole = method if lossy is None else make([method, lossy])
+            except ValueError:  # the part is taken
+                continue
+            rows = prompts
+            while rows:
+                for number, less in enumerate(shorter(whole)):
+                    said = [f"prompts at a time: {rows}"] * (rows < prompts)
+                    said += [f"guesses: method {less.name} {_number(less)}"] * (number > 0)
+                    said += [f"KV as {lossy.name}, which is lossy"] if lossy is not None else []
+                    yield less, rows, ", ".join(said)
+                rows //= 2
+
+    def _largest(self, engine: Engine, ids: Sequence[list[int]], request: Request, rows: int) -> Footprint:
+        method, plain = make(request.method), replace(request, constraint=None)
+        recipe = engine.recipe(method, request.max_new_tokens)
+        groups = (engine.rows(ids[first : first + rows], plain, recipe) for first in range(0, len(ids), rows))
+        found = (footprint(engine, group, method, request.max_new_tokens) for group in groups)
+        return max(found, key=lambda sizes: sizes.total)
+
+    def _refusal(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> OutOfMemory:
+        longest = max(map(len, ids))
+        what = (f"memory of {shown(int(self.memory))} for {len(ids)} prompt{'s' * (len(ids) > 1)} of up to {longest} "
+                f"tokens with max_new_tokens={request.max_new_tokens}")
+        why = (f"the least that they need is {shown(least.total)}, of which {shown(least.process + least.weights)} are "
+               f"in use now, and {SPARE:.0%} of the limit are kept back:\n{least.table()}\n")
+        return OutOfMemory(what, why, self._remedy(engine, ids, request, least))
+
+    def _remedy(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> str:
+        if least.process + least.weights >= self.usable:
+            return f"Use a smaller model, quant='int4', or memory of {shown(least.total / (1 - SPARE))} at least"
+        one = [max(ids, key=len)]
+        smallest = self._smallest(engine, one, request)
+        short = self._longest_answer(engine, one, replace(request, method=smallest))
+        if short:
+            first = f"Use max_new_tokens of {short} or less"
+        else:
+            first = "Use a shorter prompt"
+        others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
+        return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
+
+    def _smallest(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> Method:
+        """The way that takes least for one prompt."""
+        ways = {method for method, _, _ in self._ways(make(request.method), 1)}
+        return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1).total)
+
+    def _longest_answer(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> int:
+        """The largest max_new_tokens that fits; 0 where none does."""
+        low, high = 0, request.max_new_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            sizes = self._largest(engine, ids, replace(request, max_new_tokens=middle), 1)
+            low, high = (middle, high) if sizes.total <= self.usable else (low, middle - 1)
+        return low
+
+    def for_rows(self, engine: Engine, prefill_chunk: int) -> int:
+        """Bytes that are left for the rows of a scheduler and for what it keeps of earlier prompts.
+
+        Raises:
+            OutOfMemory: nothing is left.
+        """
+        used = resident() or 0
+        left = self.usable - used - work_bytes(engine, prefill_chunk, engine.stack.max_positions or prefill_chunk)
+        if left <= 0:
+            raise OutOfMemory(
+                f"memory of {shown(int(self.memory))}", f"the process takes {shown(used)} before it serves anything",
+                f"Use a smaller model, or memory of {shown((int(self.memory) - left) / (1 - SPARE))} at least",
+            )
+        return left
+
+    def check_weights(self, name: str, size: int) -> None:
+        """Refuse a model whose weights cannot fit beside what the process holds, before they are read.
+
+        Args:
+            name: of the model.
+            size: bytes of its weights.
+        """
+        used = resident() or 0
+        if used + size > self.usable:
+            raise OutOfMemory(
+                f"memory of {shown(int(self.memory))} for the model {name!r}",
+                f"its weights take {shown(size)}, the process {shown(used)} without them, and {SPARE:.0%} are kept back",
+                f"Use quant='int4' or 'int8', a smaller model, or memory of {shown((used + size) / (1 - SPARE))} and "
+                "more",
+            )
+
+
+def beside_kv(engine: Engine, row: Row, method: Method) -> int:
+    """What a row of a scheduler takes beside the target's KV: its logits, and probabilities where it draws."""
+    most, _ = guesses(method, row.recipe)
+    nodes = 1 + most
+    return logits_bytes(engine.stack, [nodes]) * (1 if row.sampling.greedy else 3)
+
+
+def _number(method: Method) -> str:
+    """How much a method guesses, for a notice."""
+    names = ("branching", "nodes", "length")
+    found = next(((name, value) for name in names if (value := getattr(method, name, None)) is not None), None)
+    return "" if found is None else f"with {found[0]} {found[1]}"

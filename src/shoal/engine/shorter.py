@@ -1,0 +1,76 @@
+"""How much a method guesses ahead, and the same method guessing less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from shoal.decode.recipe import Recipe
+from shoal.methods import make
+from shoal.methods._combined import Combined
+from shoal.methods._drafting import DraftingMethod
+from shoal.methods.base import Method
+
+
+def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
+    """The most nodes of a forward beside the root, and how many of them lie beside its deepest path."""
+    if not recipe.scratch:
+        return 0, 0
+    if recipe.loop is not None:
+        return recipe.scratch, recipe.scratch
+    one: Any = _member(method)
+    branching, nodes = getattr(one, "branching", None), getattr(one, "nodes", None)
+    if branching is not None:
+        count = sum(accumulate(branching, mul))
+        return count, count - len(branching)
+    length = getattr(one, "length", None) or recipe.scratch
+    if nodes is not None:
+        return nodes, nodes - 1
+    beam = getattr(one, "beam", 1)
+    return min(beam * length, recipe.scratch), (beam - 1) * length
+
+
+def shorter(method: Method) -> Iterator[Method]:
+    """The method itself, then less and less guessed; at last nothing, where the rule is exact."""
+    yield method
+    one: Any = _member(method)
+    if one is None:
+        return
+    while (less := _less(one)) is not None:
+        one = less
+        yield _with(method, one)
+    rule = one.accepting() if isinstance(one, DraftingMethod) else None
+    if isinstance(one, DraftingMethod) and (rule is None or rule.exact):
+        plain = one.inner or make("full")
+        members = [plain if member.name == one.name else member for member in _members(method)]
+        members = [member for member in members if member.name != "full"] or [make("full")]
+        yield members[0] if len(members) == 1 else Combined(tuple(members))
+
+
+def _less(one: Any) -> Any:
+    """Fewer levels of a tree, or half as many guesses; None where there are none to take away."""
+    for knob in ("branching", "nodes", "length"):
+        value = getattr(one, knob, None)
+        if knob == "branching" and value is not None:
+            return replace(one, branching=value[:-1]) if len(value) > 1 else None
+        if isinstance(value, int) and value > 1:
+            return replace(one, **{knob: value // 2})
+    return None
+
+
+def _members(method: Method) -> tuple[Method, ...]:
+    return method.members if isinstance(method, Combined) else (method,)
+
+
+def _member(method: Method) -> Method | None:
+    """The one that guesses by a number of its own."""
+    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or hasattr(one, "length")), None)
+
+
+def _with(method: Method, one: Method) -> Method:
+    """The method with another one in the place of its namesake."""
+    members = tuple(one if member.name == one.name else member for member in _members(method))
+    return members[0] if len(members) == 1 else Combined(members)
