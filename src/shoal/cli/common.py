@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from shoal.engine.constraint import Constraint
     from shoal.engine.engine import Engine
+    from shoal.engine.memory_limit import MemoryLimit
     from shoal.engine.monitor import Monitor
     from shoal.engine.scheduler import Scheduler
     from shoal.methods.base import Method
@@ -165,6 +166,26 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
     return Scheduler(engine, policy=policy(args.admission, patience), **scheduling(args), **more)
 
 
+def add_memory(parser: Parser) -> None:
+    """`--memory`, and what may be given up for it."""
+    group = parser.add_argument_group("memory")
+    group.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB or 800MB; what "
+                       "cannot fit is refused before it starts")
+    group.add_argument("--allow-lossy", metavar="A,B", default="", help="methods that store less, such as kv_int8, to "
+                       "be added in this order where nothing exact fits")
+
+
+def memory_limit(args: argparse.Namespace) -> MemoryLimit | None:
+    """Those options as `load` takes them; ValueError where one stands without the other."""
+    from shoal.engine.memory_limit import MemoryLimit
+
+    lossy = [method_from(word) for word in getattr(args, "allow_lossy", "").split(",") if word]
+    memory = getattr(args, "memory", None)
+    if memory is None and lossy:
+        raise ValueError("--allow-lossy says what may be given up for --memory; give both")
+    return None if memory is None else MemoryLimit(memory, tuple(lossy))
+
+
 def add_json(parser: Parser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
@@ -185,10 +206,11 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, meth
     from shoal.engine.checkpoint import hush_libraries
 
     hush_libraries()
+    limit = memory_limit(args)
     try:
         engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,
                     revision=args.revision, trust_remote_code=args.trust_remote_code,
-                    tensor_parallel=tensor_parallel)
+                    tensor_parallel=tensor_parallel, memory=limit)
     except Unsupported:
         raise
     except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way

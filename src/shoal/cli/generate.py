@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   shoal generate --method d3 --with prompt_lookup:length=6 --model path/to/model "Once upon a time"
   shoal generate --temperature 0.8 --top-p 0.95 --seed 7 --stop "The end" "Once upon a time"
   shoal generate --json-schema '{"type": "object", "required": ["name"]}' "A person as JSON"
+  shoal generate --memory 1GiB --allow-lossy kv_int8 --file long.txt
   cat question.txt | shoal generate --json | tail -n 1
   torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel --model path/to/model "Once upon a time"
 """
@@ -41,6 +42,7 @@ def add_arguments(parser: Parser) -> None:
     sampling.add_argument("--logprobs", metavar="N", type=int, help="with --json: log-probabilities and N alternatives")
     common.add_constraint(sampling)
     common.add_model(parser)
+    common.add_memory(parser)
     parser.add_argument("--tensor-parallel", action="store_true", help="share the model between the processes that "
                         "torchrun has started; the first one prints")
     add_color(parser)

@@ -1,6 +1,6 @@
-"""Draw which layers every token runs, as text or as a picture. With --layers no model is needed.
+"""Draw which layers every token runs, as text or as a picture; with --memory, say what a request takes in memory.
 
-A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
+With --layers no model is needed. A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   shoal plan --layers 32 --alpha 0.99
   shoal plan --layers 32 --method early_exit --exit-layer 24
   shoal plan --model path/to/model --max-new-tokens 512 --plot plan.png
+  shoal plan --memory 2GiB --method prompt_lookup --prompt-tokens 4000 --rows 8
 """
 _BLOCKS = {(True, True): "\u2588", (True, False): "\u2580", (False, True): "\u2584", (False, False): "\u2591"}
 _ASCII = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
@@ -47,11 +48,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--layers", metavar="L", type=int, help="plan for a model of L layers instead of loading one")
     parser.add_argument("--plot", metavar="F.png", type=Path, help="write a picture (needs matplotlib)")
     common.add_model(parser)
+    common.add_memory(parser)
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory: tokens of a prompt")
+    parser.add_argument("--rows", metavar="N", type=int, default=1, help="with --memory: prompts at once")
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
+    if args.memory is not None:
+        return _memory(args)
     info = _info(args)
     recipe = args.method.recipe(info)
     if args.plot is not None:
@@ -73,6 +79,28 @@ def _info(args: argparse.Namespace) -> ModelInfo:
     if args.layers < 1:
         raise ValueError(f"--layers is {args.layers}; it must be >= 1")
     return ModelInfo(args.layers, args.max_new_tokens)
+
+
+def _memory(args: argparse.Namespace) -> int:
+    """Print what a request takes, as it is planned."""
+    if args.layers is not None or args.plot is not None:
+        raise ValueError("--memory needs a model and draws no picture; leave --layers and --plot out")
+    for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.rows)):
+        if value < 1:
+            raise ValueError(f"{option} is {value}; it must be >= 1")
+    from shoal.engine.request import Request
+
+    engine = common.load_engine(args)
+    assert engine.limit is not None
+    request = Request.from_options({"method": args.method, "max_new_tokens": args.max_new_tokens})
+    plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.rows, request)
+    if args.json:
+        common.print_json({**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.rows,
+                           "changed": plan.changed, "bytes": plan.sizes.to_dict()})
+    else:
+        fits = f"{plan.method.name}, {plan.rows} of {args.rows} prompts at a time: fits into {args.memory}"
+        print("\n".join([fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]))
+    return 0
 
 
 def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:

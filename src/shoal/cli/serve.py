@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --method d3 --alpha 0.99 --port 8080
   shoal serve --method d3 --admission waves --patience 2 --methods full,d3
   shoal serve --model path/to/model --replicas 4
+  shoal serve --model path/to/model --memory 2GiB
 """
 
 
@@ -33,6 +34,8 @@ def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     common.add_method(parser, default="auto")
     common.add_model(parser)
+    parser.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB; a request that "
+                        "would not fit waits, one that never can is refused")
     _add_address(parser)
     scheduling = common.add_scheduling(parser)
     scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most that wait; then 429")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.decode.row import Row
 from shoal.engine.kv_peak import KVPeak, peak_of
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 OVERHEAD = 4 << 20
 """What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
+
+_REWRITING = 8
+"""How often a layer's columns exist in float32 while some of them are chosen or merged; measured, too."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class Footprint:
     def table(self) -> str:
         """A line for each part."""
         return "\n".join(f"  {name:<8} {shown(size):>11}" for name, size in self.to_dict().items())
+
+    def words(self) -> str:
+        """The parts in one line."""
+        return ", ".join(f"{name} {shown(size)}" for name, size in asdict(self).items() if size)
 
 
 def footprint(engine: Engine, rows: Sequence[Row], method: Method, max_new_tokens: int) -> Footprint:
@@ -146,7 +153,11 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
     read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
     drawn = 0 if rows[0].sampling.greedy else max(nodes)
-    return max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+    rewriting = 0
+    if getattr(rows[0].recipe.keep, "differs", False):  # scores and copies in float32, of a layer at a time
+        width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
+        rewriting = _REWRITING * 4 * width * columns
+    return rewriting + max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
 
 
 def _by_kernels(stack: Stack, tokens: int) -> bool:
@@ -188,7 +199,3 @@ def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, 
         found.append(pieces)
     return found
 
-
-def report(engine: Engine, sizes: Footprint, memory: int | None) -> dict[str, Any]:
-    """For `--json`."""
-    return {"model": engine.model_name, "memory": memory, "bytes": sizes.to_dict()}

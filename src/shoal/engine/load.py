@@ -15,6 +15,8 @@ from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
+from shoal.engine.memory_limit import MemoryLimit
+from shoal.engine.weight_files import weights_on_disk
 from shoal.engine.told import told_by
 from shoal.engine.transformed import Transformed
 from shoal.errors import OutOfMemory, Unsupported
@@ -49,6 +51,7 @@ def load(
     trust_remote_code: bool = False,
     tensor_parallel: bool = False,
     transform: Transform | None = None,
+    memory: int | str | MemoryLimit | None = None,
 ) -> Engine:
     """An engine for a decoder-only language model.
 
@@ -67,9 +70,12 @@ def load(
             matrix; all must then make the same calls. Runs the model's own modules.
         transform: changes config and weights between files and memory, such as `shoal.DropLayers`. The engine is that
             of the changed model: what is exact is exact to it.
+        memory: the most that the whole process may take, in bytes or as "2GiB": what cannot fit is refused before it
+            starts, prompts are decoded fewer at a time, and less is guessed ahead. None for no limit.
 
     Raises:
         ValueError: there is no such model, or an option is unknown.
+        OutOfMemory: the weights alone do not fit into `memory`.
         Unsupported: it is no decoder, or cannot be run as asked.
     """
     if backend not in BACKENDS:
@@ -82,6 +88,9 @@ def load(
         model = catalog.find(None if model is None else os.fspath(model))
     if tensor_parallel:
         _check_shared(model, backend, quant, transform)
+    limit = memory if isinstance(memory, MemoryLimit) or memory is None else MemoryLimit(memory)
+    if limit is not None and (tensor_parallel or device_of(device).type != "cpu"):
+        raise Unsupported("a limit on memory", "it is that of one process on a CPU", "Leave memory out")
     if isinstance(model, str):
         where = device_of(device)
         kind = as_dtype(dtype) if dtype is not None else default_dtype(where)
@@ -91,8 +100,11 @@ def load(
         if transform is not None:
             _check_decoder(files.config())
             files = Transformed(model, revision, trust_remote_code, transform)
+        if limit is not None and transform is None:
+            place = model if os.path.isfile(model) else files.place
+            limit.check_weights(model, weights_on_disk(place, kind, quant))
         engine = _from_files(files, tokenizer, kind, where, quant, backend)
-        engine.changed, engine.changes = files.changed, files.changes
+        engine.changed, engine.changes, engine.limit = files.changed, files.changes, limit
         return engine
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
@@ -102,7 +114,9 @@ def load(
             "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
             "Convert it before, with model.to(...)"
         )
-    return engine_for(model, tokenizer, quant=quant, backend=backend)
+    engine = engine_for(model, tokenizer, quant=quant, backend=backend)
+    engine.limit = limit
+    return engine
 
 
 def engine_for(

@@ -23,11 +23,13 @@ from shoal.engine.admission import ContinuousBatching, Policy
 from shoal.engine.batches import Batches
 from shoal.engine.engine import Engine
 from shoal.engine.memory import free
+from shoal.engine.memory_limit import beside_kv
 from shoal.engine.recipes import Recipes
 from shoal.engine.request import Request, prompt_ids
 from shoal.engine.request_handle import Deliver, Item, RequestHandle, ScheduledRow
 from shoal.engine.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
+from shoal.methods import make
 from shoal.model.kv_room import KVRoom, Need
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 _CHUNK = 256
+_GUESSING = 16
+"""Nodes of each row that a step's buffers are planned for, where memory is limited: those of method auto."""
 
 
 class Scheduler:
@@ -44,7 +48,8 @@ class Scheduler:
         engine: the model.
         max_rows: most rows under way; a row that is searched counts as so many as it may have branches.
         max_waiting: most rows that wait.
-        kv_bytes: most bytes of KV; None for half of the memory that is free now.
+        kv_bytes: most bytes of KV; None for what the engine's limit leaves, else half of the memory that is free now.
+            Where the engine has a limit, rows also need room in it for their logits.
         prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
             a quarter of `kv_bytes`, to which they are added; 0 keeps none.
         prefill_chunk: tokens of a forward that reads prompts; None for what suits the model, at most 256.
@@ -72,12 +77,15 @@ class Scheduler:
                 "Use replicas, or engine.generate with a list of prompts",
             )
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
-        self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
-        self._room = KVRoom(engine.stack, self.kv_bytes, max_rows)
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
-        self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
+        if engine.limit is not None:
+            left = engine.limit.for_rows(engine, max(self.prefill_chunk, max_rows * _GUESSING))
+            kv_bytes, prefix_bytes = _within(left, kv_bytes, prefix_bytes)
+        self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
+        self._room = KVRoom(engine.stack, self.kv_bytes, max_rows)
+        self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
         self._policy = policy or ContinuousBatching()
         self._recipes = Recipes(engine)
         self._batches = Batches(engine.stack, self.prefixes)
@@ -122,7 +130,7 @@ class Scheduler:
         rows = self.engine.rows([ids] * n, request, recipe)
         for row in rows:
             row.placed = [] if canvas else None
-        need = self._need(rows[0])
+        need = self._need(rows[0], request)
         handle.entries = [ScheduledRow(row, handle, need) for row in rows]
         self._enqueue(handle.entries)
         return handle
@@ -184,13 +192,14 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close(drain=False)
 
-    def _need(self, row: Row) -> Need:
+    def _need(self, row: Row, request: Request) -> Need:
         row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
         other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
         need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other,
-                               getattr(recipe.loop, "second_reads", None))
+                               getattr(recipe.loop, "second_reads", None),
+                               0 if self.engine.limit is None else beside_kv(self.engine, row, make(request.method)))
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(
@@ -201,7 +210,8 @@ class Scheduler:
             raise Unsupported(
                 f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}{beside}",
                 f"its KV can take {self._room.bytes([need] * branches)} bytes, and there are {self.kv_bytes}",
-                f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if beside else ''}",
+                f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if beside else ''}"
+                f"{'' if recipe.store else ', or method kv_int8, which is lossy and stores less'}",
             )
         return need
 
@@ -365,6 +375,16 @@ class Scheduler:
 
 def _needs(entries: Iterable[ScheduledRow]) -> list[Need]:
     return [need for entry in entries for need in entry.needs]
+
+
+def _within(left: int, kv: int | None, prefix: int | None) -> tuple[int, int]:
+    """Bytes of KV and of prefixes in what is left; ValueError where more was asked for."""
+    prefix = (left // 5 if kv is None else kv // 4) if prefix is None else prefix
+    kv = left - prefix if kv is None else kv
+    if kv < 1 or kv + prefix > left:
+        raise ValueError(f"kv_bytes is {kv} and prefix_bytes {prefix}; the memory limit leaves {left} for both. Leave "
+                         "them out, or use smaller ones")
+    return kv, prefix
 
 
 def _check_positive(**numbers: int | None) -> None:

@@ -30,7 +30,7 @@ class Need:
     Attributes:
         columns: how many columns.
         own: bytes of a column where it is not in the slot; 0 where it is.
-        second: bytes that a second model stores of the row, in a cache of its own.
+        second: bytes that a second model stores of the row, in a cache of its own, and others that it needs to run.
     """
 
     columns: tuple[int, ...]
@@ -66,6 +66,7 @@ class KVRoom:
         store: Store | None = None,
         second: Stack | None = None,
         second_reads: int | None = None,
+        beside: int = 0,
     ) -> Need:
         """What a row can come to store.
 
@@ -78,6 +79,7 @@ class KVRoom:
             store: in what form; None for the slot.
             second: another model that reads the row with all its layers.
             second_reads: how many positions it stores at most; None for all of the row.
+            beside: bytes that the row needs beside its KV.
         """
         ends = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in plan.attention]
         columns = [
@@ -90,7 +92,7 @@ class KVRoom:
         own = [0 if form is None else column_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         length = prompt + answer + guesses if second_reads is None else second_reads
-        return Need(tuple(columns), tuple(own), 0 if second is None else _whole(second, length))
+        return Need(tuple(columns), tuple(own), beside + (0 if second is None else _whole(second, length)))
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Bytes that rows with these needs can occupy together."""

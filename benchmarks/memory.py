@@ -1,0 +1,227 @@
+"""Whether requests take the memory that was predicted, and whether a server stays within its limit.
+
+    python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--json OUT]
+    python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--json OUT]
+
+Requests are random: prompts of up to 2,000 tokens, up to 4 of them, up to 64 new tokens, greedy or drawn, by methods
+that store the KV in different forms. Each process of its own answers a few of them. Before each request the process is
+measured and the request's peak predicted, as `engine.limit` does it; then the kernel's peak begins anew. *Resident* is
+that peak of the whole process (VmHWM), *private* the peak without pages of files (libraries, and weights that are mapped
+from a file), of which only what is in memory when the request ends is known.
+
+A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is read
+ten times a second, and the kernel says its peak. To have the system enforce the limit as well, start the command in a
+control group, such as by `systemd-run --scope -p MemoryMax=2G`. The last line on stdout is the report as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.bench import report
+from shoal.bench.load.watch import MemorySampler
+from shoal.bench.process import reset_peak_memory
+from shoal.cli import env
+from shoal.engine.sizes import parse
+
+METHODS: tuple[Any, ...] = ("full", "prompt_lookup", "kv_int8", "streaming_llm", "snapkv", "centroid_kv", "d3",
+                            ["prompt_lookup", "kv_int8"])
+PER_PROCESS = 8
+MOST = 0.05
+"""The largest error that is wanted."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", required=True)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--serve", metavar="SIZE")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(words)
+    if args.answer:
+        return answer(args.model[0], json.load(sys.stdin))
+    found = served(args.model[0], args.serve, args.minutes) if args.serve else predicted(args.model, args.requests)
+    shown = [word if word not in args.model else Path(word).name for word in words]
+    heading = report.heading(env.collect(), ["python", "benchmarks/memory.py", *shown])
+    report.publish({**heading, "kind": "memory", **found}, args.json)
+    return 0
+
+
+def predicted(models: Sequence[str], count: int) -> dict[str, Any]:
+    """Requests of all models, by turns, and how far the predictions were off."""
+    draw, requests = random.Random(0), list[dict[str, Any]]()
+    wishes = [wish(draw) for _ in range(count)]
+    for first in range(0, count, PER_PROCESS):
+        model = models[first // PER_PROCESS % len(models)]
+        command = [sys.executable, __file__, "--answer", "--model", model]
+        ran = subprocess.run(command, input=json.dumps(wishes[first : first + PER_PROCESS]), text=True,
+                             stdout=subprocess.PIPE, check=True)
+        requests += [{"model": Path(model).name, **one} for one in json.loads(ran.stdout.splitlines()[-1])]
+        worst = max(abs(one["private_error"]) for one in requests)
+        print(f"{len(requests)} requests, largest error of private memory {worst:.1%}", file=sys.stderr, flush=True)
+    return {"requests": requests, "summary": summary(requests)}
+
+
+def wish(draw: random.Random) -> dict[str, Any]:
+    """A request, as JSON."""
+    rows = draw.choice([1, 1, 2, 4])
+    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if draw.random() < 0.4 else {}
+    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, 2000)]) for _ in range(rows)],
+            "options": {"method": draw.choice(METHODS), "max_new_tokens": draw.randint(1, 64), **drawn}}
+
+
+def prompt(draw: random.Random, length: int) -> list[int]:
+    """Tokens that repeat themselves, so that there is something to guess."""
+    piece = [draw.randrange(1000, 30000) for _ in range(length // 2 + 1)]
+    return (piece + piece)[:length]
+
+
+def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
+    """Answer requests in this process; prints what was predicted and measured of each."""
+    import shoal
+    from shoal.engine.footprint import footprint
+    from shoal.engine.request import Request
+    from shoal.methods import make
+
+    engine, draw, found = shoal.load(model), random.Random(1), []
+    for one in wishes:
+        ids, options = [prompt(draw, length) for length in one["prompts"]], {**one["options"], "ignore_eos": True}
+        request = Request.from_options(options)
+        sizes = footprint(engine, engine.rows(ids, request), make(request.method), request.max_new_tokens)
+        files, before = status("RssFile"), status("VmRSS")
+        reset_peak_memory()
+        results = engine.generate(ids, **options)
+        peak, private = status("VmHWM"), status("VmHWM") - status("RssFile")
+        found.append({
+            **one, "predicted": sizes.to_dict(), "resident": peak, "private": private, "before": before,
+            "kv_allocated_at_end": sum(result.stats.kv_bytes_allocated for result in results),
+            "resident_error": sizes.total / peak - 1, "private_error": (sizes.total - files) / private - 1,
+        })  # fmt: skip
+    print(json.dumps(found))
+    return 0
+
+
+def status(name: str, pid: int | str = "self") -> int:
+    """Bytes that the kernel tells of a process; 0 where it has ended."""
+    try:
+        found = re.search(rf"{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace"))
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Largest and middle errors, by model and by method."""
+
+    def errors(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        sizes = {}
+        for kind in ("private_error", "resident_error"):
+            values = sorted(one[kind] for one in some)
+            sizes[kind] = {"least": values[0], "middle": values[len(values) // 2], "most": values[-1],
+                           "within": sum(abs(value) <= MOST for value in values)}
+        exact = sum(one["predicted"]["kv"] == one["kv_allocated_at_end"] for one in some)
+        return {"requests": len(some), **sizes, "kv_equal_at_end": exact}
+
+    def name(method: Any) -> str:
+        return method if isinstance(method, str) else "+".join(method)
+
+    names = sorted({name(one["options"]["method"]) for one in requests})
+    return {"all": errors(requests),
+            "models": {model: errors([one for one in requests if one["model"] == model])
+                       for model in sorted({one["model"] for one in requests})},
+            "methods": {method: errors([one for one in requests if name(one["options"]["method"]) == method])
+                        for method in names}}
+
+
+def served(model: str, memory: str, minutes: float) -> dict[str, Any]:
+    """A server with a limit under mixed load."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    words = ["serve", "--model", model, "--memory", memory, "--port", str(port), "--methods",
+             "full,prompt_lookup,kv_int8,snapkv", "--served-model-name", "m", "--no-playground"]
+    server = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.DEVNULL)
+    try:
+        url, answers = f"http://127.0.0.1:{port}/v1", Counter[str]()
+        while not reachable(url):
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended with {server.returncode} before it served")
+            time.sleep(0.5)
+        end = time.monotonic() + 60 * minutes
+        with MemorySampler(lambda: status("VmRSS", server.pid) or None, 0.1) as memories:
+            clients = [threading.Thread(target=ask, args=(url, number, end, answers)) for number in range(8)]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+        peak, alive = status("VmHWM", server.pid), server.poll() is None
+    finally:
+        server.terminate()
+        server.wait()
+    sizes = [point["bytes"] for point in memories.curve]
+    limit = parse(memory)
+    return {"model": Path(model).name, "limit": limit, "minutes": minutes, "answers": dict(answers),
+            "server_alive_at_end": alive, "peak": peak, "within": peak <= limit, "samples": len(sizes),
+            "samples_above": sum(size > limit for size in sizes), "enforced_by": enforced()}
+
+
+def enforced() -> str:
+    """What beside the server itself keeps to a limit."""
+    try:
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip().lstrip("/")
+        return "memory.max " + (Path("/sys/fs/cgroup") / group / "memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return "nothing: the server's memory was read, not limited"
+
+
+def reachable(url: str) -> bool:
+    """Whether a server answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/models", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def ask(url: str, number: int, end: float, answers: Counter[str]) -> None:
+    """A client: random requests, one after the other; one in twenty asks for more than can ever fit."""
+    draw = random.Random(number)
+    while time.monotonic() < end:
+        huge = draw.random() < 0.05
+        body = {"model": "m", "prompt": prompt(draw, draw.choice([30, 300, 1000, 3000])), "ignore_eos": True,
+                "max_tokens": draw.randint(1, 128), "n": 16 if huge else draw.choice([1, 1, 2]),
+                "method": draw.choice(["full", "prompt_lookup", "kv_int8", "snapkv"]),
+                "temperature": draw.choice([0, 0.8])}  # fmt: skip
+        if huge:
+            body |= {"prompt": prompt(draw, 6000), "max_tokens": 2000, "method": "full"}
+        sent = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(),
+                                      {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(sent, timeout=900) as got:
+                kind = f"{got.status}"
+                got.read()
+        except urllib.error.HTTPError as error:
+            kind = f"{error.code} {json.loads(error.read()).get('error', {}).get('code')}"
+        except OSError as error:
+            kind = type(error).__name__
+        answers[("huge " if huge else "") + kind] += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
