@@ -3,15 +3,15 @@
     python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--json OUT]
     python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--json OUT]
 
-Requests are random: prompts of up to 2,000 tokens, up to 4 of them, up to 64 new tokens, greedy or drawn, by methods
+Requests are random: prompts of up to 1,000 tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by methods
 that store the KV in different forms. Each process of its own answers a few of them. Before each request the process is
 measured and the request's peak predicted, as `engine.limit` does it; then the kernel's peak begins anew. *Resident* is
-that peak of the whole process (VmHWM), *private* the peak without pages of files (libraries, and weights that are mapped
-from a file), of which only what is in memory when the request ends is known.
+that peak of the whole process (VmHWM), *private* the peak without pages of files (libraries, and weights that are
+mapped from a file), of which only what is in memory when the request ends is known.
 
-A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is read
-ten times a second, and the kernel says its peak. To have the system enforce the limit as well, start the command in a
-control group, such as by `systemd-run --scope -p MemoryMax=2G`. The last line on stdout is the report as JSON.
+A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is
+read ten times a second, and the kernel says its peak. To have the system enforce the limit as well, start the command
+in a control group, such as by `systemd-run --scope -p MemoryMax=2G`. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal.engine.sizes import parse
 
 METHODS: tuple[Any, ...] = ("full", "prompt_lookup", "kv_int8", "streaming_llm", "snapkv", "centroid_kv", "d3",
                             ["prompt_lookup", "kv_int8"])
-PER_PROCESS = 8
+PER_PROCESS = 5
 MOST = 0.05
 """The largest error that is wanted."""
 
@@ -74,17 +74,18 @@ def predicted(models: Sequence[str], count: int) -> dict[str, Any]:
         ran = subprocess.run(command, input=json.dumps(wishes[first : first + PER_PROCESS]), text=True,
                              stdout=subprocess.PIPE, check=True)
         requests += [{"model": Path(model).name, **one} for one in json.loads(ran.stdout.splitlines()[-1])]
-        worst = max(abs(one["private_error"]) for one in requests)
-        print(f"{len(requests)} requests, largest error of private memory {worst:.1%}", file=sys.stderr, flush=True)
+        worst = max(requests, key=lambda one: abs(one["private_error"]))
+        print(f"{len(requests)} requests, largest error of private memory {worst['private_error']:.1%}, with "
+              f"{worst['options']['method']}", file=sys.stderr, flush=True)
     return {"requests": requests, "summary": summary(requests)}
 
 
 def wish(draw: random.Random) -> dict[str, Any]:
     """A request, as JSON."""
-    rows = draw.choice([1, 1, 2, 4])
+    rows = draw.choice([1, 1, 1, 2, 4])
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if draw.random() < 0.4 else {}
-    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, 2000)]) for _ in range(rows)],
-            "options": {"method": draw.choice(METHODS), "max_new_tokens": draw.randint(1, 64), **drawn}}
+    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, 1000)]) for _ in range(rows)],
+            "options": {"method": draw.choice(METHODS), "max_new_tokens": draw.randint(1, 48), **drawn}}
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
@@ -121,9 +122,10 @@ def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
 def status(name: str, pid: int | str = "self") -> int:
     """Bytes that the kernel tells of a process; 0 where it has ended."""
     try:
-        found = re.search(rf"{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace"))
+        told = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0
+    found = re.search(rf"{name}:\s+(\d+)", told)
     return int(found[1]) * 1024 if found else 0
 
 

@@ -1,6 +1,8 @@
 """Draw which layers every token runs, as text or as a picture; with --memory, say what a request takes in memory.
 
-With --layers no model is needed. A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
+With --layers no model is needed.
+
+A column is a layer, 0 on the left: \u2588 runs, \u2591 does not, \u2580 only its attention does, \u2584 only its MLP.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--plot", metavar="F.png", type=Path, help="write a picture (needs matplotlib)")
     common.add_model(parser)
     common.add_memory(parser)
-    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory: tokens of a prompt")
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=1024, help="with --memory: of a prompt")
     parser.add_argument("--rows", metavar="N", type=int, default=1, help="with --memory: prompts at once")
     common.add_json(parser)
 

@@ -16,9 +16,9 @@ from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
 from shoal.engine.memory_limit import MemoryLimit
-from shoal.engine.weight_files import weights_on_disk
 from shoal.engine.told import told_by
 from shoal.engine.transformed import Transformed
+from shoal.engine.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.masked import masked_of

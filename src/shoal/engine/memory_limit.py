@@ -121,10 +121,7 @@ class MemoryLimit:
         one = [max(ids, key=len)]
         smallest = self._smallest(engine, one, request)
         short = self._longest_answer(engine, one, replace(request, method=smallest))
-        if short:
-            first = f"Use max_new_tokens of {short} or less"
-        else:
-            first = "Use a shorter prompt"
+        first = f"Use max_new_tokens of {short} or less" if short else "Use a shorter prompt"
         others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
@@ -168,9 +165,9 @@ class MemoryLimit:
         if used + size > self.usable:
             raise OutOfMemory(
                 f"memory of {shown(int(self.memory))} for the model {name!r}",
-                f"its weights take {shown(size)}, the process {shown(used)} without them, and {SPARE:.0%} are kept back",
-                f"Use quant='int4' or 'int8', a smaller model, or memory of {shown((used + size) / (1 - SPARE))} and "
-                "more",
+                f"its weights take {shown(size)}, the process {shown(used)}, and {SPARE:.0%} are kept back",
+                f"Use quant='int4' or 'int8', a smaller model, or memory of {shown((used + size) / (1 - SPARE))} "
+                "at least",
             )
 
 

@@ -130,7 +130,8 @@ class Scheduler:
         rows = self.engine.rows([ids] * n, request, recipe)
         for row in rows:
             row.placed = [] if canvas else None
-        need = self._need(rows[0], request)
+        limited = self.engine.limit is not None
+        need = self._need(rows[0], beside_kv(self.engine, rows[0], make(request.method)) if limited else 0)
         handle.entries = [ScheduledRow(row, handle, need) for row in rows]
         self._enqueue(handle.entries)
         return handle
@@ -192,25 +193,25 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close(drain=False)
 
-    def _need(self, row: Row, request: Request) -> Need:
+    def _need(self, row: Row, beside: int = 0) -> Need:
+        """What a row needs; Unsupported where that is more than there is. `beside` is beside its KV."""
         row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
         other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
         need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other,
-                               getattr(recipe.loop, "second_reads", None),
-                               0 if self.engine.limit is None else beside_kv(self.engine, row, make(request.method)))
+                               getattr(recipe.loop, "second_reads", None), beside)
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(
                 f"a search of {branches} branches", f"there is room for {self.max_rows} rows", "Search fewer at a time"
             )
         if self._room.bytes([need] * branches) > self.kv_bytes:
-            beside = f" in {branches} branches" if branches > 1 else ""
+            together = f" in {branches} branches" if branches > 1 else ""
             raise Unsupported(
-                f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}{beside}",
+                f"a prompt of {row.prompt_length} tokens with an answer of up to {row.stop.room}{together}",
                 f"its KV can take {self._room.bytes([need] * branches)} bytes, and there are {self.kv_bytes}",
-                f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if beside else ''}"
+                f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if together else ''}"
                 f"{'' if recipe.store else ', or method kv_int8, which is lossy and stores less'}",
             )
         return need

@@ -18,8 +18,8 @@ def parse(amount: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(amount))
     size = None if found is None or isinstance(amount, bool) else _KNOWN.get(found[2].lower())
     if found is None or size is None:
-        raise ValueError(f"memory is {amount!r}; it must be a number and one of {', '.join(filter(None, _UNITS))}, such "
-                         "as 2GiB")
+        units = ", ".join(filter(None, _UNITS))
+        raise ValueError(f"memory is {amount!r}; it must be a number and one of {units}, such as 2GiB")
     value = int(float(found[1]) * size)
     if value < 1:
         raise ValueError(f"memory is {amount!r}; it must be at least 1 byte")
