@@ -38,8 +38,10 @@ from shoal.bench.process import reset_peak_memory
 from shoal.cli import env
 from shoal.engine.sizes import parse
 
-METHODS: tuple[Any, ...] = ("full", "prompt_lookup", "kv_int8", "streaming_llm", "snapkv", "centroid_kv", "d3",
-                            ["prompt_lookup", "kv_int8"])
+METHODS: tuple[Any, ...] = (
+    "full", "prompt_lookup", "kv_int8", {"method": "streaming_llm", "method_args": {"window": 256}},
+    {"method": "snapkv", "method_args": {"budget": 256}}, "centroid_kv", "d3", ["prompt_lookup", "kv_int8"],
+)
 PER_PROCESS = 5
 MOST = 0.05
 """The largest error that is wanted."""
@@ -142,7 +144,8 @@ def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"requests": len(some), **sizes, "kv_equal_at_end": exact}
 
     def name(method: Any) -> str:
-        return method if isinstance(method, str) else "+".join(method)
+        return str(method["method"]) if isinstance(method, dict) else "+".join([method] if isinstance(method, str)
+                                                                              else method)
 
     names = sorted({name(one["options"]["method"]) for one in requests})
     return {"all": errors(requests),

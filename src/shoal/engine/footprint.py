@@ -6,6 +6,7 @@ are those that the engine makes. What is left, activations and the like, is esti
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.methods.base import Method
 
-OVERHEAD = 4 << 20
+OVERHEAD = 3 << 20
 """What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
 
-_REWRITING = 8
+_REWRITING = 5
 """How often a layer's columns exist in float32 while some of them are chosen or merged; measured, too."""
 
 
@@ -84,7 +85,8 @@ def footprint(engine: Engine, rows: Sequence[Row], method: Method, max_new_token
         method: by which they decode.
         max_new_tokens: of the request.
     """
-    give_back()  # holes in the heap would be counted beside what fills them
+    gc.collect()  # what earlier requests have left, and holes in the heap, would be counted beside what fills them
+    give_back()
     stack, (most, extra) = engine.stack, guesses(method, rows[0].recipe)
     cache = engine.cache_for(rows, max_new_tokens)
     plain, whole = peak_of(stack, cache, rows), peak_of(stack, cache, rows, extra)
@@ -154,10 +156,17 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
     drawn = 0 if rows[0].sampling.greedy else max(nodes)
     rewriting = 0
-    if getattr(rows[0].recipe.keep, "differs", False):  # scores and copies in float32, of a layer at a time
+    if _chooses(rows):  # scores and copies in float32, of a layer at a time
         width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
         rewriting = _REWRITING * 4 * width * columns
     return rewriting + max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+
+
+def _chooses(rows: Sequence[Row]) -> bool:
+    """Whether columns of a prompt are weighed against each other."""
+    keep = rows[0].recipe.keep
+    budget = getattr(getattr(keep, "knobs", None), "budget", None) or 0
+    return getattr(keep, "differs", False) and max(row.prompt_length for row in rows) > budget
 
 
 def _by_kernels(stack: Stack, tokens: int) -> bool:
@@ -176,14 +185,23 @@ def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
 
 def _mask(stack: Stack, read: Sequence[tuple[int, int, int]]) -> int:
     """Of pieces of rows: row, first position and size; a byte for each token and column, or an element to be added."""
-    kinds = len({*stack.windows}) * (stack.dtype.itemsize if getattr(stack, "adds_masks", False) else 1)
-    if len({size for _, _, size in read}) == 1 and not isinstance(stack, PackedStack):  # padded to the longest
-        firsts, size = [first for _, first, _ in read], read[0][2]
-        square = not any(firsts) and size > 1 and kinds == len({*stack.windows})
-        if square or (size == 1 and len({*firsts}) == 1):
-            return 0
-        return kinds * len(read) * size * (max(firsts) + size)
-    return kinds * sum(size * (first + size) for _, first, size in read if first and size > 1)
+    adds = getattr(stack, "adds_masks", False)
+    element = stack.dtype.itemsize if adds else 1
+    if isinstance(stack, PackedStack):  # row by row, in each layer anew
+        return max(_seen(first, size, window, adds) for _, first, size in read for window in {*stack.windows})
+    firsts, sizes = [first for _, first, _ in read], {size for _, _, size in read}
+    if len(sizes) > 1 and stack.shows_queries:  # see `PrepackedCall`
+        return element * sum(_seen(first, size, window, adds) for _, first, size in read for window in {*stack.windows})
+    first, size, ragged = max(firsts), max(sizes), adds or len({*firsts}) + len(sizes) > 2
+    return element * len(read) * sum(_seen(first, size, window, ragged) or (first + size) * (ragged and len(read) > 1)
+                                     for window in {*stack.windows})
+
+
+def _seen(first: int, size: int, window: int | None, explicit: bool) -> int:
+    """Elements of one row's mask; none where attention needs none, see `shoal.model.masks`."""
+    fits = window is None or first + size <= window
+    free = fits and (size == 1 or (first == 0 and not explicit))
+    return 0 if free else size * (first + size)
 
 
 def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, int, int]]]:

@@ -62,7 +62,7 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
         slots = tuple(0 if size else end for size, end in zip(own, ends, strict=True))
         capacity = _grown(first, max(slots))
         position = stack.position_bytes[number]
-        held = sum(slots) * position if is_paged(stack.device) else len(rows) * capacity * position
+        held = (sum(slots) if is_paged(stack.device) else len(rows) * capacity if any(slots) else 0) * position
         if any(slots):
             resident += _resident(stack, number, slots, capacity) if is_paged(stack.device) else held
         beside += [_bias(row, stack.kv_sizes[number][0], end) for row, end in zip(rows, ends, strict=True)]

@@ -70,7 +70,7 @@ class Ends:
         """See `Keep`: up to the first time that some go, and between two times."""
         kept = self.sinks + self.window
         due = (kept // self.every + 1) * self.every
-        return length if length <= due else max(due, min(length, kept + self.every))
+        return length if length <= due else max(due, kept + min(self.every, length - due))
 
 
 class EndsKeeper(Keeper):

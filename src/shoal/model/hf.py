@@ -76,6 +76,11 @@ class HFStack:
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
+    @property
+    def adds_masks(self) -> bool:
+        """Whether attention adds its mask to the scores, instead of taking bools."""
+        return self._additive
+
     @cached_property
     def can_split(self) -> bool:
         """Whether a layer without its attention and its MLP is the identity, as a split needs."""

@@ -146,7 +146,7 @@ class NativeStack(PackedStack):
         return logits
 
     def scratch_bytes(self, tokens: int, columns: int) -> int:
-        """Bytes of the kernels' buffers in a forward of up to `LIMIT` tokens, each of which sees that many columns."""
+        """Bytes that the kernels' buffers grow by in a forward of up to `LIMIT` tokens that see that many columns."""
         return self._model.scratch_bytes(tokens, columns)
 
     def exit_logits(self, hidden: Tensor) -> Tensor:

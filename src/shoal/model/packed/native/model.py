@@ -314,12 +314,12 @@ class NativeModel:
         return asked.paths()
 
     def scratch_bytes(self, tokens: int, columns: int, threads: int | None = None) -> int:
-        """Bytes of the buffers of a forward of that many tokens, each of which sees that many columns."""
+        """Bytes that buffers grow by in a forward of that many tokens, each of which sees that many columns."""
         bases = (ctypes.c_int32 * tokens)(*[columns] * tokens)
         struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
         count = torch.get_num_threads() if threads is None else threads
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
-        return int(needed)
+        return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
 
     def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)

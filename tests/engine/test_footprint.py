@@ -1,0 +1,127 @@
+"""Masks and logits of the largest forward, known before it runs, against what the forwards make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shoal.model.packed.stack as packed_stack
+from backends import BACKENDS, HF, NATIVE, TORCH, Backend
+from drive import prompt
+from families import tiny
+from shoal.engine.engine import Engine
+from shoal.engine.footprint import Footprint, footprint
+from shoal.engine.load import engine_for
+from shoal.engine.request import Request
+from shoal.heap import resident
+from shoal.methods import make
+from shoal.methods.layerskip import LayerSkip
+from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.hf import HFStack
+from shoal.model.packed.native import NativeBatch
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
+
+
+def run(engine: Engine, lengths: list[int], new: int, method: Any, chunk: int | None = None) -> Footprint:
+    """The prediction, and then the run; `chunk` tokens of prompts in a forward."""
+    ids = [prompt(length, number) for number, length in enumerate(lengths)]
+    options = {"method": method, "max_new_tokens": new, "ignore_eos": True}
+    request = Request.from_options(options)
+    with pytest.MonkeyPatch.context() as patch:
+        if chunk is not None:
+            patch.setattr(engine.stack, "prefill_chunk", chunk, raising=False)
+        sizes = footprint(engine, engine.rows(ids, request), make(request.method), new)
+        engine.generate(ids, **options)
+    return sizes
+
+
+@given(backend=st.sampled_from(BACKENDS), lengths=LENGTHS, new=st.integers(2, 12), guessed=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_logits_are_those_of_the_largest_forward(
+    backend: Backend, lengths: list[int], new: int, guessed: bool
+) -> None:
+    """Of plain decoding, and of drafts that always guess as much as they may."""
+    engine, found = Engine(backend.stack("llama")), list[int]()
+    forward = type(engine.stack).forward
+
+    def seen(self: Any, chunks: Any, *rest: Any, **more: Any) -> Any:
+        logits = forward(self, chunks, *rest, **more)
+        if any(chunk.steps[-1] and chunk.plan.is_full for chunk in chunks):
+            found.append(logits.nbytes)
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine.stack), "forward", seen)
+        sizes = run(engine, lengths, new, LayerSkip(exit_layer=2, length=3) if guessed else "full")
+    assert sizes.logits == max(found)
+
+
+@given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 16, 2048]), family=st.sampled_from(
+    ["llama", "opt"]), guessed=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str, guessed: bool) -> None:
+    engine, found = engine_for(tiny(family)), [0]
+    forward, mask = HFStack.forward, HFStack.attention_mask
+
+    def begun(self: Any, *args: Any, **more: Any) -> Any:
+        found.append(0)
+        return forward(self, *args, **more)
+
+    def seen(self: Any, *args: Any) -> Any:
+        made = mask(self, *args)
+        found[-1] += 0 if made is None else made.nbytes
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFStack, "forward", begun)
+        patch.setattr(HFStack, "attention_mask", seen)
+        sizes = run(engine, lengths, new, PromptLookup(length=3) if guessed else "full", chunk)
+    assert sizes.masks == max(found) if not guessed else sizes.masks >= max(found)
+
+
+@given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 2048]))
+@settings(max_examples=40, deadline=None)
+def test_masks_of_the_packed_stack(lengths: list[int], new: int, chunk: int) -> None:
+    found, mask = [0], packed_stack.mask
+
+    def seen(*args: Any) -> Any:
+        made = mask(*args)
+        found.append(0 if made is None else made.nbytes)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_stack, "mask", seen)
+        sizes = run(Engine(TORCH.stack("llama")), lengths, new, "full", chunk)
+    assert sizes.masks == max(found)
+
+
+@given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3), new=st.integers(2, 12))
+@settings(max_examples=40, deadline=None)
+def test_masks_of_the_kernels(lengths: list[int], new: int) -> None:
+    found, struct = [0], NativeBatch.struct
+
+    def seen(self: Any, *args: Any) -> Any:
+        made = struct(self, *args)
+        found.append(made.memory[1].itemsize * len(made.memory[1]))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeBatch, "struct", seen)
+        sizes = run(Engine(NATIVE.stack("llama")), lengths, new, "full")
+    assert sizes.masks == max(found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_the_parts_are_the_whole(backend: Backend) -> None:
+    engine = Engine(backend.stack("llama")) if backend is not HF else engine_for(tiny("llama"))
+    sizes = run(engine, [20], 4, "full")
+    parts = sizes.to_dict()
+    assert parts.pop("total") == sum(parts.values()) == sizes.total
+    assert sizes.weights > 0
+    assert sizes.process + sizes.weights <= (resident() or 0) * 1.1
+    assert sizes.request == sizes.total - sizes.process - sizes.weights > sizes.kv
+    assert all(name in sizes.table() for name in parts)

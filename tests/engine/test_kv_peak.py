@@ -1,0 +1,141 @@
+"""The KV's peak, known before rows run, against what their cache counts in every step, and what the system backs."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shoal.engine.engine as engine_module
+import shoal.engine.kv_peak as kv_peak
+import shoal.model.kv_memory as kv_memory
+from backends import BACKENDS, NATIVE, Backend
+from drive import prompt
+from shoal.engine.engine import Engine
+from shoal.engine.kv_peak import KVPeak, peak_of
+from shoal.engine.request import Request
+from shoal.engine.shorter import guesses
+from shoal.methods import make
+from shoal.methods.centroid_kv import CentroidKV
+from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
+from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.layerskip import LayerSkip
+from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.snapkv import SnapKV
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.model.kv import KVCache
+
+STREAM = StreamingLLM(window=9, sinks=2, every=4)
+EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), D3(alpha=0.8, core=2), STREAM, [STREAM, KVInt8()],
+                    PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
+                    [D3(alpha=0.7, core=2), KVInt8()], [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
+BOUNDED: list[Any] = [SnapKV(budget=12, window=4, pool=3), CentroidKV(chunk=8, window=4, sinks=1, every=8)]
+
+
+def engine_of(backend: Backend, family: str = "llama") -> Engine:
+    return Engine(backend.stack(family))
+
+
+def watched(see: Callable[[KVCache], None], patch: pytest.MonkeyPatch) -> None:
+    """Let the cache be seen before and after every commit: when scratch is largest, and before columns go."""
+    commit = KVCache.commit
+
+    def seen(self: KVCache, row: int, path: Any) -> None:
+        see(self)
+        commit(self, row, path)
+        see(self)
+
+    patch.setattr(KVCache, "commit", seen)
+
+
+def run(engine: Engine, lengths: list[int], new: int, method: Any, see: Callable[[KVCache], None]) -> KVPeak:
+    """The prediction; `see` is shown the cache while the rows run."""
+    ids = [prompt(length, number) for number, length in enumerate(lengths)]
+    options = {"method": method, "max_new_tokens": new, "ignore_eos": True}
+    request = Request.from_options(options)
+    rows = engine.rows(ids, request)
+    _, extra = guesses(make(request.method), rows[0].recipe)
+    predicted = peak_of(engine.stack, engine.cache_for(rows, new), rows, extra)
+    with pytest.MonkeyPatch.context() as patch:
+        watched(see, patch)
+        engine.generate(ids, **options)
+    return predicted
+
+
+@given(
+    backend=st.sampled_from(BACKENDS),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    new=st.integers(1, 25),
+    method=st.sampled_from(EXACT),
+    paged=st.booleans(),
+    reserve=st.sampled_from([4, 1024]),
+)
+@settings(max_examples=60, deadline=None)
+def test_it_is_what_the_cache_counts(
+    backend: Backend, lengths: list[int], new: int, method: Any, paged: bool, reserve: int
+) -> None:
+    found: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_memory, "PAGED", paged)
+        patch.setattr(engine_module, "_RESERVE", reserve)
+        predicted = run(engine_of(backend), lengths, new, method, lambda cache: found.append(cache.bytes().allocated))
+    assert predicted.counted == max(found)
+
+
+@given(
+    family=st.sampled_from(["llama", "hybrid", "gemma3"]),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    new=st.integers(1, 40),
+    method=st.sampled_from([*EXACT, *BOUNDED]),
+)
+@settings(max_examples=40, deadline=None)
+def test_it_is_never_less(family: str, lengths: list[int], new: int, method: Any) -> None:
+    found: list[int] = []
+    predicted = run(engine_of(NATIVE, family), lengths, new, method,
+                    lambda cache: found.append(cache.bytes().allocated))
+    assert predicted.counted >= max(found)
+
+
+def test_trees_are_counted_with_all_their_nodes() -> None:
+    model = engine_of(BACKENDS[0]).stack
+    branching = DraftModel(draft="any", branching=(3, 2, 1))
+    recipe = type("Recipe", (), {"scratch": 64, "loop": None})()
+    assert guesses(branching, recipe) == (3 + 6 + 6, 12)  # type: ignore[arg-type]
+    engine = Engine(model)
+    rows = engine.rows([prompt(9)], Request.from_options({"max_new_tokens": 5}))
+    cache = engine.cache_for(rows, 5)
+    plain, tree = peak_of(model, cache, rows), peak_of(model, cache, rows, extra=12)
+    assert tree.counted - plain.counted == 12 * sum(model.position_bytes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages take memory")
+@pytest.mark.parametrize("lengths", [[700], [30, 900, 400]])
+def test_the_system_backs_as_many_pages(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kv_memory, kv_peak):
+        monkeypatch.setattr(module, "SMALL", 1)
+    engine = Engine(NATIVE.stack("llama", max_position_embeddings=2048))
+    found: list[int] = []
+    predicted = run(engine, lengths, 6, "full", lambda cache: found.append(sum(map(backed, tensors(cache)))))
+    assert predicted.resident == max(found)
+    assert predicted.resident > predicted.counted
+
+
+def tensors(cache: KVCache) -> list[Tensor]:
+    return [one for layer in cache.layers for one in (layer.keys, layer.values) if one is not None]
+
+
+def backed(tensor: Tensor) -> int:
+    """Bytes of the pages of a mapping that take memory."""
+    pages = -(-tensor.nbytes // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), flags) == 0
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
