@@ -73,7 +73,7 @@ def run(engine: Engine, lengths: list[int], new: int, method: Any, see: Callable
 @given(
     backend=st.sampled_from(BACKENDS),
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
-    new=st.integers(1, 25),
+    new=st.integers(2, 25),
     method=st.sampled_from(EXACT),
     paged=st.booleans(),
     reserve=st.sampled_from([4, 1024]),

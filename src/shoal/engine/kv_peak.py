@@ -1,8 +1,8 @@
 """What the KV of some rows comes to at its largest, before they run: as the cache counts it, and in whole pages.
 
-Exact for rows that are decoded together to their full length, one token after the other or with chains of guesses,
-whole, by depth plans, in other forms (`store`) and where `keep` says how many columns there are. A bound from above for
-sliding windows, trees, a `keep` that knows only what it may come to, and the bias of merged columns.
+Exact for rows that are decoded together to their full length of two tokens or more, one after the other or with chains
+of guesses: whole, by depth plans, in other forms (`store`), and where `keep` says how many columns there are. A bound
+from above for sliding windows, trees, a `keep` that knows only what it may come to, and the bias of merged columns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
     for number, layer in enumerate(cache.layers):
         own = [_own_size(stack, row, number) for row in rows]
         ends = [_columns(row, number, layer, stack.prefill_chunk, step, extra) for row in rows]
-        first = max(layer.reserve, min(stack.prefill_chunk, *(row.prompt_length for row in rows)))
+        first = max(layer.reserve, min(stack.prefill_chunk, *(_kept(row, row.prompt_length) for row in rows)))
         beside = [size * _grown(first, end) for size, end in zip(own, ends, strict=True) if size and end]
         slots = tuple(0 if size else end for size, end in zip(own, ends, strict=True))
         capacity = _grown(first, max(slots))
@@ -92,7 +92,12 @@ def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra
         piece = min(chunk, row.prompt_length)
         needed, room = layer.window + piece + min(layer.window, WINDOW_SLACK) // 2, max(piece, layer.reserve)
         return min(end, max(needed, _more(room)) if needed > room else room)
-    return end if row.recipe.keep is None else row.recipe.keep.most_columns(end)
+    return _kept(row, end)
+
+
+def _kept(row: Row, positions: int) -> int:
+    """Columns of so many positions."""
+    return positions if row.recipe.keep is None else row.recipe.keep.most_columns(positions)
 
 
 def _more(capacity: int) -> int:
