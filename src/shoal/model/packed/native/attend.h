@@ -23,12 +23,13 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
     }
 }
 
-/* Which nodes token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
+/* Which nodes before it token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
    a path stand at consecutive positions, so a window leaves the last ones. */
 INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t) {
     uint64_t seen = b->ancestors[t];
+    if (!seen) return 0;
     for (int over = layer->window ? __builtin_popcountll(seen) - layer->window : 0; over > 0; over--) seen &= seen - 1;
-    return ~seen;
+    return ~seen & ((1ull << b->node[t]) - 1);
 }
 
 /* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */

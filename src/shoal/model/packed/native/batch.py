@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import MAX_TOKENS, BatchStruct, Own
+from shoal.model.packed.native.structs import MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -18,16 +18,17 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 64 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
+    """Up to 128 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
 
     Nodes before a row's first token are in the cache already, in the columns of nodes.
 
     Attributes:
         ids, positions: of each token.
         rows: cache row of each token.
-        nodes: index of each token within its row's tree, below 64.
+        nodes: index of each token within its row's tree, below 64, or below 128 without ancestors.
         bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
         ancestors: per token, bit j says that node j of the same row is visible to it: itself and its path to node 0.
+            0: it sees all nodes up to itself.
         wanted: indices of the tokens whose logits are asked for.
         layers: the layers that run, ascending; None means all.
         active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through
@@ -51,7 +52,7 @@ class NativeBatch:
         """Consecutive tokens of row 0 after `base` positions; logits of the last one unless `wanted` says otherwise."""
         count = len(ids)
         nodes = range(count)
-        positions, ancestors = range(base, base + count), [(2 << node) - 1 for node in nodes]
+        positions, ancestors = range(base, base + count), chain_ancestors(nodes)
         last = [count - 1] if wanted is None else wanted
         return cls(ids, positions, [0] * count, nodes, [base] * count, ancestors, last)
 
@@ -94,6 +95,11 @@ class NativeBatch:
             table = getattr(self, name)
             if table is not None and (len(table) != layers or any(len(line) != count for line in table)):
                 raise ValueError(f"{name} must be [{layers} running layers][{count} tokens]")
+
+
+def chain_ancestors(nodes: range) -> list[int]:
+    """What nodes of a chain see; see `NativeBatch.ancestors`."""
+    return [0] * len(nodes) if nodes.stop > MAX_NODES else [(2 << node) - 1 for node in nodes]
 
 
 class KVBinding:

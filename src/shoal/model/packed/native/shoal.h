@@ -11,7 +11,8 @@ enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
-#define MAX_TOKENS 64 /* tokens of one forward, and nodes of a tree: a token's ancestors are the bits of one word */
+#define MAX_TOKENS 128 /* of one forward */
+#define MAX_NODES 64   /* of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
@@ -86,7 +87,8 @@ typedef struct {
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
     const int32_t *ids, *position, *row, *node, *base;
-    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0 */
+    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself are, as
+                                  in a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */

@@ -57,6 +57,7 @@ INLINE void vi_store_s8(void *to, Vi v) { _mm_store_si128((__m128i *)to, _mm512_
 INLINE void vi_store_u8(void *to, Vi v) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(v)); }
 INLINE Vi vi_round(Vf x) { return _mm512_cvtps_epi32(x); }
 INLINE Vi vi_add(Vi x, Vi y) { return _mm512_add_epi32(x, y); }
+INLINE Vi vi_mul(Vi x, Vi y) { return _mm512_mullo_epi32(x, y); }
 INLINE Vi vi_sub(Vi x, Vi y) { return _mm512_sub_epi32(x, y); }
 INLINE Vi vi_min(Vi x, Vi y) { return _mm512_min_epi32(x, y); }
 INLINE Vi vi_max(Vi x, Vi y) { return _mm512_max_epi32(x, y); }
@@ -75,6 +76,9 @@ INLINE Vi vi_high_nibbles(Vi x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4
 
 /* Per lane: the sum plus two products of bf16. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)x); }
+
+/* Per lane: the sum plus two products of signed halves. */
+INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return _mm512_dpwssd_epi32(sum, x, y); }
 
 /* Per lane: the sum plus four products of an unsigned byte of `row` with a signed one of `x`. */
 INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
