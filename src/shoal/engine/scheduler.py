@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
 
-_CHUNK = 256
+_CHUNK, _ALONE = 64, 256
+"""Tokens of a forward that reads prompts: beside rows that decode, and where nobody waits for a token meanwhile."""
 
 
 class Scheduler:
@@ -47,7 +48,8 @@ class Scheduler:
         kv_bytes: most bytes of KV; None for half of the memory that is free now.
         prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
             a quarter of `kv_bytes`, to which they are added; 0 keeps none.
-        prefill_chunk: tokens of a forward that reads prompts; None for what suits the model, at most 256.
+        prefill_chunk: tokens of a forward that reads prompts; None for what suits the model: at most 64 beside rows
+            that decode, and at most 256 where none does.
         policy: when waiting rows may join; None for at once.
         start: whether a thread does the work; without one, call `turn`.
     """
@@ -78,6 +80,7 @@ class Scheduler:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
+        self._alone = prefill_chunk or min(_ALONE, engine.stack.prefill_chunk)
         self._policy = policy or ContinuousBatching()
         self._recipes = Recipes(engine)
         self._batches = Batches(engine.stack, self.prefixes)
@@ -309,7 +312,9 @@ class Scheduler:
         holds = self._policy.holds(batches.rows) and (any(one.reading for one in batches) or self._more_fit())
         for batch in batches:
             try:
-                batch.step(self.prefill_chunk, batch.reading if holds else None)
+                reading = batch.reading
+                alone = holds or len(reading) == len(self._running)
+                batch.step(self._alone if alone else self.prefill_chunk, reading if holds else None)
             except Exception:
                 self._one_by_one(batch)
         batches.tidy()

@@ -333,7 +333,8 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 def _fits(chunks: Sequence[SequenceChunk]) -> bool:
     """Whether there are few enough tokens, no node is beyond what a token's ancestors can name, or sees a later one."""
-    named = all(not chunk.mutual and (chunk.parents is None or chunk.nodes.stop <= native.MAX_NODES) for chunk in chunks)
+    trees = [chunk for chunk in chunks if chunk.parents is not None]
+    named = all(tree.nodes.stop <= native.MAX_NODES for tree in trees) and not any(chunk.mutual for chunk in chunks)
     return named and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
 
 

@@ -18,14 +18,14 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 128 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
+    """Up to 256 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
 
     Nodes before a row's first token are in the cache already, in the columns of nodes.
 
     Attributes:
         ids, positions: of each token.
         rows: cache row of each token.
-        nodes: index of each token within its row's tree, below 64, or below 128 without ancestors.
+        nodes: index of each token within its row's tree, below 64, or below 256 without ancestors.
         bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
         ancestors: per token, bit j says that node j of the same row is visible to it: itself and its path to node 0.
             0: it sees all nodes up to itself.

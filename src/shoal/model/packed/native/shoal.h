@@ -11,7 +11,7 @@ enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
-#define MAX_TOKENS 128 /* of one forward */
+#define MAX_TOKENS 256 /* of one forward */
 #define MAX_NODES 64   /* of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */

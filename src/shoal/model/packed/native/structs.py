@@ -9,7 +9,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
-MAX_TOKENS, MAX_NODES = 128, 64
+MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
 """Rows that lie together: a multiple of as many can be packed for itself."""
