@@ -184,7 +184,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """`x @ weight.T` by the kernel that decoding uses: activations are rounded or quantised as it does.
 
     Args:
-        x: [tokens, cols], at most 64 tokens; float32 or bfloat16.
+        x: [tokens, cols], at most 256 tokens; float32 or bfloat16.
 
     Returns:
         float32 [tokens, rows].
