@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WORD = 16
 """Dimensions whose bits lie in one word of the bitmap."""
+_GATHER = sum(1 << 56 - 7 * place for place in range(8))
+"""Times eight bytes of 0 or 1, it has that of place j at bit 56 + j, and no sum carries into those."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,14 @@ class Bitmap:
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `shoal.model.kv_form.KVForm`."""
+        import torch
+
         mask = self.mask(values)
         *sizes, dim = mask.shape
         padded = mask.new_zeros(*sizes, -(-dim // WORD) * WORD)
         padded[..., :dim] = mask
-        bits = padded.view(*sizes, -1, 8) * values.new_tensor([1 << bit for bit in range(8)]).byte()
-        return bits.sum(-1).byte(), values[mask].view(*sizes, self.numbers(dim))
+        bits = padded.view(torch.int64) * _GATHER >> 56  # eight flags, a byte each, to the bits of one
+        return bits.byte(), values.masked_select(mask).view(*sizes, self.numbers(dim))
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """See `shoal.model.kv_form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
@@ -142,8 +146,11 @@ class Bitmap:
         return numbers.new_zeros(mask.shape).masked_scatter_(mask, numbers)
 
     def mask(self, values: Tensor) -> Tensor:
-        """Which numbers of each vector stay."""
-        size, count = values.abs().nan_to_num(nan=float("inf")), self.numbers(values.shape[-1])
+        """Which numbers of each vector stay; magnitudes are compared by their bits, so what is no number is largest."""
+        import torch
+
+        count, short = self.numbers(values.shape[-1]), torch.int16
+        size = values.abs().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
         least = size.topk(count).values[..., -1:]
         above, equal = size > least, size == least
-        return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+        return above | (equal & (equal.cumsum(-1, dtype=short) <= count - above.sum(-1, keepdim=True, dtype=short)))
