@@ -105,17 +105,17 @@ INLINE uint32_t first_ones(uint32_t mask) { return (uint32_t)((1ull << __builtin
 INLINE Vi vi_spread_words(Mask mask, const void *from) {
     return _mm512_maskz_expand_epi32(mask, vi_load_words((Mask)first_ones(mask), from));
 }
-INLINE Vi vi_spread_bf16(Mask mask, const void *from) {
-    const Vi words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((Mask)first_ones(mask), from));
-    return _mm512_slli_epi32(_mm512_maskz_expand_epi32(mask, words), 16);
+INLINE Vi spread_wide(Mask mask, const void *from) {
+    return _mm512_maskz_expand_epi32(mask, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((Mask)first_ones(mask), from)));
 }
+INLINE Vi vi_spread_bf16(Mask mask, const void *from) { return _mm512_slli_epi32(spread_wide(mask, from), 16); }
 INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
 #ifdef __AVX512VBMI2__
     return _mm512_maskz_expand_epi16(mask, vi_load_halves(first_ones(mask), from));
 #else /* by words, 16 halves at a time */
     const char *rest = (const char *)from + 2 * __builtin_popcount(mask & 0xffff);
-    const __m256i low = _mm512_cvtepi32_epi16(vi_shift_right(vi_spread_bf16((Mask)mask, from), 16));
-    const __m256i high = _mm512_cvtepi32_epi16(vi_shift_right(vi_spread_bf16((Mask)(mask >> 16), rest), 16));
+    const __m256i low = _mm512_cvtepi32_epi16(spread_wide((Mask)mask, from));
+    const __m256i high = _mm512_cvtepi32_epi16(spread_wide((Mask)(mask >> 16), rest));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 #endif
 }
