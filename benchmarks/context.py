@@ -3,12 +3,11 @@
     python benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] [--rounds 5]
         [--ticks 8] [--dtype float32] [--methods kv_int8] [--peer llama.cpp] [--json OUT]
 
-Systems are Shoal, the same with the KV in the forms of `--methods` and, with `--peer`, llama.cpp on the same file, its KV
-in float16. Every
-round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once, of the
-keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof` is the part of the
-machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over the seconds by
-which its steps do. The last line on stdout is the result as JSON.
+Systems are Shoal, the same with the KV in the forms of `--methods` and, with `--peer`, llama.cpp on the same file, its
+KV in float16. Every round goes through all systems, a few steps and each prompt once. Steps run on a context that is
+made but once, of the keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof`
+is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over
+the seconds by which its steps do. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from shoal.bench.rounds import in_order
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.cli import env
-from shoal.engine.engine import Engine
 from shoal.cli.method_list import methods_from
+from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv import KVCache

@@ -10,7 +10,7 @@ has not written of its slot takes no memory, nor does a free slot. A layer with 
 has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer without
 one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
 *positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form:
-of all its columns, or of the first ones alone, which have settled. Those that have not stay at their places in the slot.
+of all its columns, or of the first ones alone, which have settled; the others stay at their places in the slot.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class KVLayer:
         assert self.keys is not None and self.values is not None
         stores = self.keys[row], self.values[row]
         if not older.capacity:
-            older.allocate(self.keys, (len(stores[0]), *(store.shape[2] for store in stores)), columns)
+            older.allocate(self.keys, (len(stores[0]), stores[0].shape[2], stores[1].shape[2]), columns)
         older.make_room(columns)
         older.write(first, *(store[:, first:columns] for store in stores))
         older.settled = columns
