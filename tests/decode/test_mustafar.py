@@ -186,6 +186,9 @@ def test_every_position_is_stored_once_and_bytes_are_the_formula(backend: Backen
         length = run.cache.positions[0]
         done = max(0, length - (length - 37) % 5 - 3) if length >= 37 else 0
         assert [layer.first_in_slot(0) for layer in run.cache.layers] == [done] * LAYERS
+        for layer in run.cache.layers:
+            assert layer.keys is not None and not layer.keys[0, :, :done].any(), "the slot has given them up"
+            assert layer.values is not None and not layer.values[0, :, :done].any()
         assert run.cache.row_bytes(0).used == LAYERS * (done * packed + (length - done) * dense)
         seen = max(seen, done)
     assert seen > 50
