@@ -340,9 +340,9 @@ def _fits(chunks: Sequence[SequenceChunk]) -> bool:
 
 def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether the kernels know the forms in which these rows are stored."""
-    forms = [own.form for store in cache.layers if store.beside for own in map(store.encoded.__getitem__, _rows(chunks))
-             if own is not None]
-    return all(form.kernel == "int8" for form in forms)
+    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside for row in _rows(chunks)]
+    return all(one is None or one.form.kernel == kernel for pair in held
+               for one, kernel in zip(pair, ("int8", "bitmap"), strict=True))
 
 
 def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
@@ -350,7 +350,9 @@ def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
 
 
 def _own(store: KVLayer, row: int) -> native.OwnColumns:
-    own = store.encoded[row]
+    own, older = store.encoded[row], store.settled[row]
+    if older is not None and older.settled and older.form.kernel == "bitmap":
+        return native.OwnColumns(bias=store.bias[row], older=older.tensors, settled=older.settled)
     if own is None or not own.capacity or own.form.kernel != "int8":
         return native.OwnColumns(bias=store.bias[row])
     return native.OwnColumns(own.keys, own.values, store.bias[row])

@@ -67,6 +67,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
         w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
+        for (int k = 0; fetches && next < source->settled && k < 2; k++) w->chunk.ahead[k] = source->older[k].numbers + at * source->numbers / source->dim;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import MAX_NODES, MAX_TOKENS, BatchStruct, Own
+from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -135,7 +135,7 @@ class KVBinding:
         arrays = (self._keys, self._values, self._capacity)
         self.addresses = tuple(ctypes.addressof(one) for one in arrays)
         self._own = None if own is None else (Own * (layers * self.rows))(
-            *(one.struct(shape) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
+            *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
         )
         self._own_tensors = own
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
@@ -149,14 +149,20 @@ class OwnColumns:
         keys, values: int8 [kv_heads, capacity, head_dim] in the place of the slot, and what each column is multiplied
             with, float32 [kv_heads, capacity]; None for the slot.
         bias: float32 [kv_heads, columns], added to the scores; None for nothing.
+        older: in the place of the slot's first columns, bits of keys and of values, uint8 [kv_heads, capacity, 2 for
+            each 16 dimensions], and the numbers of each whose bits are set, [kv_heads, capacity, numbers] in the
+            slot's dtype: keys' bits and numbers, values' bits and numbers; None for the slot.
+        settled: how many columns those are.
     """
 
     keys: Sequence[Tensor] | None = None
     values: Sequence[Tensor] | None = None
     bias: Tensor | None = None
+    older: Sequence[Tensor] | None = None
+    settled: int = 0
 
-    def struct(self, shape: tuple[int, int]) -> Own:
-        """In the library's form; ValueError for tensors of other types or sizes."""
+    def struct(self, shape: tuple[int, int], dtype: torch.dtype) -> Own:
+        """In the library's form, for a cache in `dtype`; ValueError for tensors of other types or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
             for name, (whole, scale) in (("key", self.keys), ("value", self.values)):
@@ -166,7 +172,19 @@ class OwnColumns:
         if self.bias is not None:
             struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
             struct.bias_capacity = self.bias.shape[1]
+        if self.older is not None:
+            self._add_older(struct, shape, dtype, self.older)
         return struct
+
+    def _add_older(self, struct: Own, shape: tuple[int, int], dtype: torch.dtype, older: Sequence[Tensor]) -> None:
+        heads, capacity, numbers = older[1].shape
+        if not 0 <= self.settled <= capacity:
+            raise ValueError(f"{self.settled} columns have settled; there is room for {capacity}")
+        struct.settled, struct.settled_capacity, struct.numbers = self.settled, capacity, numbers
+        sizes = (shape[0], capacity, 2 * -(-shape[1] // LANES)), (shape[0], capacity, numbers)
+        for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):
+            setattr(struct, f"{name}_bits", self._address(bits, torch.uint8, sizes[0]))
+            setattr(struct, f"{name}_numbers", self._address(some, dtype, sizes[1]))
 
     def _address(self, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
         fits = tensor.ndim == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))

@@ -47,6 +47,8 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
         if (own && own->bias && column >= own->bias_capacity)
             REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
+        if (own && !WITHIN(own->settled, 0, b->base[t] - start))
+            REFUSE("%d columns of layer %d have settled; token %d has %d before it", own->settled, number, t, b->base[t] - start);
         const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
         const int most = !choice || layer->window ? READS_ALL : choice->width ? READS_LABELED : READS_CHOSEN;
         if (choice && !WITHIN(choice->roles[entry], READS_ALL, most))

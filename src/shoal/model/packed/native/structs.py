@@ -100,8 +100,15 @@ class Own(ctypes.Structure):
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
         ("bias", c_void_p),
+        ("key_bits", c_void_p),
+        ("value_bits", c_void_p),
+        ("key_numbers", c_void_p),
+        ("value_numbers", c_void_p),
         ("capacity", c_int32),
         ("bias_capacity", c_int32),
+        ("settled", c_int32),
+        ("settled_capacity", c_int32),
+        ("numbers", c_int32),
     ]
 
 

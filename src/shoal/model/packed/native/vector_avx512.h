@@ -103,6 +103,27 @@ INLINE Vi join_bf16(Vf low, Vf high) { return (Vi)_mm512_cvtne2ps_pbh(high, low)
 
 INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
 
+/* See simd.h. What no lane takes is not read. */
+#define SPREADS
+INLINE uint32_t first_ones(uint32_t mask) { return (uint32_t)((1ull << __builtin_popcount(mask)) - 1); }
+INLINE Vi vi_spread_words(Mask mask, const void *from) {
+    return _mm512_maskz_expand_epi32(mask, vi_load_words((Mask)first_ones(mask), from));
+}
+INLINE Vi spread_wide(Mask mask, const void *from) {
+    return _mm512_maskz_expand_epi32(mask, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((Mask)first_ones(mask), from)));
+}
+INLINE Vi vi_spread_bf16(Mask mask, const void *from) { return _mm512_slli_epi32(spread_wide(mask, from), 16); }
+INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
+#ifdef __AVX512VBMI2__
+    return _mm512_maskz_expand_epi16(mask, vi_load_halves(first_ones(mask), from));
+#else /* by words, 16 halves at a time */
+    const char *rest = (const char *)from + 2 * __builtin_popcount(mask & 0xffff);
+    const __m256i low = _mm512_cvtepi32_epi16(spread_wide((Mask)mask, from));
+    const __m256i high = _mm512_cvtepi32_epi16(spread_wide((Mask)(mask >> 16), rest));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#endif
+}
+
 /* Words of x and y in turn: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) {
     return _mm512_permutex2var_epi32(x, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), y);
