@@ -1,13 +1,13 @@
 """What a long context costs: steps after contexts of several lengths, and prompts of several lengths, in turn.
 
     python benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] [--rounds 5]
-        [--ticks 8] [--dtype float32] [--peer llama.cpp] [--json OUT]
+        [--ticks 8] [--dtype float32] [--methods kv_int8] [--peer llama.cpp] [--json OUT]
 
-Systems are Shoal, the same with KV in 8 bits and, with `--peer`, llama.cpp on the same file, its KV in float16. Every
-round goes through all systems, a few steps and each prompt once. Steps run on a context that is made but once, of the
-keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof` is the part of the
-machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over the seconds by
-which its steps do. The last line on stdout is the result as JSON.
+Systems are Shoal, the same with the KV in the forms of `--methods` and, with `--peer`, llama.cpp on the same file, its
+KV in float16. Every round goes through all systems, a few steps and each prompt once. Steps run on a context that is
+made but once, of the keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof`
+is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over
+the seconds by which its steps do. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from shoal.bench.rounds import in_order
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.cli import env
+from shoal.cli.method_list import methods_from
 from shoal.engine.engine import Engine
-from shoal.methods.kv_int8 import Bytes
+from shoal.methods.base import Method
+from shoal.methods.full import Full
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import column_bytes
 from shoal.model.stack import SequenceChunk
@@ -40,15 +42,18 @@ READ = 512
 
 
 class Ours:
-    """Shoal, by its engine's stack. `kv_bytes`: of one position, in all layers."""
+    """Shoal, by its engine's stack. `kv_bytes`: of one position in its form, in all layers."""
 
-    def __init__(self, engine: Engine, method: str) -> None:
+    def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
-        self._store = Bytes(0) if method == "kv_int8" else None
-        stack = engine.stack
-        plain = [heads * (one + other) * stack.dtype.itemsize for heads, one, other in stack.kv_sizes]
-        self.kv_bytes = sum(plain) if self._store is None else sum(
-            column_bytes(self._store.form(0), sizes, stack.dtype) for sizes in stack.kv_sizes)
+        self._store = engine.recipe(method, 2).store
+        self.kv_bytes = sum(map(self._bytes, range(engine.stack.num_layers)))
+
+    def _bytes(self, layer: int) -> int:
+        stack, form = self._engine.stack, None if self._store is None else self._store.form(layer)
+        heads, *dims = stack.kv_sizes[layer]
+        return heads * sum(dims) * stack.dtype.itemsize if form is None else column_bytes(
+            form, stack.kv_sizes[layer], stack.dtype)
 
     def hold(self, context: int) -> Callable[[], object]:
         """Make a context; what is returned runs one step on it."""
@@ -67,6 +72,8 @@ class Ours:
             keys, values = layer.read(0, len(tokens), stack.dtype)
             layer.append(keys[None, :, more], values[None, :, more], [0], [len(more)])
         cache.commit(0, range(len(more)))
+        for layer in cache.layers:
+            layer.settle(0, context - getattr(self._method, "window", context))
 
         def step() -> None:
             stack.forward([SequenceChunk(0, [tokens[0]], [1], plan, wanted=1)], cache).argmax(-1).tolist()
@@ -150,6 +157,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ticks", type=int, default=8, help="steps in a turn, of which the median counts")
     parser.add_argument("--dtype", help="of Shoal's KV; the machine's own by default")
+    parser.add_argument("--methods", type=methods_from, default="kv_int8", help="as in `shoal bench`")
     parser.add_argument("--peer", choices=["llama.cpp"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
@@ -157,8 +165,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System]]:
     """Systems by name."""
-    yield "shoal", Ours(engine, "full")
-    yield "shoal kv_int8", Ours(engine, "kv_int8")
+    yield "shoal", Ours(engine, Full())
+    for label, method in args.methods.items():
+        yield f"shoal {label}", Ours(engine, method)
     if args.peer:
         yield args.peer, Peer(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
 

@@ -27,9 +27,9 @@ def random_blocks(type_: GgmlType, rows: int, columns: int, seed: int = 0) -> Bl
 
 
 def activations(x: Tensor, type_: GgmlType) -> Tensor:
-    """Float64, as the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32."""
+    """Float64, as the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32 or 256."""
     if type_.is_float:
         return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
-    groups = x.unflatten(1, (-1, 32))
+    groups = x.unflatten(1, (-1, 256 if type_.name.endswith("_K") else 32))
     peaks = groups.abs().amax(-1, keepdim=True)
     return ((groups * (127 / peaks)).round().double() * (peaks / 127).double()).flatten(1)

@@ -38,6 +38,7 @@ from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
 from shoal.methods.momentum import Momentum
+from shoal.methods.mustafar import Mustafar
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.prophet import Prophet
 from shoal.methods.random_switching import RandomSwitching
@@ -158,4 +159,6 @@ MATRIX: tuple[Method, ...] = (
     DoubleSparsity(CHANNELS, k=2, width=2, first=0),
     CentroidKV(removed=0.0),
     CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
+    Mustafar(sparsity=0.0),
+    Mustafar(sparsity=0.6, window=1, every=2),
 )

@@ -229,13 +229,14 @@ def as_batch(
     tokens: list[Token], bases: dict[int, int], active: dict[int, list[int]], starts: dict | None = None
 ) -> NativeBatch:
     layers = sorted(active)
+    long = any(t.node >= native.MAX_NODES for t in tokens)  # chains, then
     return NativeBatch(
         ids=[t.id for t in tokens],
         positions=[t.position for t in tokens],
         rows=[t.row for t in tokens],
         nodes=[t.node for t in tokens],
         bases=[bases[t.row] for t in tokens],
-        ancestors=[sum(1 << node for node in t.path) for t in tokens],
+        ancestors=[0 if long else sum(1 << node for node in t.path) for t in tokens],
         wanted=list(range(len(tokens))),
         layers=layers,
         active=[active[layer] for layer in layers],

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.medusa import Medusa
     from shoal.methods.momentum import Momentum
+    from shoal.methods.mustafar import Mustafar
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.prophet import Prophet
     from shoal.methods.random_switching import RandomSwitching
@@ -107,6 +108,7 @@ __all__ = [
     "ModelInfo",
     "Momentum",
     "Monitor",
+    "Mustafar",
     "NarrowMLPs",
     "PromptLookup",
     "Prophet",
@@ -174,6 +176,7 @@ _HOME = {
     "ModelInfo": "shoal.types",
     "Momentum": "shoal.methods.momentum",
     "Monitor": "shoal.engine.monitor",
+    "Mustafar": "shoal.methods.mustafar",
     "NarrowMLPs": "shoal.model.narrow",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "Prophet": "shoal.methods.prophet",

@@ -148,6 +148,22 @@ def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
         assert scheduler._batches.plain.cache.bytes().allocated <= scheduler._room.bytes(needs)
 
 
+def test_prompts_are_read_in_small_pieces_beside_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(engine("llama"), start=False)
+    pieces, batch = list[int](), scheduler._batches.plain
+    step = batch.step
+    monkeypatch.setattr(batch, "step", lambda most, *rest: (pieces.append(most), step(most, *rest))[1])
+    scheduler.submit(prompt(300, 1), max_new_tokens=12)
+    scheduler.turn()
+    assert pieces == [256], "nobody waits for a token"
+    scheduler.turn()
+    scheduler.turn()
+    scheduler.submit(prompt(200, 2), max_new_tokens=1)
+    finish(scheduler)
+    assert pieces[1] == 256 and set(pieces[3:]) == {64}
+    assert Scheduler(engine("llama"), prefill_chunk=5, start=False)._alone == 5
+
+
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for a longer row, then columns for more rows; the row that stays goes on as if nothing had happened."""
     monkeypatch.setattr(kv_memory, "PAGED", False)

@@ -98,7 +98,7 @@ def test_a_request_names_no_verifier_that_runs_or_asks_anything(name: str) -> No
 
 def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:
     own = {"full", "shortgpt", "topk_oracle", "streaming_llm", "kv_int8", "best_of", "jacobi"}
-    own |= {"tidal", "snapkv", "centroid_kv"}
+    own |= {"tidal", "snapkv", "centroid_kv", "mustafar"}
     assert own <= set(policy.allowed(Settings()))
     assert policy.choose("topk_oracle", {"k": 8}, Settings()) == TopKOracle(k=8)
     assert not {"draft_model", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))

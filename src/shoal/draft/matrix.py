@@ -28,9 +28,9 @@ class NativeProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """The product [n, rows]."""
         x = x.float()
-        if len(x) <= native.MAX_NODES:
+        if len(x) <= native.MAX_TOKENS:
             return native.matmul(x, self.held)
-        return torch.cat([native.matmul(part, self.held) for part in x.split(native.MAX_NODES)])
+        return torch.cat([native.matmul(part, self.held) for part in x.split(native.MAX_TOKENS)])
 
 
 def packed(target: Stack, weight: Tensor) -> Product:

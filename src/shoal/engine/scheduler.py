@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
 
-_CHUNK = 256
+_CHUNK, _ALONE = 64, 256
+"""Tokens of a forward that reads prompts: beside rows that decode, and where nobody waits for a token meanwhile."""
 _GUESSING = 16
 """Nodes of each row that a step's buffers are planned for, where memory is limited: those of method auto."""
 
@@ -52,7 +53,8 @@ class Scheduler:
             Where the engine has a limit, rows also need room in it for their logits.
         prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
             a quarter of `kv_bytes`, to which they are added; 0 keeps none.
-        prefill_chunk: tokens of a forward that reads prompts; None for what suits the model, at most 256.
+        prefill_chunk: tokens of a forward that reads prompts; None for what suits the model: at most 64 beside rows
+            that decode, and at most 256 where none does.
         policy: when waiting rows may join; None for at once.
         start: whether a thread does the work; without one, call `turn`.
     """
@@ -80,8 +82,9 @@ class Scheduler:
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
         self.prefill_chunk = prefill_chunk or min(_CHUNK, engine.stack.prefill_chunk)
+        self._alone = prefill_chunk or min(_ALONE, engine.stack.prefill_chunk)
         if engine.limit is not None:
-            left = engine.limit.for_rows(engine, max(self.prefill_chunk, max_rows * _GUESSING))
+            left = engine.limit.for_rows(engine, max(self._alone, max_rows * _GUESSING))
             kv_bytes, prefix_bytes = _within(left, kv_bytes, prefix_bytes)
         self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
         self._room = KVRoom(engine.stack, self.kv_bytes, max_rows)
@@ -320,7 +323,9 @@ class Scheduler:
         holds = self._policy.holds(batches.rows) and (any(one.reading for one in batches) or self._more_fit())
         for batch in batches:
             try:
-                batch.step(self.prefill_chunk, batch.reading if holds else None)
+                reading = batch.reading
+                alone = holds or len(reading) == len(self._running)
+                batch.step(self._alone if alone else self.prefill_chunk, reading if holds else None)
             except Exception:
                 self._one_by_one(batch)
         batches.tidy()

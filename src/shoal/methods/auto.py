@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from shoal.draft.eagle import EagleProposer
     from shoal.model.stack import HiddenStateHook, SequenceChunk
 
+_WIDEST = 64
+"""Most tokens of a forward with drafts: beyond, a token costs more than what it may bring."""
 _HELPED = 8
 """Most guesses of a helper one after another."""
 _CALIBRATED = 0.7
@@ -149,7 +151,7 @@ class Cautious:
     def begin(self, stack: Any, cache: Any) -> CautiousDrafter:
         """A drafter that has seen no row yet."""
         helper = None if self.helper is None else self.helper.begin(stack, cache)
-        return CautiousDrafter(self, stack.prefill_chunk, helper)
+        return CautiousDrafter(self, min(stack.prefill_chunk, _WIDEST), helper)
 
 
 class CautiousDrafter(Drafter):

@@ -46,13 +46,16 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
                           f"needs {MASKED}")
 
 
-def whole_layers(name: str, info: ModelInfo) -> list[int]:
-    """The layers that see all of the text, for a method that works on them alone and on their queries.
+def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
+    """The layers that see all of the text, for a method that works on them alone.
+
+    Args:
+        queries: whether it works on their queries as well.
 
     Raises:
         Unsupported: there are none, or attention does not show its queries.
     """
-    if not info.shows_queries:
+    if queries and not info.shows_queries:
         raise Unsupported(name, "this model's attention does not show its queries", "Use streaming_llm or kv_int8")
     whole = [layer for layer in range(info.num_layers) if not info.windows or info.windows[layer] is None]
     if not whole:

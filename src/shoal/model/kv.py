@@ -74,7 +74,7 @@ class KVCache:
 
     def has_store(self, row: int) -> bool:
         """Whether a layer stores the row in another form than its slot's."""
-        return any(layer.encoded[row] is not None for layer in self.layers)
+        return any(layer.encoded[row] or layer.settled[row] for layer in self.layers)
 
     def mark_shallow(self, row: int, position: int) -> None:
         """Note that `position` of `row` was not run as the model itself runs it: every sublayer, on all of the KV."""
@@ -170,8 +170,7 @@ class KVCache:
         for layer in self.layers:
             position = self.positions[row]
             wanted = position if layer.window is None else min(position, layer.window - 1)
-            stored = layer.stored(row)
-            kept = stored * layer.column_bytes(row)
+            kept = layer.kept_bytes(row)
             allocated += layer.row_bytes(row)
             used += kept
             saved += max(0, wanted * layer.bytes_per_position - kept)

@@ -15,7 +15,11 @@ KVSizes = tuple[int, int, int]
 
 
 class KVForm(Protocol):
-    """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten."""
+    """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten.
+
+    One that columns take only when the row's part `keep` lets them settle says so by a class attribute `late`; until
+    then they lie in the slot.
+    """
 
     @property
     def kernel(self) -> str | None:
@@ -27,7 +31,7 @@ class KVForm(Protocol):
         ...
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """What `encode` was given, or nearly: [heads, columns, head_dim] in float32."""
+        """What `encode` was given, or nearly: [heads, columns, head_dim or more] in float32, or the dtype of that."""
         ...
 
 
@@ -37,6 +41,11 @@ class Store(Protocol):
     def form(self, layer: int) -> KVForm | None:
         """How that layer stores the row; None for as it is."""
         ...
+
+
+def is_late(form: KVForm | None) -> bool:
+    """Whether columns take the form only when they settle."""
+    return getattr(form, "late", False)
 
 
 def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
@@ -55,13 +64,15 @@ class EncodedRow:
         form: as given.
         keys, values: what it makes of them: tensors [heads, capacity, ...]; none before the first write.
         capacity: columns that there is room for.
+        settled: of a form that is late, how many columns have taken it.
     """
 
     def __init__(self, form: KVForm, reserve: int = 0) -> None:
         self.form, self._reserve = form, reserve
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
-        self.capacity = 0
+        self.capacity = self.settled = 0
+        self._dims: Sequence[int] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -86,6 +97,7 @@ class EncodedRow:
         """
         columns = max(columns, self._reserve)
         heads, *dims = sizes
+        self._dims = dims
         samples = [self.form.encode(like.new_zeros(heads, 1, dim)) for dim in dims]
         self.keys, self.values = (tuple(part.repeat(1, columns, *[1] * (part.ndim - 2)) for part in parts)
                                   for parts in samples)
@@ -107,13 +119,14 @@ class EncodedRow:
 
     def read(self, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, columns, head_dim] of the first columns."""
-        keys, values = (self.form.decode([part[:, :columns] for part in parts]) for parts in (self.keys, self.values))
-        return keys.to(dtype), values.to(dtype)
+        keys, values = (self.form.decode([part[:, :columns] for part in parts])[..., :dim].to(dtype)
+                        for parts, dim in zip((self.keys, self.values), self._dims, strict=True))
+        return keys, values
 
     def clear(self) -> None:
         """Free the storage."""
         self.keys = self.values = ()
-        self.capacity = 0
+        self.capacity = self.settled = 0
 
 
 def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:

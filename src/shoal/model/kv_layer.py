@@ -9,7 +9,8 @@ free. Rows stay side by side, as attention over all of them reads them; where `s
 has not written of its slot takes no memory, nor does a free slot. A layer with a sliding window drops what the window
 has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer without
 one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
-*positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form.
+*positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form:
+of all its columns, or of the first ones alone, which have settled; the others stay at their places in the slot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, move
+from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, is_late, move
 from shoal.model.kv_memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
@@ -52,8 +53,9 @@ class KVLayer:
         reached: columns per row that its slot held before it gave some up; only that of many is given back.
         rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
         encoded: per row, what holds its columns in a form of its own; None for the slot.
+        settled: per row, what holds its first columns once they have settled; None where no form waits for that.
         bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
-        beside: whether a row has either.
+        beside: whether a row has any of these.
         released: rows whose entries were given up; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
         slots: rows that the storage has room for.
@@ -71,6 +73,7 @@ class KVLayer:
         self.released = [False] * rows
         self.rewritten, self.reached = [0] * rows, [0] * rows
         self.encoded: list[EncodedRow | None] = [None] * rows
+        self.settled: list[EncodedRow | None] = [None] * rows
         self.bias: list[Tensor | None] = [None] * rows
         self.beside = False
         self.slots, self.limit = rows, ENDLESS
@@ -91,7 +94,7 @@ class KVLayer:
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
         if self.keys is None or self.beside:
             self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), rows, counts)
-            if any(self.encoded[row] for row in rows):
+            if any(self.encoded[row] or self.first_in_slot(row) for row in rows):
                 return self._append_apart(keys, values, rows, counts)
         else:
             self.make_room(rows, counts)
@@ -142,7 +145,39 @@ class KVLayer:
         if own is not None:
             return own.read(columns, dtype)
         assert self.keys is not None and self.values is not None
-        return self.keys[row, :, :columns].to(dtype), self.values[row, :, :columns].to(dtype)
+        first, older = min(self.first_in_slot(row), columns), self.settled[row]
+        keys, values = (store[row, :, first:columns].to(dtype) for store in (self.keys, self.values))
+        if not first or older is None:
+            return keys, values
+        older_keys, older_values = older.read(first, dtype)
+        return torch.cat([older_keys, keys], 1), torch.cat([older_values, values], 1)
+
+    def first_in_slot(self, row: int) -> int:
+        """The row's first column that has not settled."""
+        older = self.settled[row]
+        return 0 if older is None else older.settled
+
+    def settle(self, row: int, columns: int) -> None:
+        """Let the row's first `columns` take the form for that; the slot gives their memory back.
+
+        Raises:
+            ValueError: there are not so many committed columns, or some that are not, or the layer has a window.
+        """
+        older, first = self.settled[row], self.first_in_slot(row)
+        if older is None or columns <= first:
+            return
+        self._check_committed(row, columns)
+        assert self.keys is not None and self.values is not None
+        stores = self.keys[row], self.values[row]
+        if not older.capacity:
+            older.allocate(self.keys, (len(stores[0]), stores[0].shape[2], stores[1].shape[2]), columns)
+        older.make_room(columns)
+        older.write(first, *(store[:, first:columns] for store in stores))
+        older.settled = columns
+        for head in (head for store in stores for head in store):
+            clear(head[:columns])  # from the first one on, as pages end where columns do not
+        self.rewritten[row] = self.lengths[row]
+        self.version += 1
 
     def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
@@ -204,12 +239,12 @@ class KVLayer:
     def resize(self, slots: int, capacity: int) -> None:
         """Move what the rows store to storage of that size; where there is none, it will have that many slots."""
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
-            held = self.held()
-            self.replace(*(_moved(store, held, slots, capacity) for store in (self.keys, self.values)))
+            held = self.held(), [self.first_in_slot(row) for row in range(len(self.lengths))]
+            self.replace(*(_moved(store, *held, slots, capacity) for store in (self.keys, self.values)))
         self.slots = slots
 
     def held(self) -> list[int]:
-        """Columns in use per slot; none where the row has storage of its own."""
+        """Where the columns in use end per slot; 0 where the row has storage of its own for all."""
         return [0 if own else self.stored(row) + self.scratch[row] for row, own in enumerate(self.encoded)]
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
@@ -319,9 +354,14 @@ class KVLayer:
             self._note_beside()
 
     def _note_beside(self) -> None:
-        self.beside = any(self.encoded) or any(bias is not None for bias in self.bias)
+        self.beside = any(self.encoded) or any(self.settled) or any(bias is not None for bias in self.bias)
 
     def _check_rewrite(self, row: int, count: int) -> None:
+        if self.first_in_slot(row):
+            raise ValueError(f"{self.first_in_slot(row)} columns of row {row} have settled; they cannot be rewritten")
+        self._check_committed(row, count)
+
+    def _check_committed(self, row: int, count: int) -> None:
         if self.window is not None:
             raise ValueError(f"a layer with a sliding window of {self.window} positions keeps what that says; leave it")
         if self.scratch[row] or count > self.stored(row):
@@ -350,8 +390,10 @@ class KVLayer:
         """
         if self.lengths[row] or self.scratch[row]:
             raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
-        if form is not None or self.encoded[row] is not None:
-            self.encoded[row], self.version = None if form is None else EncodedRow(form, reserve), self.version + 1
+        if form is not None or self.encoded[row] is not None or self.settled[row] is not None:
+            own = None if form is None else EncodedRow(form, reserve)
+            self.encoded[row], self.settled[row] = (None, own) if is_late(form) else (own, None)
+            self.version += 1
             self._note_beside()
 
     def keep(self, row: int, count: int) -> None:
@@ -389,13 +431,20 @@ class KVLayer:
             self.starts[row] = self.rewritten[row] = 0
             self.released[row] = False
             self._set_bias(row, None)
+            self._unsettle(row)
+
+    def _unsettle(self, row: int) -> None:
+        older = self.settled[row]
+        if older is not None and older.capacity:
+            older.clear()
+            self.version += 1
 
     def select(self, order: Sequence[int]) -> None:
         """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
         if self.beside:
             self.version += 1
-        held = self.held()
-        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "bias"):
+        held, first = self.held(), [self.first_in_slot(row) for row in range(len(self.lengths))]
+        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "settled", "bias"):
             setattr(self, name, [getattr(self, name)[row] for row in order])
         self.reached = [self.reached[row] if row == former else 0 for row, former in enumerate(order)]
         self._note_beside()
@@ -405,9 +454,11 @@ class KVLayer:
         for store in (store for store in (self.keys, self.values) if store is not None):
             for row, former in enumerate(order):
                 if row != former:
-                    store[row, :, : held[former]] = store[former, :, : held[former]]
+                    span = slice(first[former], held[former])
+                    store[row, :, span] = store[former, :, span]
                     for head in store[row]:
-                        clear(head[held[former] :])
+                        clear(head[span.stop :])
+                        clear(head[: span.start])
             clear(store[len(order) : len(held)])  # infinities that a row left would reach the mates of the next one
 
     def extend(self, rows: int, slots: int) -> None:
@@ -417,19 +468,21 @@ class KVLayer:
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
         self.encoded.extend([None] * rows)
+        self.settled.extend([None] * rows)
         self.bias.extend([None] * rows)
 
     def fork(self, row: int, twin: int) -> None:
         """Let an empty row hold what another one does, bit for bit; neither has scratch entries."""
         for name in ("lengths", "starts", "released", "rewritten"):
             getattr(self, name)[twin] = getattr(self, name)[row]
-        self.encoded[twin], self.bias[twin] = copy.deepcopy((self.encoded[row], self.bias[row]))
-        if self.encoded[row] is not None or self.bias[row] is not None:
+        beside = self.encoded[row], self.settled[row], self.bias[row]
+        self.encoded[twin], self.settled[twin], self.bias[twin] = copy.deepcopy(beside)
+        if any(one is not None for one in beside):
             self.version += 1
             self._note_beside()
-        stored = self.stored(row) if self.encoded[row] is None else 0
+        first, stored = self.first_in_slot(row), self.stored(row) if self.encoded[row] is None else 0
         for store in (store for store in (self.keys, self.values) if store is not None):
-            store[twin, :, :stored] = store[row, :, :stored]
+            store[twin, :, first:stored] = store[row, :, first:stored]
 
     def release(self, row: int) -> None:
         """Give up a row that will not run this layer again; the storage goes with the last one."""
@@ -438,6 +491,7 @@ class KVLayer:
         if own is not None and own.capacity:
             own.clear()
             self.version += 1
+        self._unsettle(row)
         self._set_bias(row, None)
         if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
             self.replace(None, None)
@@ -456,9 +510,16 @@ class KVLayer:
         return self._beside_bytes(row) + (self._slot_columns(row) * self.bytes_per_position if own is None else 0)
 
     def column_bytes(self, row: int) -> int:
-        """Bytes of what a row stores per position that it keeps."""
+        """Bytes of what a row stores per position that it keeps and that has not settled."""
         own = self.encoded[row]
         return self.bytes_per_position if own is None else own.column_bytes
+
+    def kept_bytes(self, row: int) -> int:
+        """Bytes of all that a row keeps."""
+        older = self.settled[row]
+        first = 0 if older is None else min(older.settled, self.stored(row))
+        newer = (self.stored(row) - first) * self.column_bytes(row)
+        return newer if older is None else newer + first * older.column_bytes
 
     @property
     def allocated(self) -> int:
@@ -474,14 +535,15 @@ class KVLayer:
         return self.keys is not None and is_paged(self.keys.device)
 
     def _slot_columns(self, row: int) -> int:
-        return max(self.reached[row], self.stored(row) + self.scratch[row]) if self.paged else self.capacity
+        end = max(self.reached[row], self.stored(row) + self.scratch[row])
+        return end - self.first_in_slot(row) if self.paged else self.capacity
 
     def _beside_bytes(self, row: int) -> int:
-        return sum(one.nbytes for one in (self.encoded[row], self.bias[row]) if one is not None)
+        return sum(one.nbytes for one in (self.encoded[row], self.settled[row], self.bias[row]) if one is not None)
 
 
-def _moved(store: Tensor, held: Sequence[int], slots: int, capacity: int) -> Tensor:
+def _moved(store: Tensor, held: Sequence[int], firsts: Sequence[int], slots: int, capacity: int) -> Tensor:
     moved = zeros(store, slots, store.shape[1], capacity, store.shape[3])
-    for row, columns in enumerate(held):
-        moved[row, :, :columns] = store[row, :, :columns]
+    for row, (columns, first) in enumerate(zip(held, firsts, strict=True)):
+        moved[row, :, first:columns] = store[row, :, first:columns]
     return moved

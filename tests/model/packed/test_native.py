@@ -183,7 +183,7 @@ def test_what_cannot_be_packed(weight: Tensor, kind: native.Kind, message: str) 
 
 def test_wrong_operands() -> None:
     packed = native.pack(matrix(8, 4), "fp32")
-    for x in (torch.ones(1, 5), torch.ones(4), torch.ones(65, 4), torch.ones(0, 4)):
+    for x in (torch.ones(1, 5), torch.ones(4), torch.ones(257, 4), torch.ones(0, 4)):
         with pytest.raises(ValueError, match="it must be"):
             native.matmul(x, packed)
     with pytest.raises(ValueError, match="paired"):
@@ -221,11 +221,12 @@ def test_a_failed_build_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 FULL = "fpu avx2 fma bmi2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
-UNITS = f"{FULL} amx_bf16 amx_tile amx_int8"
+UNITS = f"{FULL} avx512_vbmi2 amx_bf16 amx_tile amx_int8"
 
 
 @pytest.mark.parametrize(("flags", "chosen", "expected"), [
     (UNITS, "", "amx"), (UNITS, "avx512", "avx512"), (f"{FULL} amx_tile", "", "avx512"),
+    (UNITS.replace("_vbmi2", ""), "", "avx512"),
     (FULL, "", "avx512"), (FULL, "avx2", "avx2"), (FULL.replace(" avx512_bf16", ""), "", "avx2"),
     ("fpu avx2", "", "avx2"), ("fpu avx2", "avx512", "avx512"), (None, "", "avx2"),
 ])
@@ -318,13 +319,19 @@ def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
 
 ALL_BITS = """
 import hashlib, sys, torch
+from gguf_blocks import random_blocks
+from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
 found = hashlib.sha256(native.vector_set().encode() if len(sys.argv) > 1 else b"")
-for kind, cols in (("int8", 1100), ("int4", 600), ("int4", 2080)):
+def add(packed, cols):
     generator = torch.Generator().manual_seed(cols)
-    packed = native.pack(torch.randn(50, cols, generator=generator), kind)
-    for tokens in (1, 3, 8, 12, 13, 16, 17, 27, 36, 64):
+    for tokens in (1, 3, 8, 12, 13, 16, 17, 27, 36, 64, 100):
         found.update(native.matmul(torch.randn(tokens, cols, generator=generator), packed).numpy().tobytes())
+for kind, cols in (("int8", 1100), ("int4", 600), ("int4", 2080)):
+    add(native.pack(torch.randn(50, cols, generator=torch.Generator().manual_seed(1)), kind), cols)
+for type_ in GgmlType:
+    if not type_.is_float:
+        add(native.pack_blocks(random_blocks(type_, 50, 1280)), 1280)
 print(found.hexdigest())
 """
 

@@ -65,6 +65,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native_forward.py", ""),
     ("test_native_chain.py", ""),
     ("test_native_checks.py", ""),
+    ("test_native_long.py", "bitmap and (seven or ragged)"),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:

@@ -16,7 +16,7 @@ from shoal.model.packed.native import weights
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 SHAPES = [(48, 256), (50, 512), (33, 1280)]
-TOKENS = (1, 2, 3, 4, 5, 8, 11, 13, 17, 27, 64)
+TOKENS = (1, 2, 3, 4, 5, 8, 11, 13, 17, 27, 64, 150, 256)
 
 
 @pytest.mark.parametrize("type_", GgmlType, ids=lambda type_: type_.name)

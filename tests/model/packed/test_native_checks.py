@@ -35,6 +35,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nodes": [0, 2, 0]}, r"node\[1\] is 2 after 0"),
     ({"nodes": [-1, 0, 0]}, r"node\[0\] is -1; it must be in \[0, 63\]"),
     ({"nodes": [63, 64, 0]}, r"node\[0\] is 63|ancestors\[0\] lacks"),
+    ({"nodes": [255, 256, 0], "ancestors": [0, 0, 0], "positions": [259, 260, 0]}, r"node\[1\] is 256; .* \[0, 255\]"),
+    ({"positions": [4, 6, 0], "ancestors": [0, 0, 1]}, r"position\[1\] is 6; a node at depth 1"),
     ({"bases": [4, 3, 0]}, r"base\[1\] is 3"),
     ({"bases": [-1, -1, 0], "positions": [-1, 0, 0]}, r"base\[0\] is -1"),
     ({"ancestors": [1, 1, 1]}, r"ancestors\[1\] lacks"),
@@ -52,7 +54,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bases": [8, 8, 0], "positions": [8, 9, 0]}, r"layer 0 has room for 8 columns"),
     ({"bases": [40, 40, 0], "positions": [40, 41, 0], "starts": [[40, 40, 0]] * 2}, r"rotary table has 20 rows"),
     ({"ids": [1, 2]}, r"positions has 3 entries for 2 tokens"),
-    ({"ids": []}, r"1 to 64 tokens, not 0"),
+    ({"ids": []}, r"1 to 256 tokens, not 0"),
     ({"active": [[3, 3, 3]]}, r"active must be \[2 running layers\]\[3 tokens\]"),
     ({"starts": [[0, 0], [0, 0, 0]]}, r"starts must be"),
 ]

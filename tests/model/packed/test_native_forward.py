@@ -121,6 +121,27 @@ def test_long_context_with_a_window() -> None:
         session.step(chain(0, session.bases[0], 64))
 
 
+@pytest.mark.parametrize("window", [None, 40, 530])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_more_tokens_at_once_than_a_tree_has_nodes(window: int | None, kv_dtype: torch.dtype) -> None:
+    """Pieces of a prompt, against the decoder in float64, and bit for bit against pieces of any other size."""
+    case = Case(layers=2, windows=(None, window), positions=700, kv_dtype=kv_dtype)
+    session = Session(case, capacity=700)
+    session.tolerance = 1e-5 if kv_dtype == torch.float32 else 0.02
+
+    def piece(base: int, count: int) -> list[Token]:
+        return [Token((base + n) * 11 % 70, base + n, 0, n, tuple(range(n + 1))) for n in range(count)]
+
+    last = [session.step(piece(session.bases[0], count))[-1] for count in (65, 256, 3, 200)]
+    kv, base, found = session.twin.native.bind(*storage(case, 1, 700)), 0, {}
+    for count in (64, 1, 40, 63, 64, 64, 25, 3, 64, 64, 64, 8):
+        active = {layer: [BOTH] * count for layer in range(2)}
+        logits = session.twin.native.forward(as_batch(piece(base, count), {0: base}, active), kv)
+        base += count
+        found[base] = logits[-1]
+    assert all(torch.equal(one, found[end]) for one, end in zip(last, (65, 321, 324, 524), strict=True))
+
+
 def test_rows_of_different_lengths() -> None:
     session = Session(Case(windows=(None, 4, None)), rows=4)
     session.step(chain(0, 0, 5) + chain(2, 0, 9))

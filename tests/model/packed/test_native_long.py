@@ -10,12 +10,15 @@ from torch import Tensor
 
 from native_twin import Case, Token, Twin, make_twin
 from shoal.methods.kv_int8 import Int8
+from shoal.methods.mustafar import Bitmap
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
 from shoal.model.packed.native.batch import OwnColumns
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
+FORMS = ("slot", "int8", "bitmap")
+PRUNED = Bitmap(0.6)
 BOTH = native.ATTENTION | native.MLP
 ROOM = 64
 
@@ -23,8 +26,9 @@ ROOM = 64
 class Long:
     """A row of one layer that holds random columns, as the kernels and as the twin have it."""
 
-    def __init__(self, case: Case, columns: int, start: int = 0, whole: bool = False, biased: bool = False) -> None:
-        self.case, self.start, self.columns, self.whole = case, start, columns, whole
+    def __init__(self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False) -> None:
+        self.case, self.start, self.columns, self.form = case, start, columns, form
+        self.settled = columns * 3 // 4 if form == "bitmap" else 0
         self.twin: Twin = make_twin(case)
         dice = torch.Generator().manual_seed(columns)
         shape = (case.kv_heads, columns + ROOM, case.head_dim)
@@ -36,18 +40,31 @@ class Long:
         self.twin.committed(0, 0).extend(entries)
         if self.bias is not None:
             self.twin.bias = {start + c: self.bias[:, c] for c in range(columns + ROOM)}
-        if whole:
+        if form == "int8":
             self.twin.stored = lambda numbers: Int8().decode(Int8().encode(numbers.float())).double()
 
     def decoded(self) -> list[Tensor]:
-        forms = (Int8().decode(Int8().encode(one)) if self.whole else one for one in self.lines)
-        return [one.double() for one in forms]
+        if self.form == "int8":
+            return [Int8().decode(Int8().encode(one)).double() for one in self.lines]
+        return [one.double() for one in self.pruned()]
+
+    def pruned(self) -> list[Tensor]:
+        """The lines as they are, but for the small numbers of those that have settled."""
+        kept = [PRUNED.mask(one) for one in self.lines]
+        for mask in kept:
+            mask[:, self.settled :] = True
+        return [one * mask for one, mask in zip(self.lines, kept, strict=True)]
 
     def binding(self) -> KVBinding:
         """Memory of its own for each run."""
         keys, values = ([one[None].clone()] for one in self.lines)
         own = OwnColumns(bias=self.bias)
-        if self.whole:
+        if self.form == "bitmap":
+            older = [part for one in self.lines for part in PRUNED.encode(one[:, : self.settled])]
+            own = OwnColumns(bias=self.bias, older=older, settled=self.settled)
+            for one in (*keys, *values):
+                one[:, :, : self.settled] = torch.nan  # nobody reads it
+        if self.form == "int8":
             own = OwnColumns(*(Int8().encode(one) for one in self.lines), self.bias)
         return self.twin.native.bind(keys, values, [[own]])
 
@@ -79,24 +96,24 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("whole", [False, True], ids=["slot", "int8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, whole: bool, biased: bool) -> None:
+def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, form: str, biased: bool) -> None:
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     tolerance = 1e-5 if kv_dtype == torch.float32 else 0.02
     for columns, start, count in ((509, 0, 1), (509, 0, 5), (600, 37, 3), (127, 0, 2), (130, 511, 64)):
-        Long(case, columns, start, whole, biased).check(count, tolerance)
+        Long(case, columns, start, form, biased).check(count, tolerance)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["slot", "int8"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.dtype, whole: bool) -> None:
+def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.dtype, form: str) -> None:
     """Wherever chunks, splits and pairs of columns begin, and with whichever tokens a query is looked at."""
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     for columns, start, count in ((505, 0, 12), (121, 0, 9), (90, 421, 7)):
-        row = Long(case, columns, start, whole, biased=True)
+        row = Long(case, columns, start, form, biased=True)
         together = row.twin.native.forward(row.batch(0, count, list(range(count))), row.binding(), threads=2)
         kv = row.binding()
         for index in range(count):
@@ -113,3 +130,40 @@ def test_a_column_does_not_depend_on_what_was_dropped_before_it() -> None:
     later.lines = [one[:, 137:].contiguous() for one in row.lines]
     later.start, later.columns = 137, 313
     assert torch.equal(later.twin.native.forward(later.batch(0, 3), later.binding()), plain)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_bitmaps_have_the_bits_of_columns_with_zeros(name: str, kv_dtype: torch.dtype) -> None:
+    """Wherever the settled columns end: between chunks, groups of 16 and pairs, or at none or all."""
+    case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
+    for columns, start, settled in ((300, 0, 300), (300, 0, 128), (300, 37, 171), (700, 0, 641), (300, 0, 1)):
+        row = Long(case, columns, start, "bitmap")
+        row.settled = settled
+        zeroed = Long(case, columns, start)
+        zeroed.lines = row.pruned()
+        found, expected = (one.twin.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, zeroed))
+        assert torch.equal(found, expected), settled
+
+
+@pytest.mark.parametrize(("settled", "message"), [
+    (131, "131 columns of layer 0 have settled; token 0 has 130 before it"),
+    (-1, "-1 columns have settled; there is room for 200"), (201, "201 columns have settled; there is room for 200"),
+])
+def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) -> None:
+    row = Long(LONG, 130)
+    older = [part for one in row.lines for part in PRUNED.encode(one.repeat(1, 2, 1)[:, :200])]
+    keys, values = ([one[None].clone()] for one in row.lines)
+    with pytest.raises(ValueError, match=message):
+        kv = row.twin.native.bind(keys, values, [[OwnColumns(older=older, settled=settled)]])
+        row.twin.native.forward(row.batch(0, 1), kv)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_bitmaps_of_other_types_or_sizes_are_refused(place: int) -> None:
+    row = Long(LONG, 130)
+    older = [part for one in row.lines for part in PRUNED.encode(one)]
+    older[place] = older[place][..., :-1].contiguous() if place != 1 else older[1].double()
+    keys, values = ([one[None].clone()] for one in row.lines)
+    with pytest.raises(ValueError, match="what a row has of its own is"):
+        row.twin.native.bind(keys, values, [[OwnColumns(older=older, settled=3)]])

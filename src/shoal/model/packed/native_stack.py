@@ -1,6 +1,6 @@
 """The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
 
-Prompts are best fed in pieces of that size. A longer forward runs in plain torch, on matrices unpacked one at a time.
+A longer forward runs in plain torch, on matrices unpacked one at a time.
 Python's part in a step is kept to a few loops over the layers.
 """
 
@@ -35,8 +35,8 @@ from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallo
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LIMIT = 64
-"""Most tokens of a forward that the kernels run, and the number at which they do most work per second."""
+LIMIT = native.MAX_TOKENS
+"""Most tokens of a forward that the kernels run."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -82,12 +82,11 @@ class _Work:
 class NativeStack(PackedStack):
     """See the module."""
 
-    prefill_chunk = LIMIT
-
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(shape, weights, rotary, dtype, device)
+        self.prefill_chunk = LIMIT if native.vector_set() == "amx" else 64
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self._model = self._native_model()
@@ -166,7 +165,7 @@ class NativeStack(PackedStack):
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
         normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
-        logits = torch.cat([native.matmul(part, head) for part in normed.split(native.MAX_NODES)])
+        logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
         return scaled_logits(logits, self.shape)
 
     def _work(self, chunks: Sequence[SequenceChunk]) -> _Work:
@@ -338,15 +337,16 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 def _fits(chunks: Sequence[SequenceChunk]) -> bool:
     """Whether there are few enough tokens, no node is beyond what a token's ancestors can name, or sees a later one."""
-    named = all(chunk.nodes.stop <= native.MAX_NODES and not chunk.mutual for chunk in chunks)
+    trees = [chunk for chunk in chunks if chunk.parents is not None]
+    named = all(tree.nodes.stop <= native.MAX_NODES for tree in trees) and not any(chunk.mutual for chunk in chunks)
     return named and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
 
 
 def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether the kernels know the forms in which these rows are stored."""
-    forms = [own.form for store in cache.layers if store.beside for own in map(store.encoded.__getitem__, _rows(chunks))
-             if own is not None]
-    return all(form.kernel == "int8" for form in forms)
+    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside for row in _rows(chunks)]
+    return all(one is None or one.form.kernel == kernel for pair in held
+               for one, kernel in zip(pair, ("int8", "bitmap"), strict=True))
 
 
 def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
@@ -354,7 +354,9 @@ def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
 
 
 def _own(store: KVLayer, row: int) -> native.OwnColumns:
-    own = store.encoded[row]
+    own, older = store.encoded[row], store.settled[row]
+    if older is not None and older.settled and older.form.kernel == "bitmap":
+        return native.OwnColumns(bias=store.bias[row], older=older.tensors, settled=older.settled)
     if own is None or not own.capacity or own.form.kernel != "int8":
         return native.OwnColumns(bias=store.bias[row])
     return native.OwnColumns(own.keys, own.values, store.bias[row])
@@ -430,7 +432,7 @@ def _per_token(chunks: Sequence[SequenceChunk], starts: Sequence[int]) -> list[i
 def _ancestors(chunk: SequenceChunk) -> list[int]:
     """Per token, the bits of the nodes that it sees."""
     if chunk.parents is None:
-        return [(2 << node) - 1 for node in chunk.nodes]
+        return native.chain_ancestors(chunk.nodes)
     seen: list[int] = []
     for node, parent in enumerate(chunk.parents):
         seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))

@@ -6,13 +6,13 @@ for bit, on how many other tokens a forward holds, so a verified block gives wha
 """
 
 from shoal.model.packed.native.arena import Arena, Memory
-from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns
+from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns, chain_ancestors
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
 from shoal.model.packed.native.library import available, vector_set, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
-from shoal.model.packed.native.structs import LANES, MAX_NODES
+from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS
 from shoal.model.packed.native.weights import (
     OWN,
     Kind,
@@ -35,6 +35,7 @@ __all__ = [
     "Kind",
     "LANES",
     "MAX_NODES",
+    "MAX_TOKENS",
     "MLP",
     "Memory",
     "NativeBatch",
@@ -47,6 +48,7 @@ __all__ = [
     "PackedWeight",
     "Path",
     "available",
+    "chain_ancestors",
     "kind_of_type",
     "layout_version",
     "matmul",

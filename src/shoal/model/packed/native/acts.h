@@ -9,11 +9,12 @@
 
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */
-    float *scales;   /* [tiles][groups][width of the tile], as all below */
+    float *scales;   /* [tiles][groups][width of the tile], as all below; of super-blocks one for each of those */
     float *totals;   /* scale times the sum of the group's s8 values */
-    int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product */
-    int32_t *eights; /* the same of a zero point of 8 */
-    int32_t *halves; /* [..][2]: of 32, for the first and the last 16 values of a group of 32 */
+    int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product; of super-blocks the sums of two groups, a
+                        half of 16 bits each */
+    int32_t *eights; /* minus 8 times that sum */
+    int32_t *halves; /* [..][2]: minus 32 times the sum of the first and of the last 16 values of a group of a super-block */
     float *line;     /* one token in fp32, zero up to the padded depth */
     int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is woven */
     int64_t depth;   /* values that a line has room for */
@@ -27,9 +28,10 @@ INLINE void fetch_part(const char *ahead, int64_t at, const int bytes, const int
 }
 
 /* The form in which a kind takes activations: kinds of one form can share them. */
-enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8 };
+enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_SUPER };
 INLINE int form_of(int kind) {
-    return kind == KIND_BF16 ? FORM_BF16 : !is_integer(kind) ? FORM_FP32 : kind == KIND_INT8 ? FORM_S8_LONG : FORM_S8;
+    if (kind == KIND_BF16 || !is_integer(kind)) return kind == KIND_BF16 ? FORM_BF16 : FORM_FP32;
+    return kind == KIND_INT8 ? FORM_S8_LONG : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
 }
 
 /* Whether so many tokens are multiplied in the tile units (matmul_amx.h): floats always, so that a token's result does not depend
@@ -89,30 +91,55 @@ INLINE float inverse_rms(const float *x, int count, float eps) {
     return 1.0f / sqrtf(vf_sum(sum) / count + eps);
 }
 
-/* `at`: where its scale lies. */
-INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
+/* Round `size` values that share a scale, which is returned; whole: the numbers that they become. */
+INLINE float quantise(const float *x, const int size, int8_t *to, Vi *whole) {
     Vf peak = vf_zero();
     UNROLL for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
-    const float largest = vf_top(peak), scale = largest / 127.0f;
+    const float largest = vf_top(peak);
     const Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
-    int32_t sum[GROUP_INT8 / LANES], total = 0;
     UNROLL for (int k = 0; k < size; k += LANES) {
-        const Vi q = vi_round(vf_mul(vf_load(x + k), inverse));
-        total += sum[k / LANES] = vi_sum(q);
-        vi_store_s8(to + k, q);
+        whole[k / LANES] = vi_round(vf_mul(vf_load(x + k), inverse));
+        vi_store_s8(to + k, whole[k / LANES]);
     }
-    a->scales[at] = scale;
-    a->totals[at] = scale * total;
+    return largest / 127.0f;
+}
+
+/* `at`: where its scale lies. */
+INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
+    Vi whole[GROUP_INT8 / LANES], all = vi_zero();
+    a->scales[at] = quantise(x, size, to, whole);
+    UNROLL for (int i = 0; i < size / LANES; i++) all = vi_add(all, whole[i]);
+    const int32_t total = vi_sum(all);
+    a->totals[at] = a->scales[at] * total;
     a->starts[at] = -128 * total, a->eights[at] = -8 * total;
-    if (size == GROUP) a->halves[2 * at] = -32 * sum[0], a->halves[2 * at + 1] = -32 * sum[1];
+}
+
+/* `first`: where the scale of the line's first super-block lies, `s`: the super-block. */
+INLINE void quantise_super(const Acts *a, const float *x, int64_t first, int s, int width, int8_t *to) {
+    Vi whole[GROUP_K / LANES];
+    Vf parts[GROUP_K / LANES];
+    int32_t sums[GROUP_K / LANES] ALIGNED; /* of 16 values each; exact as floats too */
+    a->scales[first + s * width] = quantise(x, GROUP_K, to, whole);
+    UNROLL for (int i = 0; i < GROUP_K / LANES; i++) parts[i] = vf_from(whole[i]);
+    vi_store(sums, vi_round(sum_lanes(parts)));
+    for (int g = 0; g < GROUP_K / GROUP; g++) {
+        const int64_t at = first + (s * (GROUP_K / GROUP) + g) * width;
+        a->halves[2 * at] = -32 * sums[2 * g], a->halves[2 * at + 1] = -32 * sums[2 * g + 1];
+    }
+    for (int i = 0; i < GROUP_K / GROUP / 2; i++) {
+        const int32_t even = sums[4 * i] + sums[4 * i + 1], odd = sums[4 * i + 2] + sums[4 * i + 3];
+        a->starts[first + (s * (GROUP_K / GROUP / 2) + i) * width] = (int32_t)((uint32_t)odd << 16 | (even & 0xffff));
+    }
 }
 
 INLINE void quantise_line(const Acts *a, int form, int depth, int64_t first, int width, int8_t *to) {
-    if (form == FORM_S8_LONG)
-        for (int g = 0; g * GROUP_INT8 < depth; g++)
-            quantise_group(a, a->line + g * GROUP_INT8, GROUP_INT8, first + g * width, to + g * GROUP_INT8);
-    else
-        for (int g = 0; g * GROUP < depth; g++) quantise_group(a, a->line + g * GROUP, GROUP, first + g * width, to + g * GROUP);
+    const int size = form == FORM_S8_LONG ? GROUP_INT8 : form == FORM_S8_SUPER ? GROUP_K : GROUP;
+    for (int g = 0; g * size < depth; g++, to += size) {
+        const float *x = a->line + g * size;
+        if (form == FORM_S8_LONG) quantise_group(a, x, GROUP_INT8, first + g * width, to);
+        else if (form == FORM_S8_SUPER) quantise_super(a, x, first, g, width, to);
+        else quantise_group(a, x, GROUP, first + g * width, to);
+    }
 }
 
 /* Round a->line to the words of one token, of which the first scale lies at `first`. */

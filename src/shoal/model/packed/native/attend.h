@@ -23,12 +23,13 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
     }
 }
 
-/* Which nodes token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
+/* Which nodes before it token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
    a path stand at consecutive positions, so a window leaves the last ones. */
 INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t) {
     uint64_t seen = b->ancestors[t];
+    if (!seen) return 0;
     for (int over = layer->window ? __builtin_popcountll(seen) - layer->window : 0; over > 0; over--) seen &= seen - 1;
-    return ~seen;
+    return ~seen & ((1ull << b->node[t]) - 1);
 }
 
 /* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
@@ -66,6 +67,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
         w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
+        for (int k = 0; fetches && next < source->settled && k < 2; k++) w->chunk.ahead[k] = source->older[k].numbers + at * source->numbers / source->dim;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }

@@ -40,6 +40,12 @@ INLINE void reset(State *s, int dim) {
 
 enum { STORED_FP32, STORED_BF16, STORED_INT8 };
 
+/* Columns as bitmaps: words of 16 dimensions, and the numbers whose bits are set. */
+typedef struct {
+    const uint16_t *bits;
+    const char *numbers;
+} Bitmaps;
+
 /* The columns of one KV head, `dim` numbers each, as they are stored. By column, or NULL: what keys and values are
    multiplied with, and what is added to scores. */
 typedef struct {
@@ -47,6 +53,8 @@ typedef struct {
     const float *key_scales, *value_scales, *bias;
     int form, dim;
     float scale, cap; /* of scores */
+    Bitmaps older[2];    /* keys and values of the first `settled` columns, `numbers` of each line */
+    int settled, numbers;
 } Source;
 
 /* A chunk of them. A word is a float or, where bf16 is multiplied, two of them: of one key, or of two columns' values.
@@ -97,26 +105,46 @@ INLINE Vi load_words(const char *line, int part, int dim, const int form, const 
     return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
 }
 
-INLINE void lay_keys(const Source *s, const int32_t *columns, char *to, const int form, const int bf16) {
-    const int64_t line = (int64_t)s->dim * form_bytes(form);
+INLINE int bit_words(int dim) { return (dim + 15) / 16; }
+
+/* The same of a column that is a bitmap. */
+INLINE Vi unpack(const Source *s, const Bitmaps *of, int64_t column, int part, const int form, const int bf16) {
+    const int words = bit_words(s->dim), first = part << bf16;
+    const uint16_t *bits = of->bits + column * words;
+    int before = 0;
+    for (int i = 0; i < first; i++) before += __builtin_popcount(bits[i]);
+    const char *at = of->numbers + (column * s->numbers + before) * form_bytes(form);
+    fetch(at + NEAR);
+    if (form == STORED_FP32) return vi_spread_words(bits[first], at);
+    if (!bf16) return vi_spread_bf16(bits[first], at);
+    return vi_spread_halves(bits[first] | (first + 1 < words ? (uint32_t)bits[first + 1] << 16 : 0), at);
+}
+
+/* As it is stored in either way, or zero where the column is none. */
+INLINE Vi load_part(const Source *s, int values, int64_t column, int part, const int form, const int bf16, const int older) {
+    if (column < 0) return vi_zero();
+    if (older && column < s->settled) return unpack(s, s->older + values, column, part, form, bf16);
+    return load_words((values ? s->values : s->keys) + column * s->dim * form_bytes(form), part, s->dim, form, bf16);
+}
+
+INLINE void lay_keys(const Source *s, const int32_t *columns, char *to, const int form, const int bf16, const int older) {
     for (int part = 0; part * 16 < words_of_line(s->dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
         UNROLL for (int i = 0; i < 16; i++)
-            v[i] = columns[i] < 0 ? vi_zero() : load_words(s->keys + columns[i] * line, part, s->dim, form, bf16);
+            v[i] = load_part(s, 0, columns[i], part, form, bf16, older);
         weave(v, 16);
         UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
     }
 }
 
-INLINE void lay_values(const Source *s, const int32_t *columns, char *to, const int form, const int bf16) {
-    const int64_t line = (int64_t)s->dim * form_bytes(form);
+INLINE void lay_values(const Source *s, const int32_t *columns, char *to, const int form, const int bf16, const int older) {
     const int vectors = vectors_of_line(s->dim, bf16), parts = bf16 ? vectors / 2 : vectors;
     const Vi low = vi_all(0xffff), high = vi_all((int32_t)0xffff0000);
     for (int i = 0; i < 16; i += 1 + bf16)
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
             Vi v[2];
             UNROLL for (int j = 0; j <= bf16; j++)
-                v[j] = columns[i + j] < 0 ? vi_zero() : load_words(s->values + columns[i + j] * line, part, s->dim, form, bf16);
+                v[j] = load_part(s, 1, columns[i + j], part, form, bf16, older);
             if (!bf16) vi_store(to, v[0]);
             else {
                 vi_store(to, vi_or(vi_and(v[0], low), vi_shift_up(v[1], 16)));
@@ -125,40 +153,48 @@ INLINE void lay_values(const Source *s, const int32_t *columns, char *to, const 
         }
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16, const int older) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
     for (int i = 0; i < count; i += 16) {
-        lay_keys(s, columns + i, c->keys + i / 16 * keys, form, bf16);
-        lay_values(s, columns + i, c->values + i / 16 * values, form, bf16);
+        lay_keys(s, columns + i, c->keys + i / 16 * keys, form, bf16, older);
+        lay_values(s, columns + i, c->values + i / 16 * values, form, bf16, older);
     }
 }
 
 static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_FP32, 0);
+    lay_lines(c, s, columns, count, STORED_FP32, 0, 0);
 }
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS);
+    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS, 0);
+}
+static void lay_older_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_FP32, 0, 1);
+}
+static void lay_older_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
+    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS, 1);
 }
 static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, 0);
+    lay_lines(c, s, columns, count, STORED_INT8, 0, 0);
 }
 static void lay_int8_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
+    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS, 0);
 }
 
 /* Lay out columns that are listed up to a multiple of LAID; -1: none. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    c->stored_bytes = form_bytes(s->form);
+    int older = 0;
     c->cap = s->cap, c->scaled = s->value_scales != NULL, c->biased = s->bias != NULL;
     for (int i = 0; i < count; i++) {
         const int at = max_int(columns[i], 0);
         c->factors[i] = s->key_scales ? s->scale * s->key_scales[at] : s->scale;
         if (c->scaled) c->weights[i] = s->value_scales[at];
         if (c->biased) c->bias[i] = s->bias[at];
+        older |= at < s->settled;
     }
-    if (s->form == STORED_FP32) lay_fp32(c, s, columns, count);
-    else if (s->form == STORED_BF16) lay_bf16(c, s, columns, count);
+    c->stored_bytes = older ? max_int(form_bytes(s->form) / 2, 1) : form_bytes(s->form);
+    if (s->form == STORED_FP32) (older ? lay_older_fp32 : lay_fp32)(c, s, columns, count);
+    else if (s->form == STORED_BF16) (older ? lay_older_bf16 : lay_bf16)(c, s, columns, count);
     else if (bf16) lay_int8_bf16(c, s, columns, count);
     else lay_int8(c, s, columns, count);
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import MAX_TOKENS, BatchStruct, Own
+from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -18,16 +18,17 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 64 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
+    """Up to 256 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
 
     Nodes before a row's first token are in the cache already, in the columns of nodes.
 
     Attributes:
         ids, positions: of each token.
         rows: cache row of each token.
-        nodes: index of each token within its row's tree, below 64.
+        nodes: index of each token within its row's tree, below 64, or below 256 without ancestors.
         bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
         ancestors: per token, bit j says that node j of the same row is visible to it: itself and its path to node 0.
+            0: it sees all nodes up to itself.
         wanted: indices of the tokens whose logits are asked for.
         layers: the layers that run, ascending; None means all.
         active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through
@@ -51,7 +52,7 @@ class NativeBatch:
         """Consecutive tokens of row 0 after `base` positions; logits of the last one unless `wanted` says otherwise."""
         count = len(ids)
         nodes = range(count)
-        positions, ancestors = range(base, base + count), [(2 << node) - 1 for node in nodes]
+        positions, ancestors = range(base, base + count), chain_ancestors(nodes)
         last = [count - 1] if wanted is None else wanted
         return cls(ids, positions, [0] * count, nodes, [base] * count, ancestors, last)
 
@@ -96,6 +97,11 @@ class NativeBatch:
                 raise ValueError(f"{name} must be [{layers} running layers][{count} tokens]")
 
 
+def chain_ancestors(nodes: range) -> list[int]:
+    """What nodes of a chain see; see `NativeBatch.ancestors`."""
+    return [0] * len(nodes) if nodes.stop > MAX_NODES else [(2 << node) - 1 for node in nodes]
+
+
 class KVBinding:
     """The layers' KV tensors, checked, kept alive, and their addresses. Make a new one whenever a tensor is replaced.
 
@@ -129,7 +135,7 @@ class KVBinding:
         arrays = (self._keys, self._values, self._capacity)
         self.addresses = tuple(ctypes.addressof(one) for one in arrays)
         self._own = None if own is None else (Own * (layers * self.rows))(
-            *(one.struct(shape) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
+            *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
         )
         self._own_tensors = own
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
@@ -143,14 +149,20 @@ class OwnColumns:
         keys, values: int8 [kv_heads, capacity, head_dim] in the place of the slot, and what each column is multiplied
             with, float32 [kv_heads, capacity]; None for the slot.
         bias: float32 [kv_heads, columns], added to the scores; None for nothing.
+        older: in the place of the slot's first columns, bits of keys and of values, uint8 [kv_heads, capacity, 2 for
+            each 16 dimensions], and the numbers of each whose bits are set, [kv_heads, capacity, numbers] in the
+            slot's dtype: keys' bits and numbers, values' bits and numbers; None for the slot.
+        settled: how many columns those are.
     """
 
     keys: Sequence[Tensor] | None = None
     values: Sequence[Tensor] | None = None
     bias: Tensor | None = None
+    older: Sequence[Tensor] | None = None
+    settled: int = 0
 
-    def struct(self, shape: tuple[int, int]) -> Own:
-        """In the library's form; ValueError for tensors of other types or sizes."""
+    def struct(self, shape: tuple[int, int], dtype: torch.dtype) -> Own:
+        """In the library's form, for a cache in `dtype`; ValueError for tensors of other types or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
             for name, (whole, scale) in (("key", self.keys), ("value", self.values)):
@@ -160,7 +172,19 @@ class OwnColumns:
         if self.bias is not None:
             struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
             struct.bias_capacity = self.bias.shape[1]
+        if self.older is not None:
+            self._add_older(struct, shape, dtype, self.older)
         return struct
+
+    def _add_older(self, struct: Own, shape: tuple[int, int], dtype: torch.dtype, older: Sequence[Tensor]) -> None:
+        heads, capacity, numbers = older[1].shape
+        if not 0 <= self.settled <= capacity:
+            raise ValueError(f"{self.settled} columns have settled; there is room for {capacity}")
+        struct.settled, struct.settled_capacity, struct.numbers = self.settled, capacity, numbers
+        sizes = (shape[0], capacity, 2 * -(-shape[1] // LANES)), (shape[0], capacity, numbers)
+        for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):
+            setattr(struct, f"{name}_bits", self._address(bits, torch.uint8, sizes[0]))
+            setattr(struct, f"{name}_numbers", self._address(some, dtype, sizes[1]))
 
     def _address(self, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
         fits = tensor.ndim == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))

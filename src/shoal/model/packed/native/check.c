@@ -13,12 +13,13 @@ static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *me
     const int follows = t && b->row[t] == b->row[t - 1];
     if (t && b->row[t] < b->row[t - 1]) REFUSE("row[%d] is %d after %d; rows must ascend", t, b->row[t], b->row[t - 1]);
     if (follows && b->node[t] != b->node[t - 1] + 1) REFUSE("node[%d] is %d after %d; a row's tokens must be consecutive nodes", t, b->node[t], b->node[t - 1]);
-    if (!WITHIN(b->node[t], 0, MAX_TOKENS - 1)) REFUSE("node[%d] is %d; it must be in [0, %d]", t, b->node[t], MAX_TOKENS - 1);
+    const int most = (b->ancestors[t] ? MAX_NODES : MAX_TOKENS) - 1;
+    if (!WITHIN(b->node[t], 0, most)) REFUSE("node[%d] is %d; it must be in [0, %d]", t, b->node[t], most);
     if (follows && b->base[t] != b->base[t - 1]) REFUSE("base[%d] is %d; the tokens of a row share one base, here %d", t, b->base[t], b->base[t - 1]);
-    const uint64_t own = 1ull << b->node[t];
-    if (!(b->ancestors[t] & own)) REFUSE("ancestors[%d] lacks the token's own bit", t);
-    if (b->ancestors[t] & ~(own | (own - 1))) REFUSE("ancestors[%d] has a bit above the token's own", t);
-    const int depth = __builtin_popcountll(b->ancestors[t]) - 1;
+    const uint64_t own = b->ancestors[t] ? 1ull << b->node[t] : 0;
+    if (own && !(b->ancestors[t] & own)) REFUSE("ancestors[%d] lacks the token's own bit", t);
+    if (own && b->ancestors[t] & ~(own | (own - 1))) REFUSE("ancestors[%d] has a bit above the token's own", t);
+    const int depth = own ? __builtin_popcountll(b->ancestors[t]) - 1 : b->node[t];
     if (b->position[t] != b->base[t] + depth)
         REFUSE("position[%d] is %d; a node at depth %d over %d committed positions stands at %d", t, b->position[t], depth, b->base[t],
                b->base[t] + depth);
@@ -46,6 +47,8 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
         if (own && own->bias && column >= own->bias_capacity)
             REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
+        if (own && !WITHIN(own->settled, 0, b->base[t] - start))
+            REFUSE("%d columns of layer %d have settled; token %d has %d before it", own->settled, number, t, b->base[t] - start);
         const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
         const int most = !choice || layer->window ? READS_ALL : choice->width ? READS_LABELED : READS_CHOSEN;
         if (choice && !WITHIN(choice->roles[entry], READS_ALL, most))
@@ -85,7 +88,8 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
     if (!WITHIN(length, 1, c->length)) REFUSE("lengths[%d] is %d; it must be in [1, %d]", chain, length, c->length);
     if (chain && t <= b->wanted[chain - 1]) REFUSE("wanted[%d] is %d after %d; chains must ascend", chain, t, b->wanted[chain - 1]);
     if (t + 1 < b->tokens && b->row[t + 1] == b->row[t]) REFUSE("wanted[%d] is %d, which is not the last token of its row", chain, t);
-    if (b->node[t] + length > MAX_TOKENS) REFUSE("%d guesses after node %d; there are at most %d nodes", length, b->node[t], MAX_TOKENS);
+    if (!b->ancestors[t]) REFUSE("ancestors[%d] is 0; guesses go on from the nodes of a tree", t);
+    if (b->node[t] + length > MAX_NODES) REFUSE("%d guesses after node %d; there are at most %d nodes", length, b->node[t], MAX_NODES);
     const int last = b->position[t] + length - 1, column = b->base[t] + b->node[t] + length - 1; /* the last guess is not fed */
     for (int entry = 0; entry < b->active_count; entry++) {
         const int number = b->layers[entry];

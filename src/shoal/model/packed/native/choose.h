@@ -68,7 +68,7 @@ static void list_largest(const Run *r, int t, int head, int stored) {
     const int own = stored + r->b->node[t];
     Bits *ranks = (Bits *)c->scores + (int64_t)head * c->room + CHUNK; /* in the place of the scores */
     for (int i = 0; i < own; i++) ranks[i] = rank_of(ranks[i]);
-    for (int i = stored; i < own; i++)
+    for (int i = r->b->ancestors[t] ? stored : own; i < own; i++)
         if (!(r->b->ancestors[t] >> (i - stored) & 1)) ranks[i] = 0;
     ranks[own] = UINT32_MAX;
     const uint32_t least = find_rank(ranks, own + 1, c->count);

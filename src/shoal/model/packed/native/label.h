@@ -21,6 +21,11 @@ INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
 /* A number of a stored key. */
 INLINE float key_number(const Source *s, int64_t column, int dim) {
     const int64_t at = column * s->dim + dim;
+    if (column < s->settled) {
+        float line[16] ALIGNED;
+        vf_store(line, vf_bits(unpack(s, s->older, column, dim / 16, s->form, 0)));
+        return line[dim % 16];
+    }
     if (s->form == STORED_FP32) return ((const float *)s->keys)[at];
     if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)s->keys)[at]);
     return s->keys[at] * s->key_scales[column];

@@ -25,18 +25,35 @@ INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, in
     }
 }
 
+/* All tokens with one tile of some row blocks in the tile units: super-block by super-block, so that the first-level cache holds the
+   activations of many tokens until all row blocks are through. */
+INLINE void square_tile(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, int first, float *sums) {
+    const int size = part_of(w, block, first).words, step = is_super(w->kind) ? GROUP_K / 4 : size;
+    for (int from = 0; from < size; from += step)
+        for (int b = 0; b < count; b++) {
+            Part p = part_of(w, block + b, first);
+            p.at += from, p.first += from, p.words = step;
+            const char *ahead = lines_at(w, &p) + size * line_bytes(w->kind); /* the next row block's, or the next tile's */
+            multiply_squares(w, &p, a, tokens, sums + b * tokens * 2 * LANES, ahead);
+        }
+}
+
 /* sums [count][tokens][2][16] = `count` row blocks of one panel, from `block` on, times all tokens; the two halves of a
    sum are to be added. */
 static void multiply(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, float *sums) {
     const int words = words_of(w), step = tokens * 2 * LANES, squares = in_squares(form_of(w->kind), tokens);
     memset(sums, 0, sizeof(float) * count * step);
     if (squares) begin_squares(w, tokens);
-    for (int first = 0; first < words; first += w->tile)
+    for (int first = 0; first < words; first += w->tile) {
+        if (squares) {
+            square_tile(w, a, tokens, block, count, first, sums);
+            continue;
+        }
         for (int b = 0; b < count; b++) {
             const Part p = part_of(w, block + b, first);
-            if (squares) multiply_squares(w, &p, a, tokens, sums + b * step);
-            else multiply_tile(w, &p, a, tokens, sums + b * step);
+            multiply_tile(w, &p, a, tokens, sums + b * step);
         }
+    }
     if (squares) end_squares();
 }
 

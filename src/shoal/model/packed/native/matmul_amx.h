@@ -6,18 +6,15 @@
 
 #include "matmul_int.h"
 #include "squares.h"
+#include "tiles.h"
 
-#define MOST_WORDS (TILE_WORDS + GROUP_K / 4) /* of a tile: whole super-blocks may take more than TILE_WORDS */
-
-/* Inputs that one product of squares takes: of integers those that share a scale. */
-INLINE int square_inputs(int kind) {
-    return kind == KIND_INT8 ? GROUP_INT8 : kind == KIND_Q6_K ? GROUP / 2 : GROUP;
-}
+/* Inputs that one product of squares takes: of integers those that share a scale on both sides, of super-blocks a quarter of them. */
+INLINE int square_inputs(int kind) { return kind == KIND_INT8 || is_super(kind) ? GROUP_INT8 : GROUP; }
 
 /* A tile of integers, unpacked: signed bytes, and scales and minima in fp32. */
 typedef struct {
-    int8_t lines[MOST_WORDS * 64];
-    float scales[MOST_WORDS * 4 / GROUP][2][LANES]; /* of Q6_K: of each half of a group; else scale and minimum */
+    int8_t lines[TILE_WORDS * 64];
+    float scales[TILE_WORDS * 4 / GROUP][2][LANES]; /* scale and minimum */
 } Open;
 
 INLINE Vi less_bytes(Vi x, int zero) { return zero ? _mm512_sub_epi8(x, _mm512_set1_epi8((char)zero)) : x; }
@@ -38,11 +35,8 @@ INLINE void open_as(const ShoalWeight *w, const Part *p, Open *open, const int k
         }
     const int size = kind == KIND_INT8 ? GROUP_INT8 : GROUP;
     for (int g = 0; g < p->words * 4 / size; g++) {
-        Vf scale[2], minimum;
-        scales_of(scales, g, kind, scale, &minimum);
-        vf_store(open->scales[g][0], scale[0]);
-        if (kind == KIND_Q6_K) vf_store(open->scales[g][1], scale[1]);
-        else if (has_minima(kind)) vf_store(open->scales[g][1], minimum);
+        vf_store(open->scales[g][0], load_half(scales + g * record_bytes(kind)));
+        if (has_minima(kind)) vf_store(open->scales[g][1], load_half(scales + g * record_bytes(kind) + 32));
     }
 }
 
@@ -56,25 +50,14 @@ static void open_tile(const ShoalWeight *w, const Part *p, Open *open) {
     CASE(KIND_Q4_1);
     CASE(KIND_Q5_0);
     CASE(KIND_Q5_1);
-    CASE(KIND_Q4_K);
-    CASE(KIND_Q5_K);
-    CASE(KIND_Q6_K);
 #undef CASE
     }
 }
 
-/* How the products of a group become floats. */
-enum { BY_SCALE, BY_SCALE_AND_MINIMUM, BY_HALVES };
-
-/* What one group adds to the sum of a token: see add_scaled() and add_split(). */
-INLINE Vf add_group(Vf sum, const int32_t *part, const int32_t *last, const float scale[2][LANES], float by, float total, const int how) {
-    const Vf product = vf_from(vi_load(part));
-    if (how == BY_HALVES) {
-        const Vf both = vf_fma(product, vf_load(scale[0]), vf_mul(vf_from(vi_load(last)), vf_load(scale[1])));
-        return vf_fma(both, vf_all(by), sum);
-    }
-    sum = vf_fma(product, vf_mul(vf_load(scale[0]), vf_all(by)), sum);
-    return how == BY_SCALE_AND_MINIMUM ? vf_fma(vf_load(scale[1]), vf_all(total), sum) : sum;
+/* What one group adds to the sum of a token: see add_scaled(). */
+INLINE Vf add_group(Vf sum, const int32_t *part, const float scale[2][LANES], float by, float total, const int minima) {
+    sum = vf_fma(vf_from(vi_load(part)), vf_mul(vf_load(scale[0]), vf_all(by)), sum);
+    return minima ? vf_fma(vf_load(scale[1]), vf_all(total), sum) : sum;
 }
 
 /* A pass of 16 tokens over an opened tile. */
@@ -112,43 +95,39 @@ INLINE void make_results(const Pass *p, int64_t first, const int count, const in
 #undef SLOT
 
 /* Groups from `g` on that `count` products are for: make them and add them to the sums. */
-INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inputs, const int how, Results *results, Vf *sum) {
-    const int per_group = how == BY_HALVES ? 2 : 1;
-    make_results(p, g * per_group, count, inputs / per_group, results);
-    UNROLL for (int i = 0; i < count / per_group; i++) {
-        const int32_t *part = results[i * per_group], *last = results[i * per_group + per_group - 1];
+INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inputs, const int minima, Results *results, Vf *sum) {
+    make_results(p, g, count, inputs, results);
+    UNROLL for (int i = 0; i < count; i++) {
         const float *by = p->scales + (g + i) * SQUARE_ROWS, *total = p->totals + (g + i) * SQUARE_ROWS;
         UNROLL for (int t = 0; t < SQUARE_ROWS; t++)
-            sum[t] = add_group(sum[t], part + t * LANES, last + t * LANES, p->open->scales[g + i], by[t], total[t], how);
+            sum[t] = add_group(sum[t], results[i] + t * LANES, p->open->scales[g + i], by[t], total[t], minima);
     }
 }
 
 /* The `count` tokens of a pass, with sums in registers. Of what lies at `ahead`, if anything, `bytes` for each group are fetched. */
 INLINE void run_pass(const Pass *p, int64_t groups, int count, float *sums, const char *ahead, const int bytes, const int inputs,
-                     const int how) {
-    enum { AT_ONCE = SQUARES_SUM };
-    const int step = how == BY_HALVES ? AT_ONCE / 2 : AT_ONCE;
+                     const int minima) {
     Results results[SQUARES_SUM] ALIGNED;
     Vf sum[SQUARE_ROWS];
     int64_t g = 0;
     UNROLL for (int t = 0; t < SQUARE_ROWS; t++) sum[t] = t < count ? vf_load(sums + 2 * t * LANES) : vf_zero();
-    for (; g + step <= groups; g += step) {
-        add_groups(p, g, AT_ONCE, inputs, how, results, sum);
-        if (ahead) fetch_part(ahead, g / step, step * bytes, 1);
+    for (; g + SQUARES_SUM <= groups; g += SQUARES_SUM) {
+        add_groups(p, g, SQUARES_SUM, inputs, minima, results, sum);
+        if (ahead) fetch_part(ahead, g / SQUARES_SUM, SQUARES_SUM * bytes, 1);
     }
-    for (; g < groups && how != BY_HALVES; g += 1) add_groups(p, g, 1, inputs, how, results, sum);
+    for (; g < groups; g += 1) add_groups(p, g, 1, inputs, minima, results, sum);
     UNROLL for (int t = 0; t < SQUARE_ROWS; t++)
         if (t < count) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
 /* All tokens; the first pass fetches what lies ahead. */
 INLINE void multiply_open(const Open *open, const Part *part, const Acts *a, int64_t words, int tokens, float *sums, const char *ahead,
-                          const int bytes, const int inputs, const int how) {
+                          const int bytes, const int inputs, const int minima) {
     for (int first = 0; first < tokens; first += SQUARE_ROWS) {
         const int64_t at = (int64_t)first * a->groups + 4ll * part->first / inputs * SQUARE_ROWS;
         const Pass p = {.open = open, .acts = square_at(a, words, first, part->first), .scales = a->scales + at, .totals = a->totals + at};
         const int count = min_int(tokens - first, SQUARE_ROWS);
-        run_pass(&p, part->words * 4 / inputs, count, sums + first * 2 * LANES, first ? NULL : ahead, bytes, inputs, how);
+        run_pass(&p, part->words * 4 / inputs, count, sums + first * 2 * LANES, first ? NULL : ahead, bytes, inputs, minima);
     }
 }
 

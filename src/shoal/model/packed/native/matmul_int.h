@@ -11,27 +11,18 @@
    tile] tokens. */
 typedef struct {
     const float *scales, *totals;
-    const int32_t *starts, *eights, *halves;
+    const int32_t *starts, *eights;
 } Groups;
 
 INLINE Groups groups_at(const Acts *a, int first, int64_t group) {
     const int64_t at = (int64_t)first * a->groups + group;
-    return (Groups){.scales = a->scales + at, .totals = a->totals + at, .starts = a->starts + at, .eights = a->eights + at,
-                    .halves = a->halves + 2 * at};
+    return (Groups){.scales = a->scales + at, .totals = a->totals + at, .starts = a->starts + at, .eights = a->eights + at};
 }
 
 /* sum[t] += weight scale * activation scale * part[t] */
 INLINE void add_scaled(const Groups *x, int64_t g, Vf scale, const Vi *part, Vf *sum, const int T) {
     UNROLL for (int t = 0; t < T; t++)
         sum[t] = vf_fma(vf_from(part[t]), vf_mul(scale, vf_all(x->scales[g * width_of(T) + t])), sum[t]);
-}
-
-/* The same where the two halves of a group have scales of their own. */
-INLINE void add_split(const Groups *x, int64_t g, const Vf scale[2], const Vi *part, const Vi *last, Vf *sum, const int T) {
-    UNROLL for (int t = 0; t < T; t++) {
-        const Vf both = vf_fma(vf_from(part[t]), scale[0], vf_mul(vf_from(last[t]), scale[1]));
-        sum[t] = vf_fma(both, vf_all(x->scales[g * width_of(T) + t]), sum[t]);
-    }
 }
 
 /* Add the products of one tile of 8-bit rows with groups of `size` inputs to sums [T][2][16], of which the kernels of this
@@ -71,70 +62,110 @@ INLINE void two_words(const char *lines, const int bits, const int j, Vi *low, V
     }
 }
 
-/* Scale and minimum of group `g` of a tile; in Q6_K two scales, of the first and of the last 16 inputs. */
-INLINE void scales_of(const char *scales, int64_t g, const int kind, Vf scale[2], Vf *minimum) {
-    const int super = is_super(kind), in = (int)(g % (GROUP_K / GROUP));
-    const char *record = scales + (super ? g / (GROUP_K / GROUP) : g) * record_bytes(kind);
-    scale[0] = load_half(record);
-    if (kind == KIND_Q6_K) {
-        scale[1] = vf_mul(scale[0], vf_from(vi_load_signed(record + 48 + in * 32)));
-        scale[0] = vf_mul(scale[0], vf_from(vi_load_signed(record + 32 + in * 32)));
-    } else if (super) {
-        scale[0] = vf_mul(scale[0], vf_from(vi_load_bytes(record + 64 + in * 32)));
-        *minimum = vf_mul(load_half(record + 32), vf_from(vi_load_bytes(record + 80 + in * 32)));
-        *minimum = vf_sub(vf_zero(), *minimum);
-    } else if (has_minima(kind)) *minimum = load_half(record + 32);
+/* part += the products of a group of 4, 5 or 6 bits; `last`: of its inputs 16 to 31 where they are apart. They are summed in 16 bits
+   where that is faster: 8, 4 or 2 words of them fit. */
+INLINE void dot_group(const char *lines, const int32_t *x, const int bits, const int apart, Vi *part, Vi *last, const int T) {
+    enum { HALF = GROUP / 8 };
+    const int W = width_of(T), step = NARROW_WORDS(bits);
+    UNROLL for (int from = 0; from < HALF; from += step) {
+        Vi narrow[8], second[8];
+        UNROLL for (int t = 0; t < T; t++) {
+            narrow[t] = start_narrow(part[t]);
+            if (apart) second[t] = start_narrow(last[t]);
+        }
+        UNROLL for (int j = from; j < from + step; j++) {
+            Vi low, high;
+            two_words(lines, bits, j, &low, &high);
+            UNROLL for (int t = 0; t < T; t++) {
+                narrow[t] = dot_narrow(narrow[t], low, vi_all(x[j * W + t]));
+                if (apart) second[t] = dot_narrow(second[t], high, vi_all(x[(j + HALF) * W + t]));
+                else narrow[t] = dot_narrow(narrow[t], high, vi_all(x[(j + HALF) * W + t]));
+            }
+        }
+        UNROLL for (int t = 0; t < T; t++) {
+            part[t] = widen(part[t], narrow[t]);
+            if (apart) last[t] = widen(last[t], second[t]);
+        }
+    }
 }
 
-/* What the zero point adds to the products of group `at`, in Q6_K of one half of it. */
-INLINE Vi start_nibbles(const Groups *x, int64_t at, const int half, const int kind) {
-    if (kind == KIND_Q6_K) return vi_all(x->halves[2 * at + half]);
-    return has_minima(kind) ? vi_zero() : vi_shift_up(vi_all(x->eights[at]), bits_of(kind) - 4);
-}
-
-/* The same for 4, 5 and 6 bits. Products are summed in 16 bits where that is faster: 8, 4 or 2 words of them fit. */
+/* The same for 4 and 5 bits. */
 INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
                          const char *ahead, const int parts, const int T, const int kind) {
-    enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
-    const int bits = bits_of(kind), split = kind == KIND_Q6_K, step = NARROW_WORDS(bits);
-    const int W = width_of(T), count = p->words / WORDS, bytes = WORDS * line_bytes(kind);
+    const int WORDS = GROUP / 4, W = width_of(T), bits = bits_of(kind), bytes = WORDS * line_bytes(kind), count = p->words / WORDS;
     const Groups groups = groups_at(a, first, p->first / WORDS * W);
     const char *lines = lines_at(w, p), *scales = scales_at(w, p);
     Vf sum[8];
     UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
-    for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += bytes) {
+    for (int64_t g = 0; g < count; g++, x += WORDS * W, lines += bytes, scales += record_bytes(kind)) {
+        Vi part[8];
         fetch_part(ahead, g, bytes, parts);
-        Vi part[8], last[8]; /* last: of inputs 16 to 31 where they are apart */
-        UNROLL for (int t = 0; t < T; t++) {
-            part[t] = start_nibbles(&groups, g * W + t, 0, kind);
-            if (split) last[t] = start_nibbles(&groups, g * W + t, 1, kind);
-        }
-        UNROLL for (int from = 0; from < HALF; from += step) {
-            Vi narrow[8], second[8];
-            UNROLL for (int t = 0; t < T; t++) {
-                narrow[t] = start_narrow(part[t]);
-                if (split) second[t] = start_narrow(last[t]);
-            }
-            UNROLL for (int j = from; j < from + step; j++) {
-                Vi low, high;
-                two_words(lines, bits, j, &low, &high);
-                UNROLL for (int t = 0; t < T; t++) {
-                    narrow[t] = dot_narrow(narrow[t], low, vi_all(x[j * W + t]));
-                    if (split) second[t] = dot_narrow(second[t], high, vi_all(x[(j + HALF) * W + t]));
-                    else narrow[t] = dot_narrow(narrow[t], high, vi_all(x[(j + HALF) * W + t]));
-                }
-            }
-            UNROLL for (int t = 0; t < T; t++) {
-                part[t] = widen(part[t], narrow[t]);
-                if (split) last[t] = widen(last[t], second[t]);
-            }
-        }
-        Vf scale[2], minimum;
-        scales_of(scales, g, kind, scale, &minimum);
-        if (split) add_split(&groups, g, scale, part, last, sum, T);
-        else add_scaled(&groups, g, scale[0], part, sum, T);
-        if (has_minima(kind))
+        UNROLL for (int t = 0; t < T; t++)
+            part[t] = has_minima(kind) ? vi_zero() : vi_shift_up(vi_all(groups.eights[g * W + t]), bits - 4);
+        dot_group(lines, x, bits, 0, part, part, T);
+        add_scaled(&groups, g, load_half(scales), part, sum, T);
+        if (has_minima(kind)) {
+            const Vf minimum = load_half(scales + 32);
             UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(minimum, vf_all(groups.totals[g * W + t]), sum[t]);
+        }
+    }
+    UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
+}
+
+/* The scales of group `g` of a super-block, whole numbers; of Q6_K one for each half of it. */
+INLINE void small_scales(const char *record, int g, const int kind, Vi scale[2]) {
+    if (kind == KIND_Q6_K) scale[0] = vi_load_signed(record + 32 + g * 32), scale[1] = vi_load_signed(record + 48 + g * 32);
+    else scale[0] = vi_load_bytes(record + 64 + g * 32);
+}
+
+/* The minima of groups 2i and 2i + 1, a half of each word for either. */
+INLINE Vi small_minima(const char *record, int i) {
+    return vi_or(vi_load_bytes(record + 80 + i * 64), vi_shift_up(vi_load_bytes(record + 112 + i * 64), 16));
+}
+
+/* What multiplies whole numbers: the super-block's scale, and minus that of its minima. */
+INLINE Vf super_scale(const char *record) { return load_half(record); }
+INLINE Vf super_minimum(const char *record) { return vf_sub(vf_zero(), load_half(record + 32)); }
+
+/* The same for super-blocks: their activations share a scale too, so all is whole numbers up to the last step. A group's products times
+   its scale, and all groups together, fit 32 bits: 16 * 128 * 16 * 32 * 127 at most. */
+INLINE void tile_super(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const char *ahead,
+                       const int parts, const int T, const int kind) {
+    enum { WORDS = GROUP / 4, GROUPS = GROUP_K / GROUP };
+    const int W = width_of(T), apart = kind == KIND_Q6_K, bytes = WORDS * line_bytes(kind);
+    const int64_t at = (int64_t)first * a->groups, before = p->first / (WORDS * GROUPS);
+    const float *by = a->scales + at + before * W;
+    const int32_t *pairs = a->starts + at + before * (GROUPS / 2) * W, *halves = a->halves + 2 * (at + before * GROUPS * W);
+    const char *lines = lines_at(w, p), *record = scales_at(w, p);
+    Vf sum[8];
+    UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
+    for (int64_t s = 0; s < p->words / (WORDS * GROUPS); s++, by += W, pairs += GROUPS / 2 * W, record += record_bytes(kind)) {
+        Vi whole[8];
+        UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
+        for (int g = 0; g < GROUPS; g++, x += WORDS * W, lines += bytes, halves += 2 * W) {
+            Vi part[8], last[8], scale[2];
+            fetch_part(ahead, s * GROUPS + g, bytes, parts);
+            UNROLL for (int t = 0; t < T; t++) {
+                part[t] = apart ? vi_all(halves[2 * t]) : vi_zero();
+                if (apart) last[t] = vi_all(halves[2 * t + 1]);
+            }
+            dot_group(lines, x, bits_of(kind), apart, part, last, T);
+            small_scales(record, g, kind, scale);
+            UNROLL for (int t = 0; t < T; t++) {
+                whole[t] = vi_add(whole[t], vi_mul(part[t], scale[0]));
+                if (apart) whole[t] = vi_add(whole[t], vi_mul(last[t], scale[1]));
+            }
+        }
+        const Vf scale = super_scale(record);
+        UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(vf_from(whole[t]), vf_mul(scale, vf_all(by[t])), sum[t]);
+        if (!has_minima(kind)) continue;
+        UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
+        for (int i = 0; i < GROUPS / 2; i++) {
+            const Vi minima = small_minima(record, i);
+            UNROLL for (int t = 0; t < T; t++) whole[t] = dot_halves(whole[t], minima, vi_all(pairs[i * W + t]));
+        }
+        const Vf minimum = super_minimum(record);
+        UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(vf_from(whole[t]), vf_mul(minimum, vf_all(by[t])), sum[t]);
     }
     UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
@@ -150,9 +181,9 @@ TILE_INT(int4, tile_nibbles, KIND_INT4)
 TILE_INT(q4_1, tile_nibbles, KIND_Q4_1)
 TILE_INT(q5_0, tile_nibbles, KIND_Q5_0)
 TILE_INT(q5_1, tile_nibbles, KIND_Q5_1)
-TILE_INT(q4_k, tile_nibbles, KIND_Q4_K)
-TILE_INT(q5_k, tile_nibbles, KIND_Q5_K)
-TILE_INT(q6_k, tile_nibbles, KIND_Q6_K)
+TILE_INT(q4_k, tile_super, KIND_Q4_K)
+TILE_INT(q5_k, tile_super, KIND_Q5_K)
+TILE_INT(q6_k, tile_super, KIND_Q6_K)
 #undef TILE_INT
 
 #endif

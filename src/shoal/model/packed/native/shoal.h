@@ -11,7 +11,8 @@ enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
-#define MAX_TOKENS 64 /* tokens of one forward, and nodes of a tree: a token's ancestors are the bits of one word */
+#define MAX_TOKENS 256 /* of one forward */
+#define MAX_NODES 64   /* of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
@@ -58,7 +59,10 @@ typedef struct {
     int8_t *keys, *values;            /* [kv_heads, capacity, head_dim], in the place of the slot; or NULL */
     float *key_scales, *value_scales; /* [kv_heads, capacity], what they are multiplied with */
     const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the columns; or NULL */
+    const uint16_t *key_bits, *value_bits;     /* of the first columns: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
+    const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set, the others are 0 */
     int32_t capacity, bias_capacity;
+    int32_t settled, settled_capacity, numbers; /* how many columns that is true of; the slot has the others at their places */
 } ShoalOwn;
 
 /* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by
@@ -86,7 +90,8 @@ typedef struct {
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
     const int32_t *ids, *position, *row, *node, *base;
-    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0 */
+    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself are, as
+                                  in a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */

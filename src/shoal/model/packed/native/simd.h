@@ -83,6 +83,25 @@ INLINE float bf16_to_float(uint16_t value) {
     return out;
 }
 
+#ifndef SPREADS
+/* Consecutive words, or halves, in the lanes whose bits are set, and zero in the others; halves of bf16 also widened. */
+INLINE Vi vi_spread_words(Mask mask, const void *from) {
+    uint32_t out[16] ALIGNED = {0};
+    for (uint32_t bits = mask; bits; bits &= bits - 1, from = (const char *)from + 4) memcpy(out + __builtin_ctz(bits), from, 4);
+    return vi_load(out);
+}
+INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
+    uint16_t out[32] ALIGNED = {0};
+    for (uint32_t bits = mask; bits; bits &= bits - 1, from = (const char *)from + 2) memcpy(out + __builtin_ctz(bits), from, 2);
+    return vi_load(out);
+}
+INLINE Vi vi_spread_bf16(Mask mask, const void *from) {
+    uint16_t out[32] ALIGNED = {0};
+    for (uint32_t bits = mask; bits; bits &= bits - 1, from = (const char *)from + 2) memcpy(out + 2 * __builtin_ctz(bits) + 1, from, 2);
+    return vi_load(out);
+}
+#endif
+
 /* `width` (1, 2, 4, 8, 16) registers of 16 words: first word 0 of each, then word 1 of each, and so on. Each round is a
    perfect shuffle of all words, which rotates the bits of their places by one; with 16 it is a transpose. */
 INLINE void weave(Vi *v, const int width) {

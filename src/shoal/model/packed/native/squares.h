@@ -19,6 +19,8 @@ enum { SQUARES_SUM = 4, FIRST_ACTS = SQUARES_SUM, FIRST_WEIGHTS = SQUARES_SUM + 
 #define SQUARE_ZERO(square) __asm__ volatile("tilezero %%tmm%c0" ::"i"(square))
 #define SQUARE_BYTES(sum, acts, weights) /* signed times signed */                                                     \
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
+#define SQUARE_UNSIGNED(sum, acts, weights) /* signed activations times unsigned weights */                            \
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
 #define SQUARE_BF16(sum, acts, weights)                                                                                \
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
 

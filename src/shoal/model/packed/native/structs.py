@@ -9,7 +9,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
-MAX_TOKENS = MAX_NODES = 64
+MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
 """Rows that lie together: a multiple of as many can be packed for itself."""
@@ -100,8 +100,15 @@ class Own(ctypes.Structure):
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
         ("bias", c_void_p),
+        ("key_bits", c_void_p),
+        ("value_bits", c_void_p),
+        ("key_numbers", c_void_p),
+        ("value_numbers", c_void_p),
         ("capacity", c_int32),
         ("bias_capacity", c_int32),
+        ("settled", c_int32),
+        ("settled_capacity", c_int32),
+        ("numbers", c_int32),
     ]
 
 

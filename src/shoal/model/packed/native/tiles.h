@@ -17,7 +17,8 @@ DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6
 
 /* The same for all tokens of a batch, in the tile units of AMX, and what a thread calls before and after some of them. */
 void begin_squares(const ShoalWeight *, int tokens) __attribute__((visibility("hidden")));
-void multiply_squares(const ShoalWeight *, const Part *, const Acts *, int tokens, float *sums) __attribute__((visibility("hidden")));
+void multiply_squares(const ShoalWeight *, const Part *, const Acts *, int tokens, float *sums, const char *ahead)
+    __attribute__((visibility("hidden")));
 void end_squares(void) __attribute__((visibility("hidden")));
 
 #define TILE(kind, tokens)                                                                                             \

@@ -2,7 +2,7 @@
 #include "matmul_int.h"
 #include "tiles.h"
 #ifdef SHOAL_AMX
-#include "matmul_amx.h"
+#include "super_amx.h"
 
 void begin_squares(const ShoalWeight *w, int tokens) { shape_squares(tokens, w->kind == KIND_BF16 ? 64 : square_inputs(w->kind)); }
 void end_squares(void) { release_squares(); }
@@ -27,21 +27,18 @@ static void multiply_bf16(const ShoalWeight *w, const Part *p, const Acts *a, in
     }
 }
 
-void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
+void multiply_squares(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums, const char *ahead) {
     const int words = words_of(w), bytes = (w->kind == KIND_INT8 ? GROUP_INT8 : GROUP) * LANES * bits_of(w->kind) / 8; /* of a group */
-    const char *ahead = lines_at(w, p) + p->words * line_bytes(w->kind);
     Open open ALIGNED;
-    if (w->kind == KIND_BF16) {
-        multiply_bf16(w, p, a, tokens, sums, ahead);
-        return;
+    switch (w->kind) {
+    case KIND_BF16: multiply_bf16(w, p, a, tokens, sums, ahead); return;
+    case KIND_Q4_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q4_K); return;
+    case KIND_Q5_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q5_K); return;
+    case KIND_Q6_K: multiply_super(w, p, a, tokens, sums, ahead, KIND_Q6_K); return;
     }
     open_tile(w, p, &open);
-    switch (w->kind) {
-    case KIND_INT8: multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP_INT8, BY_SCALE); break;
-    case KIND_Q6_K: multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_HALVES); break;
-    default:
-        if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_SCALE_AND_MINIMUM);
-        else multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, BY_SCALE);
-    }
+    if (w->kind == KIND_INT8) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP_INT8, 0);
+    else if (has_minima(w->kind)) multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, 1);
+    else multiply_open(&open, p, a, words, tokens, sums, ahead, bytes, GROUP, 0);
 }
 #endif

@@ -71,6 +71,7 @@ INLINE void vi_store(void *to, Vi v) {
     _mm256_store_si256((__m256i *)to, v.a), _mm256_store_si256((__m256i *)to + 1, v.b);
 }
 INLINE Vi vi_add(Vi x, Vi y) { return EACH3(Vi, _mm256_add_epi32, x, y); }
+INLINE Vi vi_mul(Vi x, Vi y) { return EACH3(Vi, _mm256_mullo_epi32, x, y); }
 INLINE Vi vi_sub(Vi x, Vi y) { return EACH3(Vi, _mm256_sub_epi32, x, y); }
 INLINE Vi vi_min(Vi x, Vi y) { return EACH3(Vi, _mm256_min_epi32, x, y); }
 INLINE Vi vi_max(Vi x, Vi y) { return EACH3(Vi, _mm256_max_epi32, x, y); }
@@ -171,6 +172,9 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
     sum = vf_fma(vf_bits(vi_shift_up(row, 16)), vf_bits(vi_shift_up(x, 16)), sum);
     return vf_fma(vf_bits(vi_and(row, high)), vf_bits(vi_and(x, high)), sum);
 }
+
+/* Per lane: the sum plus two products of signed halves. */
+INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, _mm256_madd_epi16, x, y)); }
 
 /* Per lane: the sum plus four products of a byte of `row` less 128 with a signed one of `x`. Signs go over to `x`, for the
    instruction multiplies unsigned by signed; 2 * 128 * 127 fits 16 bits. */

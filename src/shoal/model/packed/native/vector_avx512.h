@@ -57,6 +57,7 @@ INLINE void vi_store_s8(void *to, Vi v) { _mm_store_si128((__m128i *)to, _mm512_
 INLINE void vi_store_u8(void *to, Vi v) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(v)); }
 INLINE Vi vi_round(Vf x) { return _mm512_cvtps_epi32(x); }
 INLINE Vi vi_add(Vi x, Vi y) { return _mm512_add_epi32(x, y); }
+INLINE Vi vi_mul(Vi x, Vi y) { return _mm512_mullo_epi32(x, y); }
 INLINE Vi vi_sub(Vi x, Vi y) { return _mm512_sub_epi32(x, y); }
 INLINE Vi vi_min(Vi x, Vi y) { return _mm512_min_epi32(x, y); }
 INLINE Vi vi_max(Vi x, Vi y) { return _mm512_max_epi32(x, y); }
@@ -75,6 +76,9 @@ INLINE Vi vi_high_nibbles(Vi x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4
 
 /* Per lane: the sum plus two products of bf16. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)x); }
+
+/* Per lane: the sum plus two products of signed halves. */
+INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return _mm512_dpwssd_epi32(sum, x, y); }
 
 /* Per lane: the sum plus four products of an unsigned byte of `row` with a signed one of `x`. */
 INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
@@ -98,6 +102,27 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
 INLINE Vi join_bf16(Vf low, Vf high) { return (Vi)_mm512_cvtne2ps_pbh(high, low); }
 
 INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
+
+/* See simd.h. What no lane takes is not read. */
+#define SPREADS
+INLINE uint32_t first_ones(uint32_t mask) { return (uint32_t)((1ull << __builtin_popcount(mask)) - 1); }
+INLINE Vi vi_spread_words(Mask mask, const void *from) {
+    return _mm512_maskz_expand_epi32(mask, vi_load_words((Mask)first_ones(mask), from));
+}
+INLINE Vi spread_wide(Mask mask, const void *from) {
+    return _mm512_maskz_expand_epi32(mask, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((Mask)first_ones(mask), from)));
+}
+INLINE Vi vi_spread_bf16(Mask mask, const void *from) { return _mm512_slli_epi32(spread_wide(mask, from), 16); }
+INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
+#ifdef __AVX512VBMI2__
+    return _mm512_maskz_expand_epi16(mask, vi_load_halves(first_ones(mask), from));
+#else /* by words, 16 halves at a time */
+    const char *rest = (const char *)from + 2 * __builtin_popcount(mask & 0xffff);
+    const __m256i low = _mm512_cvtepi32_epi16(spread_wide((Mask)mask, from));
+    const __m256i high = _mm512_cvtepi32_epi16(spread_wide((Mask)(mask >> 16), rest));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#endif
+}
 
 /* Words of x and y in turn: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) {

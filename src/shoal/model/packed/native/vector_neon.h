@@ -90,6 +90,7 @@ INLINE Vi vi_load_halves(uint32_t mask, const void *from) {
 INLINE void vi_store(void *to, Vi v) { vf_store((float *)to, vf_bits(v)); }
 INLINE void vi_store_words(void *to, Mask mask, Vi v) { vf_store_some((float *)to, mask, vf_bits(v)); }
 INLINE Vi vi_add(Vi x, Vi y) { return EACH3(Vi, vaddq_u32, x, y); }
+INLINE Vi vi_mul(Vi x, Vi y) { return EACH3(Vi, vmulq_u32, x, y); }
 INLINE Vi vi_sub(Vi x, Vi y) { return EACH3(Vi, vsubq_u32, x, y); }
 INLINE Vi vi_and(Vi x, Vi y) { return EACH3(Vi, vandq_u32, x, y); }
 INLINE Vi vi_or(Vi x, Vi y) { return EACH3(Vi, vorrq_u32, x, y); }
@@ -164,6 +165,13 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
     sum = vf_fma(vf_bits(vi_shift_up(row, 16)), vf_bits(vi_shift_up(x, 16)), sum);
     return vf_fma(vf_bits(vi_and(row, high)), vf_bits(vi_and(x, high)), sum);
 }
+
+/* Per lane: the sum plus two products of signed halves. */
+INLINE uint32x4_t halves_dot_of(uint32x4_t x, uint32x4_t y) {
+    const int16x8_t a = vreinterpretq_s16_u32(x), b = vreinterpretq_s16_u32(y);
+    return vreinterpretq_u32_s32(vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
+}
+INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, halves_dot_of, x, y)); }
 
 /* Per lane: the sum plus four products of signed bytes. Those of 4 to 6 bits are below 64, so without a sign they are the
    same; those of 8 bits are less 128 with the upper bit turned over. */

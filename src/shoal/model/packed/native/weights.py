@@ -166,8 +166,9 @@ def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
 
 
 def share_inputs(first: Kind, second: Kind) -> bool:
-    """Whether matrices of both kinds take activations alike: exact, bfloat16, or int8 with a scale per 64 or 32."""
+    """Whether matrices of both kinds take activations alike: exact, bfloat16, or int8 by scales of 64, 32 or 256."""
     forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
+    forms |= dict.fromkeys(("q4_k", "q5_k", "q6_k"), "super-blocks")
     return forms.get(first, "groups of 32") == forms.get(second, "groups of 32")
 
 
@@ -183,7 +184,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """`x @ weight.T` by the kernel that decoding uses: activations are rounded or quantised as it does.
 
     Args:
-        x: [tokens, cols], at most 64 tokens; float32 or bfloat16.
+        x: [tokens, cols], at most 256 tokens; float32 or bfloat16.
 
     Returns:
         float32 [tokens, rows].

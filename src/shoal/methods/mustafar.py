@@ -1,0 +1,156 @@
+"""Mustafar: of every key and value but the newest, the small numbers are left out, and a bitmap says which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Keeper
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method, whole_layers
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.kv_layer import KVLayer
+
+WORD = 16
+"""Dimensions whose bits lie in one word of the bitmap."""
+_GATHER = sum(1 << 56 - 7 * place for place in range(8))
+"""Times eight bytes of 0 or 1, it has that of place j at bit 56 + j, and no sum carries into those."""
+
+
+@dataclass(frozen=True)
+class Mustafar(Method):
+    """Each head's key and value of a position keep their numbers of largest magnitude; all else of them counts as 0.
+
+    Every vector keeps as many, so a column takes a bit for each dimension, in whole words of 16, and those numbers in
+    the model's dtype: at 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of 128. The prompt is
+    read in full and pruned at its end, but for the last `window` positions; what is generated is pruned whenever it
+    has grown by `every` tokens. What is pruned is not touched again. Layers with a sliding window keep what that says.
+    Memory falls where slots are backed by pages: on Linux, on a CPU.
+
+    The published code keeps one number more of each vector than its sparsity says, and prunes at every token.
+
+    Attributes:
+        sparsity: share of each vector's numbers that goes, in [0, 1), rounded down to whole ones; 0 changes nothing.
+            Below a sixteenth in bfloat16, or a thirty-second in float32, the bits cost more than they save.
+        window: positions at the end that stay as they are, at least.
+        every: pruning is due whenever the text has grown by so many tokens, so up to that many more stay.
+    """
+
+    name: ClassVar[str] = "mustafar"
+    paper: ClassVar[str] = "arXiv 2505.22913"
+
+    sparsity: float = 0.5
+    window: int = 32
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity is {self.sparsity}; it must be in [0, 1), the share of numbers that go")
+        for knob in ("window", "every"):
+            if getattr(self, knob) < 1:
+                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, a form of the KV, and when columns take it."""
+        plan = DepthPlan.full(info.num_layers)
+        if not self.sparsity:
+            return Recipe(plan)
+        layers = frozenset(whole_layers(self.name, info, queries=False))
+        return Recipe(plan, keep=Settling(self), store=Bitmaps(self.sparsity, layers))
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The part `keep`: all columns stay, and those that have left the window settle; see `Mustafar`."""
+
+    knobs: Mustafar
+
+    def begin(self, stack: Any, cache: Any) -> Settler:
+        """A keeper; what has settled before follows from the text's length."""
+        return Settler(self.knobs)
+
+    def most_columns(self, length: int) -> int:
+        """All of them."""
+        return length
+
+
+class Settler(Keeper):
+    """See `Settling`."""
+
+    def __init__(self, knobs: Mustafar) -> None:
+        self._knobs = knobs
+
+    def next_length(self, row: Row, length: int) -> int:
+        """The prompt's end, and then every so many tokens."""
+        every = self._knobs.every
+        return row.prompt_length + max(0, length - row.prompt_length + every) // every * every
+
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        """What is before the window takes its form."""
+        for _, layer in layers:
+            layer.settle(row.slot, layer.lengths[row.slot] - self._knobs.window)
+
+
+@dataclass(frozen=True)
+class Bitmaps:
+    """The part `store`: a form for the settled columns of some layers."""
+
+    sparsity: float
+    layers: frozenset[int]
+
+    def form(self, layer: int) -> Bitmap | None:
+        """See `shoal.model.kv_form.Store`."""
+        return Bitmap(self.sparsity) if layer in self.layers else None
+
+
+@dataclass(frozen=True)
+class Bitmap:
+    """uint8 [heads, columns, 2 words], bit j being dimension j, and [heads, columns, numbers] in the model's dtype.
+
+    The numbers of a vector are in the order of their dimensions. Of equal magnitudes the earlier dimensions stay.
+    """
+
+    kernel: ClassVar[str | None] = "bitmap"
+    late: ClassVar[bool] = True
+
+    sparsity: float
+
+    def numbers(self, dim: int) -> int:
+        """How many of a vector stay; the product is as exact as the decimal that was meant."""
+        return dim - int(self.sparsity * dim + 1e-9)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `shoal.model.kv_form.KVForm`."""
+        import torch
+
+        mask = self.mask(values)
+        *sizes, dim = mask.shape
+        padded = mask.new_zeros(*sizes, -(-dim // WORD) * WORD)
+        padded[..., :dim] = mask
+        bits = padded.view(torch.int64) * _GATHER >> 56  # eight flags, a byte each, to the bits of one
+        return bits.byte(), values.masked_select(mask).view(*sizes, self.numbers(dim))
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `shoal.model.kv_form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
+        bits, numbers = parts
+        each = bits[..., None] & bits.new_tensor([1 << bit for bit in range(8)])
+        mask = (each != 0).flatten(-2)
+        return numbers.new_zeros(mask.shape).masked_scatter_(mask, numbers)
+
+    def mask(self, values: Tensor) -> Tensor:
+        """Which numbers of each vector stay; magnitudes are compared by their bits, so what is no number is largest."""
+        import torch
+
+        count, short = self.numbers(values.shape[-1]), torch.int16
+        size = values.abs().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+        least = size.topk(count).values[..., -1:]
+        above, equal = size > least, size == least
+        return above | (equal & (equal.cumsum(-1, dtype=short) <= count - above.sum(-1, keepdim=True, dtype=short)))

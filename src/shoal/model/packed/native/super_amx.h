@@ -1,0 +1,115 @@
+/* Products of super-blocks with tokens in the tile units. A weight times its group's small scale is a whole number of 14 bits: it is
+   opened as two bytes, the upper one signed, so that a whole super-block is summed in the units, and leaves them twice instead of
+   once for each small scale. Whole numbers are exact: the results are bit for bit those of tile_super(). */
+#ifndef SHOAL_SUPER_AMX_H
+#define SHOAL_SUPER_AMX_H
+
+#include "matmul_amx.h"
+
+enum { SUPER_WORDS = GROUP_K / 4, SUPER_GROUPS = GROUP_K / GROUP, SUPER_SQUARES = SUPER_WORDS / LANES };
+
+/* A super-block of each row, opened. */
+typedef struct {
+    uint8_t low[SUPER_WORDS * 64];
+    int8_t high[SUPER_WORDS * 64];
+    int32_t minima[SUPER_GROUPS / 2][LANES]; /* see small_minima() */
+    float scale[LANES], minimum[LANES];
+} OpenSuper;
+
+/* Four weights of each row, less `zero`, times their small scale, which both halves of each word of `scale` hold. */
+INLINE void open_word(Vi weights, int zero, Vi scale, uint8_t *low, int8_t *high) {
+    const Vi byte = vi_all(0x00ff00ff), less = vi_all(zero | zero << 16);
+    const Vi even = _mm512_mullo_epi16(_mm512_sub_epi16(vi_and(weights, byte), less), scale);
+    const Vi odd = _mm512_mullo_epi16(_mm512_sub_epi16(_mm512_srli_epi16(weights, 8), less), scale);
+    vi_store(low, vi_or(vi_and(even, byte), _mm512_slli_epi16(odd, 8)));
+    vi_store(high, vi_or(_mm512_srli_epi16(even, 8), _mm512_andnot_si512(byte, odd)));
+}
+
+INLINE Vi twice(Vi scale) { return vi_or(vi_and(scale, vi_all(0xffff)), vi_shift_up(scale, 16)); }
+
+/* Open it, and fetch what lies `ahead`. */
+INLINE void open_super(const ShoalWeight *w, const Part *p, OpenSuper *open, const char *ahead, const int kind) {
+    enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
+    const char *lines = lines_at(w, p), *record = scales_at(w, p);
+    uint8_t *low = open->low;
+    int8_t *high = open->high;
+    for (int g = 0; g < SUPER_GROUPS; g++, lines += WORDS * line_bytes(kind), low += WORDS * 64, high += WORDS * 64) {
+        Vi scale[2];
+        fetch_part(ahead, g, WORDS * line_bytes(kind), 1);
+        small_scales(record, g, kind, scale);
+        const Vi of_first = twice(scale[0]), of_last = kind == KIND_Q6_K ? twice(scale[1]) : of_first;
+        UNROLL for (int j = 0; j < HALF; j++) {
+            Vi first, last;
+            two_words(lines, bits_of(kind), j, &first, &last);
+            open_word(first, zero_point(kind), of_first, low + j * 64, high + j * 64);
+            open_word(last, zero_point(kind), of_last, low + (j + HALF) * 64, high + (j + HALF) * 64);
+        }
+    }
+    vf_store(open->scale, super_scale(record));
+    if (!has_minima(kind)) return;
+    vf_store(open->minimum, super_minimum(record));
+    for (int i = 0; i < SUPER_GROUPS / 2; i++) vi_store(open->minima[i], small_minima(record, i));
+}
+
+/* Its sums, low bytes and high bytes apart, for 16 tokens or twice as many; `step`: from a token's chunk to that of 16 tokens on. */
+INLINE void sum_super(const OpenSuper *open, const char *acts, int64_t step, const int passes, Results *results) {
+    SQUARE_ZERO(0);
+    SQUARE_ZERO(1);
+    if (passes == 2) SQUARE_ZERO(2);
+    if (passes == 2) SQUARE_ZERO(3);
+    UNROLL for (int k = 0; k < SUPER_SQUARES; k++) {
+        SQUARE_LOAD(FIRST_ACTS, acts + k * SQUARE_SIZE, 64);
+        SQUARE_LOAD(FIRST_WEIGHTS, open->low + k * SQUARE_SIZE, 64);
+        SQUARE_UNSIGNED(0, FIRST_ACTS, FIRST_WEIGHTS);
+        SQUARE_LOAD(FIRST_WEIGHTS + 1, open->high + k * SQUARE_SIZE, 64);
+        SQUARE_BYTES(1, FIRST_ACTS, FIRST_WEIGHTS + 1);
+        if (passes < 2) continue;
+        SQUARE_LOAD(FIRST_ACTS + 1, acts + step + k * SQUARE_SIZE, 64);
+        SQUARE_UNSIGNED(2, FIRST_ACTS + 1, FIRST_WEIGHTS);
+        SQUARE_BYTES(3, FIRST_ACTS + 1, FIRST_WEIGHTS + 1);
+    }
+    SQUARE_STORE(0, results[0], 64);
+    SQUARE_STORE(1, results[1], 64);
+    if (passes == 2) SQUARE_STORE(2, results[2], 64);
+    if (passes == 2) SQUARE_STORE(3, results[3], 64);
+}
+
+/* What it adds to the sums of up to 16 tokens. */
+INLINE void add_super(const OpenSuper *open, const Results *results, const float *by, const int32_t *pairs, int count, float *sums,
+                      const int minima) {
+    const Vf scale = vf_load(open->scale), minimum = minima ? vf_load(open->minimum) : vf_zero();
+    for (int t = 0; t < count; t++) {
+        const Vi whole = vi_add(vi_load(results[0] + t * LANES), vi_shift_up(vi_load(results[1] + t * LANES), 8));
+        Vf sum = vf_fma(vf_from(whole), vf_mul(scale, vf_all(by[t])), vf_load(sums + 2 * t * LANES));
+        if (minima) {
+            Vi least = vi_zero();
+            UNROLL for (int i = 0; i < SUPER_GROUPS / 2; i++)
+                least = dot_halves(least, vi_load(open->minima[i]), vi_all(pairs[i * SQUARE_ROWS + t]));
+            sum = vf_fma(vf_from(least), vf_mul(minimum, vf_all(by[t])), sum);
+        }
+        vf_store(sums + 2 * t * LANES, sum);
+    }
+}
+
+/* One super-block of each row with all tokens, up to 32 at a time. */
+INLINE void multiply_super(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums, const char *ahead, const int kind) {
+    OpenSuper open ALIGNED;
+    Results results[SQUARES_SUM] ALIGNED;
+    const int64_t words = words_of(w), super = p->first / SUPER_WORDS;
+    open_super(w, p, &open, ahead, kind);
+    for (int first = 0; first < tokens; first += 2 * SQUARE_ROWS) {
+        const char *acts = square_at(a, words, first, p->first);
+        const int64_t step = square_at(a, words, first + SQUARE_ROWS, p->first) - acts;
+        const int both = tokens - first > SQUARE_ROWS;
+        if (both) sum_super(&open, acts, step, 2, results);
+        else sum_super(&open, acts, step, 1, results);
+        for (int pass = 0; pass <= both; pass++) {
+            const int from = first + pass * SQUARE_ROWS;
+            const int64_t at = (int64_t)from * a->groups + super * SQUARE_ROWS, pair = at + super * (SUPER_GROUPS / 2 - 1) * SQUARE_ROWS;
+            add_super(&open, results + 2 * pass, a->scales + at, a->starts + pair, min_int(tokens - from, SQUARE_ROWS),
+                      sums + from * 2 * LANES, has_minima(kind));
+        }
+    }
+}
+
+#endif
