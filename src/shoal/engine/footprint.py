@@ -76,7 +76,16 @@ class Footprint:
         return ", ".join(f"{name} {shown(size)}" for name, size in asdict(self).items() if size)
 
 
-def footprint(engine: Engine, rows: Sequence[Row], method: Method, max_new_tokens: int) -> Footprint:
+def standing() -> int:
+    """Bytes of the process in memory, once what earlier requests have left is given back: it would be counted twice."""
+    gc.collect()
+    give_back()
+    return resident() or 0
+
+
+def footprint(
+    engine: Engine, rows: Sequence[Row], method: Method, max_new_tokens: int, process: int | None = None
+) -> Footprint:
     """The peak of rows that are decoded together by `Engine.generate`.
 
     Args:
@@ -84,16 +93,16 @@ def footprint(engine: Engine, rows: Sequence[Row], method: Method, max_new_token
         rows: as `Engine.rows` makes them.
         method: by which they decode.
         max_new_tokens: of the request.
+        process: bytes that the process takes as it stands, weights included; None measures them.
     """
-    gc.collect()  # what earlier requests have left, and holes in the heap, would be counted beside what fills them
-    give_back()
+    process = standing() if process is None else process
     stack, (most, extra) = engine.stack, guesses(method, rows[0].recipe)
     cache = engine.cache_for(rows, max_new_tokens)
     plain, whole = peak_of(stack, cache, rows), peak_of(stack, cache, rows, extra)
     nodes = [1 + max(0, min(most, row.stop.room - 2 + extra)) for row in rows for _ in range(row.branches)]
     weights, work = weight_bytes(engine), _work(engine, rows, nodes) + whole.resident + whole.moving - whole.counted
     return Footprint(
-        process=max(0, (resident() or 0) - weights), weights=weights, kv=plain.counted,
+        process=max(0, process - weights), weights=weights, kv=plain.counted,
         drafts=whole.counted - plain.counted + second_bytes(rows, extra), masks=_masks(stack, rows, nodes),
         logits=logits_bytes(stack, nodes), work=work,
     )

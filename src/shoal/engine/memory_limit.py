@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
-from shoal.engine.footprint import Footprint, footprint, logits_bytes, work_bytes
+from shoal.engine.footprint import Footprint, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.shorter import guesses, shorter
 from shoal.engine.sizes import parse, shown
 from shoal.errors import OutOfMemory
@@ -76,8 +76,9 @@ class MemoryLimit:
             OutOfMemory: none does; says what the request needs, part by part, and what would help.
         """
         least: Footprint | None = None
+        process = standing()
         for method, rows, changed in self._ways(make(request.method), len(ids)):
-            sizes = self._largest(engine, ids, replace(request, method=method), rows)
+            sizes = self._largest(engine, ids, replace(request, method=method), rows, process)
             if sizes.total <= self.usable:
                 return MemoryPlan(method, rows, sizes, changed)
             least = sizes if least is None or sizes.total < least.total else least
@@ -100,11 +101,13 @@ class MemoryLimit:
                     yield less, rows, ", ".join(said)
                 rows //= 2
 
-    def _largest(self, engine: Engine, ids: Sequence[list[int]], request: Request, rows: int) -> Footprint:
+    def _largest(
+        self, engine: Engine, ids: Sequence[list[int]], request: Request, rows: int, process: int
+    ) -> Footprint:
         method, plain = make(request.method), replace(request, constraint=None)
         recipe = engine.recipe(method, request.max_new_tokens)
         groups = (engine.rows(ids[first : first + rows], plain, recipe) for first in range(0, len(ids), rows))
-        found = (footprint(engine, group, method, request.max_new_tokens) for group in groups)
+        found = (footprint(engine, group, method, request.max_new_tokens, process) for group in groups)
         return max(found, key=lambda sizes: sizes.total)
 
     def _refusal(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> OutOfMemory:
@@ -116,26 +119,27 @@ class MemoryLimit:
         return OutOfMemory(what, why, self._remedy(engine, ids, request, least))
 
     def _remedy(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> str:
-        if least.process + least.weights >= self.usable:
+        process = least.process + least.weights
+        if process >= self.usable:
             return f"Use a smaller model, quant='int4', or memory of {shown(least.total / (1 - SPARE))} at least"
         one = [max(ids, key=len)]
-        smallest = self._smallest(engine, one, request)
-        short = self._longest_answer(engine, one, replace(request, method=smallest))
+        smallest = self._smallest(engine, one, request, process)
+        short = self._longest_answer(engine, one, replace(request, method=smallest), process)
         first = f"Use max_new_tokens of {short} or less" if short else "Use a shorter prompt"
         others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
-    def _smallest(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> Method:
+    def _smallest(self, engine: Engine, ids: Sequence[list[int]], request: Request, process: int) -> Method:
         """The way that takes least for one prompt."""
         ways = {method for method, _, _ in self._ways(make(request.method), 1)}
-        return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1).total)
+        return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1, process).total)
 
-    def _longest_answer(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> int:
+    def _longest_answer(self, engine: Engine, ids: Sequence[list[int]], request: Request, process: int) -> int:
         """The largest max_new_tokens that fits; 0 where none does."""
         low, high = 0, request.max_new_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            sizes = self._largest(engine, ids, replace(request, max_new_tokens=middle), 1)
+            sizes = self._largest(engine, ids, replace(request, max_new_tokens=middle), 1, process)
             low, high = (middle, high) if sizes.total <= self.usable else (low, middle - 1)
         return low
 
