@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoal.cli import main
 from shoal.cli import plan as command
 from shoal.depth.plan import DepthPlan
+from shoal.engine import footprint, memory_limit
 from shoal.methods.d3 import D3
 from shoal.types import ModelInfo
 
@@ -81,6 +82,32 @@ def test_ascii_where_the_terminal_has_no_blocks(monkeypatch):
 def test_refusals(capsys, words, message):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_memory_of_a_request(capsys, tiny_folder):
+    words = ["--model", tiny_folder, "--method", "prompt_lookup", "--prompt-tokens", "50", "--rows", "2",
+             "--max-new-tokens", "8"]
+    found = planned(capsys, "--memory", "64GiB", *words)
+    assert (found["memory"], found["rows"], found["changed"], found["method"]) == (64 << 30, 2, "", "prompt_lookup")
+    parts = found["bytes"]
+    assert parts.pop("total") == sum(parts.values())
+    assert set(parts) == {"process", "weights", "kv", "drafts", "masks", "logits", "work"}
+    assert main(["plan", "--memory", "64GiB", *words]) == 0
+    assert "2 of 2 prompts at a time: fits into 64GiB" in capsys.readouterr().out
+
+
+def test_memory_that_does_not_suffice(capsys, tiny_folder, monkeypatch):
+    monkeypatch.setattr(footprint, "resident", lambda: 3 << 30)
+    monkeypatch.setattr(memory_limit, "resident", lambda: 1 << 20)
+    words = ["plan", "--model", tiny_folder, "--prompt-tokens", "50", "--max-new-tokens", "8", "--method", "full"]
+    assert main([*words, "--memory", "2GiB"]) == 2
+    said = capsys.readouterr().err
+    assert "memory of 2.00 GiB for 1 prompt of up to 50 tokens with max_new_tokens=8" in said
+    assert "need is 3.0" in said and "kv " in said and "Use a smaller model" in said
+    assert main([*words, "--memory", "lots"]) == 2
+    assert "memory is 'lots'; it must be a number and one of B" in capsys.readouterr().err
+    assert main([*words, "--allow-lossy", "kv_int8"]) == 2
+    assert "give both" in capsys.readouterr().err
 
 
 def test_plot(tmp_path, capsys):

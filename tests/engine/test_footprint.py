@@ -26,26 +26,32 @@ from shoal.model.packed.native import NativeBatch
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 
 
-def run(engine: Engine, lengths: list[int], new: int, method: Any, chunk: int | None = None) -> Footprint:
-    """The prediction, and then the run; `chunk` tokens of prompts in a forward."""
+def engine_of(backend: Backend) -> Engine:
+    return Engine(backend.stack("llama")) if backend is not HF else engine_for(tiny("llama"))
+
+
+def run(
+    engine: Engine, lengths: list[int], new: int, method: Any, chunk: int | None = None, process: int | None = 0
+) -> Footprint:
+    """The prediction, and then the run; `chunk` tokens of prompts in a forward; nothing measured, which takes long."""
     ids = [prompt(length, number) for number, length in enumerate(lengths)]
     options = {"method": method, "max_new_tokens": new, "ignore_eos": True}
     request = Request.from_options(options)
     with pytest.MonkeyPatch.context() as patch:
         if chunk is not None:
             patch.setattr(engine.stack, "prefill_chunk", chunk, raising=False)
-        sizes = footprint(engine, engine.rows(ids, request), make(request.method), new)
+        sizes = footprint(engine, engine.rows(ids, request), make(request.method), new, process)
         engine.generate(ids, **options)
     return sizes
 
 
 @given(backend=st.sampled_from(BACKENDS), lengths=LENGTHS, new=st.integers(2, 12), guessed=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_logits_are_those_of_the_largest_forward(
     backend: Backend, lengths: list[int], new: int, guessed: bool
 ) -> None:
     """Of plain decoding, and of drafts that always guess as much as they may."""
-    engine, found = Engine(backend.stack("llama")), list[int]()
+    engine, found = engine_of(backend), list[int]()
     forward = type(engine.stack).forward
 
     def seen(self: Any, chunks: Any, *rest: Any, **more: Any) -> Any:
@@ -62,7 +68,7 @@ def test_logits_are_those_of_the_largest_forward(
 
 @given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 16, 2048]), family=st.sampled_from(
     ["llama", "opt"]), guessed=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str, guessed: bool) -> None:
     engine, found = engine_for(tiny(family)), [0]
     forward, mask = HFStack.forward, HFStack.attention_mask
@@ -84,7 +90,7 @@ def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str,
 
 
 @given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 2048]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_masks_of_the_packed_stack(lengths: list[int], new: int, chunk: int) -> None:
     found, mask = [0], packed_stack.mask
 
@@ -100,7 +106,7 @@ def test_masks_of_the_packed_stack(lengths: list[int], new: int, chunk: int) -> 
 
 
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3), new=st.integers(2, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_masks_of_the_kernels(lengths: list[int], new: int) -> None:
     found, struct = [0], NativeBatch.struct
 
@@ -117,8 +123,8 @@ def test_masks_of_the_kernels(lengths: list[int], new: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_the_parts_are_the_whole(backend: Backend) -> None:
-    engine = Engine(backend.stack("llama")) if backend is not HF else engine_for(tiny("llama"))
-    sizes = run(engine, [20], 4, "full")
+    engine = engine_of(backend)
+    sizes = run(engine, [20], 4, "full", process=None)
     parts = sizes.to_dict()
     assert parts.pop("total") == sum(parts.values()) == sizes.total
     assert sizes.weights > 0
