@@ -79,7 +79,7 @@ class HFStack:
     @property
     def adds_masks(self) -> bool:
         """Whether attention adds its mask to the scores, instead of taking bools."""
-        return self._additive
+        return bool(self._additive)
 
     @cached_property
     def can_split(self) -> bool:
