@@ -169,7 +169,6 @@ def _methods(args: argparse.Namespace) -> dict[str, Method]:
 
 def _list(args: argparse.Namespace) -> int:
     from shoal.eval import suites
-
     from shoal.eval.long.contexts import ABOUT
 
     rows = [(suite.name, suite.kind, suite.about) for suite in map(suites.get, suites.names())]

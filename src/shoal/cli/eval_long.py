@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--context", metavar="N,...", help="lengths in tokens of the model, such as 1k,4k, the answer "
                        "counted; for needle, multi_needle, key_value, variables, stories and novels")
     group.add_argument("--contexts", metavar="N", type=int, default=8, help="contexts of each length")
-    group.add_argument("--questions", metavar="N", type=int, default=25, help="questions on each context; stories have 5")
+    group.add_argument("--questions", metavar="N", type=int, default=25, help="questions on each; stories have 5")
     group.add_argument("--scored", metavar="N", type=int, default=64, help="novels: tokens at the end that are scored")
     group.add_argument("--budgets", metavar="F,...", help="shares of the context, such as 1/4,1/16, that methods which "
                        "give up or leave out columns are compared at, with a window and a random choice as controls")
@@ -42,8 +42,8 @@ def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Meth
     lengths, budgets = lengths_of(args.context, engine.stack.max_positions), budgets_of(args.budgets)
     if engine.tokenizer is None:
         raise ValueError("an evaluation needs a tokenizer; load the model with one")
-    maker, kept = Maker(engine.tokenizer, args.data), Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
-    evaluator, parts = LongEvaluator(engine, kept, args.batch), []
+    kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
+    maker, evaluator, parts = Maker(engine.tokenizer, args.data), LongEvaluator(engine, kept, args.batch), []
     named = {_label(label, method): method for label, method in methods.items()}
     for suite in filter(None, args.suite.split(",")):
         longest = args.scored if suite == "novels" else args.max_new_tokens or LONGEST[suite]

@@ -141,4 +141,5 @@ def _wikitext2(data: Path | None, part: Part) -> list[Item]:
 
 
 def _novels(data: Path | None, part: Part) -> list[Item]:
-    return [item for name, text in novels.read(data, part) for item in stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)]
+    return [item for name, text in novels.read(data, part)
+            for item in stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)]

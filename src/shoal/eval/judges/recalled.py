@@ -1,4 +1,4 @@
-"""How many of the numbers that were asked for an answer names first: who lists all that stand in a text gains nothing."""
+"""How many of the numbers asked for an answer names first: who lists all that stand in a text gains nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods at a budget: a share of a context's columns that a query is left, the same for all of them and the controls."""
+"""Methods at a budget: the share of a context's columns that a query is left, the same for all and the controls."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def lengths_of(text: str, most: int | None) -> tuple[int, ...]:
             raise ValueError(f"--context holds {word!r}; it takes lengths in tokens, such as 1k,4k,32k or 1000")
         length = int(word.rstrip("k")) * (1024 if word.endswith("k") else 1)
         if most is not None and length > most:
-            raise ValueError(f"--context holds {word}, {length} tokens, and the model's context is {most}; give at most "
-                             "that")
+            raise ValueError(f"--context holds {word}, {length} tokens, and the model's context is {most}; give at "
+                             "most that")
         found.append(length)
     if not found:
         raise ValueError("--context names no length; give some in tokens, such as 1k,4k")

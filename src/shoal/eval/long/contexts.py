@@ -1,4 +1,4 @@
-"""Contexts of a given length in a model's tokens, with their questions: novels in which something is hidden, or stories.
+"""Contexts of a given length in a model's tokens, with their questions: novels that hide something, or stories.
 
 A length counts all that the model holds at the end: template, context, question and the longest answer. So a length of
 32k fits a model of 32k. What is drawn follows from the seed, the task, the length and the context's number.
@@ -26,6 +26,8 @@ ABOUT = {
     "key_value": "a table of keys and numbers", "variables": "chains of names hidden in novels",
     "stories": "questions on stories of SQuALITY", "novels": "loss of the last tokens of a long stretch of a novel",
 }
+_GOLDEN = 0.618034
+"""Steps of this share of a circle never come near where they were before."""
 _TABLE = "Below is a table of keys and numbers. Read it, then answer the question on it."
 _HIDDEN = "Below is a text in which some facts are hidden. Read it, then answer the question on those facts."
 _STORY = "Below is a story, or its beginning. Read it, then answer the question on it in a short paragraph."
@@ -155,7 +157,7 @@ class Maker:
             asked = [replace(one, group=f"depth {int(4 * depths[one.facts[0]])}/4") for one in asked]
         room = self._room(wanted, asked) - sum(self._count(f" {fact}") for fact in facts)
         book = self._sentences[number % len(self._sentences)]
-        start, sentences = _start(number, len(self._sentences), wanted.contexts, len(book), random), list[str]()
+        start, sentences = _start(number, len(self._sentences), len(book), wanted.seed), list[str]()
         while (room := room - self._count(f" {book[(start + len(sentences)) % len(book)]}")) >= 0:
             sentences.append(book[(start + len(sentences)) % len(book)])
         while sentences:
@@ -190,12 +192,12 @@ class Maker:
             raise ValueError(f"context is {wanted.length} tokens, of which {wanted.longest} are scored; give a longer "
                              "one, or score fewer")
         for number in range(wanted.contexts):
-            book, random = number % len(self._ids), Random(f"novels/{wanted.length}/{number}/{wanted.seed}")
+            book = number % len(self._ids)
             ids = self._ids[book]
             if len(ids) < size:
                 raise ValueError(f"context is {wanted.length} tokens, and {self._novels[book][0]} has {len(ids)}; give "
                                  "a shorter one")
-            start = _start(number, len(self._ids), wanted.contexts, len(ids) - size, random)
+            start = _start(number, len(self._ids), len(ids) - size, wanted.seed)
             text, name = ids[start : start + size], f"novels/{wanted.length}/{number}"
             cut = size - wanted.longest
             item = Item(f"{name}/0", "", "", group=self._novels[book][0], cluster=name)
@@ -203,10 +205,10 @@ class Maker:
         return found
 
 
-def _start(number: int, books: int, contexts: int, size: int, random: Random) -> int:
-    """Where a context begins in its book: contexts of one book lie spread over it."""
-    share = -(-contexts // books)
-    return min(int((number // books + random.random()) / share * size), max(0, size - 1))
+def _start(number: int, books: int, size: int, seed: int) -> int:
+    """Where a context begins in its book, of so many places: however many there are, they lie spread over it."""
+    phase = Random(f"{number % books}/{seed}").random()
+    return int((phase + number // books * _GOLDEN) % 1 * size)
 
 
 def _woven(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
@@ -229,5 +231,5 @@ def _opening(suite: str) -> str:
 
 
 def _too_short(wanted: Wanted) -> ValueError:
-    return ValueError(f"context is {wanted.length} tokens, too short for {wanted.questions} questions of {wanted.suite}; "
-                      "give a longer one, or fewer --questions")
+    return ValueError(f"context is {wanted.length} tokens, too short for {wanted.questions} questions of "
+                      f"{wanted.suite}; give a longer one, or fewer --questions")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,11 +55,11 @@ class LongEvaluator:
             shared = SharedPrompts(self.engine, [sample.prompt for sample in context.samples], self.rows)
             for label, run in runs.items():
                 method, base = methods.get(label) or Full(), found[FULL]
-                found[label] |= self._kept(run, context.samples, lambda method=method, base=base: self._outcomes(
-                    shared, context.samples, method, base, wanted))
+                measure = partial(self._outcomes, shared, context.samples, method, base, wanted)
+                found[label] |= self._kept(run, context.samples, measure)
             if context.strange:
-                found.setdefault(STRANGE, {}).update(
-                    self._kept(runs[FULL], context.strange, lambda: self._strange(context.strange, wanted)))
+                measure = partial(self._strange, context.strange, wanted)
+                found.setdefault(STRANGE, {}).update(self._kept(runs[FULL], context.strange, measure))
         return found
 
     def _run_of(self, wanted: Wanted, method: Method) -> RunKey:
@@ -95,7 +96,8 @@ class LongEvaluator:
             forks.close()
 
     def _strange(self, samples: Sequence[Sample], wanted: Wanted) -> list[dict[str, Any]]:
-        forks = SharedPrompts(self.engine, [sample.prompt for sample in samples], self.rows).under(Full(), wanted.longest)
+        shared = SharedPrompts(self.engine, [sample.prompt for sample in samples], self.rows)
+        forks = shared.under(Full(), wanted.longest)
         try:
             return self._answers(forks, samples, wanted)
         finally:
