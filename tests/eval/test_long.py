@@ -22,7 +22,7 @@ from shoal.eval import judges
 from shoal.eval.items import Item
 from shoal.eval.long import tasks
 from shoal.eval.long.budgets import at_budget, budgets_of, lengths_of
-from shoal.eval.long.contexts import LONGEST, Context, Maker, Wanted
+from shoal.eval.long.contexts import LONGEST, LongContext, Maker, Wanted
 from shoal.eval.long.measure import FULL, STRANGE, Forced, LongEvaluator
 from shoal.eval.long.shared import SharedPrompts, dense_prompt, shareable
 from shoal.eval.long.study import at_budgets, run
@@ -256,7 +256,7 @@ def test_a_run_of_all_on_a_model(tiny_engine: Engine, maker: Maker) -> None:
     engine = engine_with_words(tiny_engine)
     evaluator = LongEvaluator(engine, progress=False)
     plan = Wanted("novels", 300, 2, 1, 6)
-    tokens = [Context(one.name, tuple(_small(sample) for sample in one.samples)) for one in maker.make(plan)]
+    tokens = [LongContext(one.name, tuple(_small(sample) for sample in one.samples)) for one in maker.make(plan)]
     found = evaluator.run(plan, tokens, {"all": make({"method": "tidal", "method_args": {"k": 10_000}})})
     assert STRANGE not in found
     for item, row in found[FULL].items():

@@ -171,7 +171,7 @@ def _list(args: argparse.Namespace) -> int:
     from shoal.eval import suites
     from shoal.eval.long.contexts import ABOUT
 
-    rows = [(suite.name, suite.kind, suite.about) for suite in map(suites.get, suites.names())]
+    rows: list[tuple[str, str, str]] = [(s.name, s.kind, s.about) for s in map(suites.get, suites.names())]
     rows += [(name, "long", f"{about}, with --context") for name, about in ABOUT.items()]
     if args.json:
         common.print_json({"suites": [dict(zip(("name", "kind", "about"), row, strict=True)) for row in rows]})

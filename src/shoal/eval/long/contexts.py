@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.eval.items import Item, Sample, encode
 from shoal.eval.long import tasks
-from shoal.eval.long.tasks import Asked
+from shoal.eval.long.tasks import Probe
 from shoal.eval.sources import novels, squality
 
 LONGEST = {"needle": 12, "multi_needle": 32, "key_value": 12, "variables": 12, "stories": 128, "novels": 0}
@@ -34,7 +34,7 @@ _STORY = "Below is a story, or its beginning. Read it, then answer the question 
 
 
 @dataclass(frozen=True)
-class Context:
+class LongContext:
     """One context.
 
     Attributes:
@@ -83,7 +83,7 @@ class Maker:
     def __init__(self, tokenizer: Any, data: Path | None) -> None:
         self._tokenizer, self._data = tokenizer, data
 
-    def make(self, wanted: Wanted) -> list[Context]:
+    def make(self, wanted: Wanted) -> list[LongContext]:
         """The contexts of a suite at one length."""
         if wanted.suite == "novels":
             return self._stretches(wanted)
@@ -94,10 +94,10 @@ class Maker:
             others = drafts[(number + 1) % len(drafts)][1] if len(drafts) > 1 else []
             own, strange = (tuple(self._sample(wanted.suite, name + mark, text, one, place)
                                   for place, one in enumerate(some)) for mark, some in (("", asked), ("?", others)))
-            found.append(Context(name, own, strange))
+            found.append(LongContext(name, own, strange))
         return found
 
-    def _sample(self, suite: str, name: str, text: str, asked: Asked, place: int = 0) -> Sample:
+    def _sample(self, suite: str, name: str, text: str, asked: Probe, place: int = 0) -> Sample:
         item = Item(f"{name}/{place}", _prompt(suite, text, asked.question), "", ", ".join(asked.golds), asked.group,
                     "overlap" if suite == "stories" else "recalled", asked.golds, echo=asked.question,
                     opening=_opening(suite), cluster=name)
@@ -107,12 +107,12 @@ class Maker:
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _room(self, wanted: Wanted, asked: Sequence[Asked]) -> int:
+    def _room(self, wanted: Wanted, asked: Sequence[Probe]) -> int:
         """Tokens that are left for the text itself."""
         frame = max(len(self._sample(wanted.suite, "", "", one).prompt) for one in asked)
         return wanted.length - wanted.longest - frame
 
-    def _fits(self, wanted: Wanted, text: str, asked: Sequence[Asked]) -> bool:
+    def _fits(self, wanted: Wanted, text: str, asked: Sequence[Probe]) -> bool:
         longest = max(asked, key=lambda one: self._count(one.question))
         return len(self._sample(wanted.suite, "", text, longest).prompt) + wanted.longest <= wanted.length
 
@@ -132,12 +132,12 @@ class Maker:
     def _ids(self) -> list[list[int]]:
         return [self._tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in self._novels]
 
-    def _hidings(self, wanted: Wanted) -> Iterator[tuple[str, list[Asked]]]:
+    def _hidings(self, wanted: Wanted) -> Iterator[tuple[str, list[Probe]]]:
         for number in range(wanted.contexts):
             seed = f"{wanted.suite}/{wanted.length}/{number}/{wanted.seed}"
             yield self._table(wanted, seed) if wanted.suite == "key_value" else self._hiding(wanted, number, seed)
 
-    def _table(self, wanted: Wanted, seed: str) -> tuple[str, list[Asked]]:
+    def _table(self, wanted: Wanted, seed: str) -> tuple[str, list[Probe]]:
         """A table as long as there is room for."""
         asked = tasks.pairs(Random(seed), 1, 1)[1]
         count = min(self._room(wanted, asked) // max(1, self._count("\nsilver lantern: 48213") - 1), tasks.MOST_PAIRS)
@@ -148,7 +148,7 @@ class Maker:
             count -= max(1, count // 64)
         raise _too_short(wanted)
 
-    def _hiding(self, wanted: Wanted, number: int, seed: str) -> tuple[str, list[Asked]]:
+    def _hiding(self, wanted: Wanted, number: int, seed: str) -> tuple[str, list[Probe]]:
         """As many sentences of a novel as there is room for, and the facts at random places between them."""
         random = Random(seed)
         facts, asked = tasks.HIDDEN[wanted.suite](random, wanted.questions)
@@ -167,14 +167,14 @@ class Maker:
             sentences.pop()
         raise _too_short(wanted)
 
-    def _stories(self, wanted: Wanted) -> Iterator[tuple[str, list[Asked]]]:
+    def _stories(self, wanted: Wanted) -> Iterator[tuple[str, list[Probe]]]:
         """Stories that fit as a whole first, the others cut behind their beginning."""
         found = squality.read(self._data)
         Random(f"stories/{wanted.seed}").shuffle(found)
         sized = [(one, self._tokenizer(one.text, add_special_tokens=False)["input_ids"]) for one in found]
         drafts = []
         for story, ids in sized:
-            asked = [Asked(question, golds) for question, golds in story.asked[: wanted.questions]]
+            asked = [Probe(question, golds) for question, golds in story.asked[: wanted.questions]]
             room = self._room(wanted, asked)
             if room < 1:
                 raise _too_short(wanted)
@@ -185,7 +185,7 @@ class Maker:
         drafts.sort(key=lambda draft: draft[0])
         yield from ((text, asked) for _, text, asked in drafts[: wanted.contexts])
 
-    def _stretches(self, wanted: Wanted) -> list[Context]:
+    def _stretches(self, wanted: Wanted) -> list[LongContext]:
         lead = list(self._tokenizer("")["input_ids"])
         size, found = wanted.length - len(lead), []
         if size <= wanted.longest:
@@ -201,7 +201,7 @@ class Maker:
             text, name = ids[start : start + size], f"novels/{wanted.length}/{number}"
             cut = size - wanted.longest
             item = Item(f"{name}/0", "", "", group=self._novels[book][0], cluster=name)
-            found.append(Context(name, (Sample(item, (*lead, *text[:cut]), tuple(text[cut:])),)))
+            found.append(LongContext(name, (Sample(item, (*lead, *text[:cut]), tuple(text[cut:])),)))
         return found
 
 

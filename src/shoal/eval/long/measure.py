@@ -20,7 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.eval import judges
 from shoal.eval.evaluate import asked, precision
 from shoal.eval.items import Sample
-from shoal.eval.long.contexts import Context, Wanted
+from shoal.eval.long.contexts import LongContext, Wanted
 from shoal.eval.long.shared import Forks, SharedPrompts
 from shoal.eval.outcomes import Outcomes, RunKey
 from shoal.eval.summary import Found
@@ -46,7 +46,7 @@ class LongEvaluator:
     rows: int = 64
     progress: bool | None = None
 
-    def run(self, wanted: Wanted, contexts: Sequence[Context], methods: Mapping[str, Method]) -> dict[str, Found]:
+    def run(self, wanted: Wanted, contexts: Sequence[LongContext], methods: Mapping[str, Method]) -> dict[str, Found]:
         """Outcomes by label and item: of the full model, of it on another context (no text), and of the methods."""
         runs = {label: self._run_of(wanted, method) for label, method in {FULL: Full(), **methods}.items()}
         found: dict[str, dict[str, Any]] = {label: {} for label in runs}
@@ -60,7 +60,7 @@ class LongEvaluator:
             if context.strange:
                 measure = partial(self._strange, context.strange, wanted)
                 found.setdefault(STRANGE, {}).update(self._kept(runs[FULL], context.strange, measure))
-        return found
+        return dict(found)
 
     def _run_of(self, wanted: Wanted, method: Method) -> RunKey:
         settings = {**precision(self.engine), "longest": wanted.longest, "seed": wanted.seed}

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.eval.clustered import clustered_difference
 from shoal.eval.floors import floors
 from shoal.eval.long.budgets import CONTROLS, at_budget
-from shoal.eval.long.contexts import Context, Wanted
+from shoal.eval.long.contexts import LongContext, Wanted
 from shoal.eval.long.measure import FULL, STRANGE, LongEvaluator
 from shoal.eval.summary import Found, adjust
 from shoal.methods.base import Method
@@ -40,7 +40,7 @@ def at_budgets(methods: Mapping[str, Method], budgets: Sequence[Fraction], lengt
 
 
 def run(
-    evaluator: LongEvaluator, wanted: Wanted, contexts: Sequence[Context], methods: Mapping[str, Method]
+    evaluator: LongEvaluator, wanted: Wanted, contexts: Sequence[LongContext], methods: Mapping[str, Method]
 ) -> dict[str, Any]:
     """One suite at one length: what each method scores, how far from the full model, and what a guess is worth.
 
@@ -98,8 +98,8 @@ def _row(label: str, full: Found, other: Found, key: str) -> dict[str, Any]:
 
 def _difference(base: Found, other: Found, key: str) -> dict[str, float]:
     """`other` minus `base`, on the same items."""
-    values = [[_value(found[item], key) for item in other] for found in (base, other)]
-    found = clustered_difference(*values, [row["cluster"] for row in other.values()])
+    before, after = ([_value(outcomes[item], key) for item in other] for outcomes in (base, other))
+    found = clustered_difference(before, after, [row["cluster"] for row in other.values()])
     return {"mean": found.mean, "low": found.low, "high": found.high, "p": found.p}
 
 

@@ -34,7 +34,7 @@ _THINGS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Probe:
     """A question on a context.
 
     Attributes:
@@ -50,14 +50,14 @@ class Asked:
     group: str = ""
 
 
-Made = tuple[list[str], list[Asked]]
+Made = tuple[list[str], list[Probe]]
 """Sentences to hide, in the order in which they are to stand, and what is asked."""
 
 
 def needle(random: Random, questions: int) -> Made:
     """One fact for each question, which asks for it alone."""
     keys, numbers = _drawn(random, questions)
-    asked = [Asked(f"Which number opens the locker of the {key}?", (number,), (place,))
+    asked = [Probe(f"Which number opens the locker of the {key}?", (number,), (place,))
              for place, (key, number) in enumerate(zip(keys, numbers, strict=True))]
     return _lockers(keys, numbers), random.sample(asked, questions)
 
@@ -69,7 +69,7 @@ def multi_needle(random: Random, questions: int) -> Made:
     for _ in range(questions):
         places = tuple(random.sample(range(len(keys)), _AT_ONCE))
         first, second, third = (f"the {keys[place]}" for place in places)
-        asked.append(Asked(f"Which numbers open the lockers of {first}, {second} and {third}?",
+        asked.append(Probe(f"Which numbers open the lockers of {first}, {second} and {third}?",
                            tuple(numbers[place] for place in places), places))
     return _lockers(keys, numbers), asked
 
@@ -88,7 +88,7 @@ def variables(random: Random, questions: int) -> Made:
         hop, own = reached[chain], names[chain * (_HOPS + 1) :]
         reached[chain] += 1
         facts.append(f"Let the {own[hop]} stand for {f'the same as the {own[hop - 1]}' if hop else numbers[chain]}.")
-        asked.append(Asked(f"Which number does the {own[hop]} stand for?", (numbers[chain],), (place,), f"hops {hop}"))
+        asked.append(Probe(f"Which number does the {own[hop]} stand for?", (numbers[chain],), (place,), f"hops {hop}"))
     return facts, random.sample(asked, questions)
 
 
@@ -97,7 +97,7 @@ def pairs(random: Random, questions: int, count: int) -> Made:
     keys, numbers = _drawn(random, count)
     rows = [f"{key}: {number}" for key, number in zip(keys, numbers, strict=True)]
     places = random.sample(range(count), questions)
-    return rows, [Asked(f"Which number stands in the table beside {keys[place]}?", (numbers[place],), (place,))
+    return rows, [Probe(f"Which number stands in the table beside {keys[place]}?", (numbers[place],), (place,))
                   for place in places]
 
 
