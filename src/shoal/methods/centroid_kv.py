@@ -73,6 +73,7 @@ class Centroids:
     """The part `keep`; see `CentroidKV`."""
 
     differs: ClassVar[bool] = True
+    dense_prompt: ClassVar[bool] = True
 
     knobs: CentroidKV
 
