@@ -28,6 +28,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
+from shoal.methods.mustafar import Mustafar
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
@@ -37,7 +38,8 @@ STREAM = StreamingLLM(window=9, sinks=2, every=4)
 EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), D3(alpha=0.8, core=2), STREAM, [STREAM, KVInt8()],
                     PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
                     [D3(alpha=0.7, core=2), KVInt8()], [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
-BOUNDED: list[Any] = [SnapKV(budget=12, window=4, pool=3), CentroidKV(chunk=8, window=4, sinks=1, every=8)]
+BOUNDED: list[Any] = [SnapKV(budget=12, window=4, pool=3), CentroidKV(chunk=8, window=4, sinks=1, every=8),
+                      Mustafar(sparsity=0.5, window=4, every=8)]
 
 
 def engine_of(backend: Backend, family: str = "llama") -> Engine:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
+from shoal.cli import common, eval_long
 from shoal.cli.method_list import label_of, methods_from
 from shoal.cli.parser import Parser
 
@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   shoal eval --suite gsm8k --data DIR --methods d3:mean=0.9,shortgpt:removed=2 --out results
   shoal eval --suite gsm8k_renumbered --data DIR --controls 1.25,1.5 --out results
   shoal eval --suite wikitext2,novels --data DIR --measure loss
+  shoal eval --suite needle,novels --context 1k,4k --data DIR --methods kv_int8,tidal,snapkv --budgets 1/4,1/16
   shoal eval --tasks gsm8k,bbh --data DIR --method d3 --mean 0.9
   shoal eval --list
 """
@@ -50,6 +51,7 @@ def add_arguments(parser: Parser) -> None:
                       "distance to the full model, on its own answers")
     what.add_argument("--max-new-tokens", metavar="N", type=int, help="the longest answer; as fits the suite if none")
     what.add_argument("--seed", metavar="N", type=int, default=0, help="which items, in which order")
+    eval_long.add_arguments(parser)
     rivals = parser.add_argument_group("controls at equal realised depth")
     rivals.add_argument("--controls", metavar="X,...", help="ideal speed-ups at which D3 and its controls are compared")
     rivals.add_argument("--groups", metavar="G,...", default="constant,budgets,geometry", help="controls that "
@@ -90,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         if args.temperature:
             raise ValueError("--temperature is for suites; tasks of lm-evaluation-harness say how they are answered")
         return _harness(args)
+    if eval_long.check(args):
+        return eval_long.measure(args, _engine(args), _methods(args))
     if not args.suite:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
     chosen = [suites.get(name) for name in args.suite.split(",") if name]
@@ -165,12 +169,14 @@ def _methods(args: argparse.Namespace) -> dict[str, Method]:
 
 def _list(args: argparse.Namespace) -> int:
     from shoal.eval import suites
+    from shoal.eval.long.contexts import ABOUT
 
-    rows = [suites.get(name) for name in suites.names()]
+    rows: list[tuple[str, str, str]] = [(s.name, s.kind, s.about) for s in map(suites.get, suites.names())]
+    rows += [(name, "long", f"{about}, with --context") for name, about in ABOUT.items()]
     if args.json:
-        common.print_json({"suites": [{"name": s.name, "kind": s.kind, "about": s.about} for s in rows]})
+        common.print_json({"suites": [dict(zip(("name", "kind", "about"), row, strict=True)) for row in rows]})
     else:
-        print("\n".join(f"{suite.name:<20} {suite.kind:<9} {suite.about}" for suite in rows))
+        print("\n".join(f"{name:<20} {kind:<9} {about}" for name, kind, about in rows))
     return 0
 
 

@@ -2,7 +2,8 @@
 
 Exact for rows that are decoded together to their full length of two tokens or more, one after the other or with chains
 of guesses: whole, by depth plans, in other forms (`store`), and where `keep` says how many columns there are. A bound
-from above for sliding windows, trees, a `keep` that knows only what it may come to, and the bias of merged columns.
+from above for sliding windows, trees, a `keep` that knows only what it may come to, the bias of merged columns, and forms
+that columns take late, which are counted in both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 
 from shoal.decode.row import Row
 from shoal.model.kv import KVCache
-from shoal.model.kv_form import GROWTH, column_bytes
+from shoal.model.kv_form import GROWTH, KVForm, column_bytes, is_late
 from shoal.model.kv_layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv_memory import SMALL, is_paged
 from shoal.model.stack import Stack
@@ -66,6 +67,7 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
         if any(slots):
             resident += _resident(stack, number, slots, capacity) if is_paged(stack.device) else held
         beside += [_bias(row, stack.kv_sizes[number][0], end) for row, end in zip(rows, ends, strict=True)]
+        beside += [_settled(stack, row, number, layer.reserve, end) for row, end in zip(rows, ends, strict=True)]
         counted, resident = counted + held + sum(beside), resident + sum(beside)
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
@@ -73,8 +75,20 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
 
 def _own_size(stack: Stack, row: Row, layer: int) -> int:
     """Bytes of a column that is stored beside the slot; 0 where it is in the slot."""
-    form = None if row.recipe.store is None else row.recipe.store.form(layer)
-    return 0 if form is None else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
+    form = _form(row, layer)
+    return 0 if form is None or is_late(form) else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
+
+
+def _settled(stack: Stack, row: Row, layer: int, reserve: int, columns: int) -> int:
+    """At most what columns take that leave the slot later; they are counted there as well."""
+    form = _form(row, layer)
+    if form is None or not is_late(form):
+        return 0
+    return column_bytes(form, stack.kv_sizes[layer], stack.dtype) * _more(max(reserve, columns))
+
+
+def _form(row: Row, layer: int) -> KVForm | None:
+    return None if row.recipe.store is None else row.recipe.store.form(layer)
 
 
 def _bias(row: Row, heads: int, columns: int) -> int:

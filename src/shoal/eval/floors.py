@@ -47,7 +47,7 @@ def floors(
             for name, mine in rows.items()}
 
 
-_FIGURES = {"right": "accuracy", "f1": "f1"}
+_FIGURES = {"right": "accuracy", "f1": "f1", "score": "score"}
 
 
 def _cut(text: str, tokenizer: Any, longest: int) -> str:

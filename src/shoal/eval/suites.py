@@ -7,8 +7,6 @@ words of their question.
 from __future__ import annotations
 
 import random
-import re
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +16,12 @@ from shoal import reference
 from shoal.errors import Unsupported, unknown
 from shoal.eval import prompts
 from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
-from shoal.eval.sources import code, gsm8k, parallel, squad, wikidata
+from shoal.eval.sources import code, gsm8k, novels, parallel, squad, wikidata
 from shoal.eval.sources.folder import folder
 
 Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]
 _PROMPT_WORDS, _TEXT_WORDS = 16, 144
-_PLAIN = (("\u201c", '"'), ("\u201d", '"'), ("\u2019", "'"), ("\u2018", "'"), ("\u2014", "--"), ("_", ""))
-_HELD_OUT_NOVELS = {
-    "evaluation": ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt"),
-    "calibration": ("Gaskell_Ruth_1855.txt",),
-}
 
 
 @dataclass(frozen=True)
@@ -148,23 +141,5 @@ def _wikitext2(data: Path | None, part: Part) -> list[Item]:
 
 
 def _novels(data: Path | None, part: Part) -> list[Item]:
-    path = folder(data, "novels") / "novels_before_1900.tar.xz"
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
-    found: list[Item] = []
-    with tarfile.open(path) as archive:
-        for member in archive.getmembers():
-            name = Path(member.name).name
-            file = archive.extractfile(member) if name in _HELD_OUT_NOVELS[part] else None
-            if file is not None:
-                text = _paragraphs(file.read().decode("utf-8", errors="replace"))
-                found += stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)
-    return found
-
-
-def _paragraphs(text: str) -> str:
-    """One line per paragraph, plain quotation marks."""
-    for fine, plain in _PLAIN:
-        text = text.replace(fine, plain)
-    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text.replace("\r", "")))
-    return "\n".join(part for part in paragraphs if part)
+    return [item for name, text in novels.read(data, part)
+            for item in stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)]

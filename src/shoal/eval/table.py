@@ -62,7 +62,7 @@ _ANSWERS: dict[str, _Cell] = {
     "s/answer": lambda row: _timed(row, "seconds_per_answer", "{:.3f}"),
     "cut %": lambda row: f"{100 * row['share_cut']:.1f}",
 }
-_SOME = ("p, clusters", "could show", "F1")
+_SOME = ("p, clusters", "could show", "F1", "score", "loss", "- window", "- random")
 _LOSS: dict[str, _Cell] = {
     "method": lambda row: row["label"],
     "n": lambda row: str(row["n"]),
@@ -118,6 +118,35 @@ _TIMES: dict[str, _Cell] = {
     "measured, ms/token": lambda row: f"{1000 * row['seconds_per_token']:.2f}",
     "measured": lambda row: f"{row['realised_speedup']:.2f}x",
 }
+
+
+def _against(control: str) -> _Cell:
+    def cell(row: dict[str, Any]) -> str:
+        compared = row.get("versus", {})
+        return _points(control, 100, 1)(compared) if control in compared else ""
+
+    return cell
+
+
+_LONG: dict[str, _Cell] = {
+    "method": lambda row: row["label"],
+    "n": lambda row: str(row["n"]),
+    "score": lambda row: f"{100 * row['score']:.1f}" if "score" in row else "",
+    "loss": lambda row: f"{row['loss']:.3f}" if "loss" in row else "",
+    "difference, x100 [95 %]": _points("difference", 100, 1),
+    "p": _p("difference"),
+    "- window": _against("window"),
+    "- random": _against("random"),
+    "agreement % [95 %]": lambda row: "{:.1f} [{:.1f}, {:.1f}]".format(
+        *(100 * x for x in (row["agreement"], *row["agreement_interval"]))),
+    "KV %": lambda row: f"{100 * row['kv']:.0f}",
+}
+
+
+def long_table(part: dict[str, Any]) -> str:
+    """A suite at one length, of `long.study.run`; differences in hundredths of the score, or of a nat."""
+    said = ", ".join(f"{name} {100 * score:.1f}" for name, score in part.get("floors", {}).items())
+    return _aligned(_LONG, part["rows"]) + (f"\nscore of trivial answers: {said}" if said else "")
 
 
 def times_table(rows: Sequence[dict[str, Any]]) -> str:

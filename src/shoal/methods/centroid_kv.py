@@ -74,6 +74,7 @@ class Centroids:
 
     differs: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
+    dense_prompt: ClassVar[bool] = True
 
     knobs: CentroidKV
 

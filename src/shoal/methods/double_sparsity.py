@@ -89,6 +89,8 @@ class DoubleSparsity(Method):
 class Outlined:
     """The part `select`; see `DoubleSparsity`. `layers` choose."""
 
+    dense_prompt: ClassVar[bool] = True
+
     knobs: DoubleSparsity
     layers: tuple[int, ...]
 

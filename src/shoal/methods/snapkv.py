@@ -35,6 +35,8 @@ class SnapKV(Method):
         budget: positions of the prompt that stay, the window among them; None, or the prompt's length, for all.
         window: positions at the prompt's end that say what matters, and stay.
         pool: neighbours among which the largest count is taken, itself in the middle; 1 for none.
+        random: seed by which as many columns are drawn before the window instead, per layer and KV head: the control.
+            None for those that are attended to.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -44,6 +46,7 @@ class SnapKV(Method):
     budget: int | None = 1024
     window: int = 32
     pool: int = 7
+    random: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,8 +69,14 @@ class Snap:
     """The part `keep`; see `SnapKV`."""
 
     differs: ClassVar[bool] = True
+    dense_prompt: ClassVar[bool] = True
 
     knobs: SnapKV
+
+    @property
+    def listens(self) -> int:
+        """See `Keep`."""
+        return self.knobs.window
 
     def begin(self, stack: Any, cache: Any) -> Snapper:
         """A keeper."""
@@ -109,13 +118,16 @@ class Snapper(Keeper):
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Keep what the window attends to, and the window."""
-        from shoal.model.attended import attended
+        from shoal.model.attended import attended, drawn
 
+        seed = self._knobs.random
         known = self._queries[id(row.root or row)]
         for number, layer in layers:
             queries = [piece for _, piece in known[number]]
             keys, _ = layer.read(row.slot, layer.stored(row.slot), queries[0].dtype)
             scale, cap = self._stack.score_scale, self._stack.score_cap
-            layer.keep_columns(row.slot, attended(queries, keys, scale, cap, self._budget, self._knobs.pool))
+            layer.keep_columns(
+                row.slot, attended(queries, keys, scale, cap, self._budget, self._knobs.pool) if seed is None
+                else drawn(f"{seed}/{number}", keys, self._knobs.window, self._budget))
         if row.root is None:  # branches of a search read the prompt's last token each for itself
             del self._queries[id(row)]

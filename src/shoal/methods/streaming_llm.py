@@ -58,6 +58,8 @@ class StreamingLLM(Method):
 class Ends:
     """Keeps the two ends of a row's KV: see `StreamingLLM`."""
 
+    by_length: ClassVar[bool] = True
+
     sinks: int
     window: int
     every: int

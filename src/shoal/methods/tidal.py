@@ -93,6 +93,7 @@ class Tides:
     """The part `select`; see `Tidal`."""
 
     across_layers: ClassVar[bool] = True
+    dense_prompt: ClassVar[bool] = True
 
     k: int
     roles: tuple[int, ...]

@@ -58,6 +58,8 @@ class TopKOracle(Method):
 class TopK:
     """The part `select`; see `TopKOracle`."""
 
+    dense_prompt: ClassVar[bool] = True
+
     knobs: TopKOracle
 
     def begin(self, stack: Any, cache: Any) -> TopKSelector:

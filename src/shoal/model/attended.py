@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import torch
 from torch import Tensor
@@ -40,3 +41,12 @@ def attended(
     first = pooled.argsort(dim=-1, descending=True, stable=True)[:, : budget - count]
     best = order.gather(1, first).sort(-1).values
     return torch.cat([best, torch.arange(size - count, size, device=keys.device).expand(heads, -1)], 1)
+
+
+def drawn(seed: str, keys: Tensor, window: int, budget: int) -> Tensor:
+    """As many columns as `attended` keeps, drawn before the window by the seed and the number of columns."""
+    heads, size = len(keys), keys.shape[1]
+    dice = Random(f"{seed}/{size}")
+    rows = [[*sorted(dice.sample(range(size - window), budget - window)), *range(size - window, size)]
+            for _ in range(heads)]
+    return torch.tensor(rows, device=keys.device)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from shoal.errors import unknown
 from shoal.eval.answers import is_right
 from shoal.eval.items import Item
-from shoal.eval.judges import contains, listed, number
+from shoal.eval.judges import contains, listed, number, overlap, recalled
 
 
 class Judge(Protocol):
@@ -26,7 +26,7 @@ def mark(text: str, item: Item) -> dict[str, Any]:
 TESTS = "tests"
 """The judge that runs code: it needs a sandbox, so `Judging` calls it."""
 _JUDGES: Mapping[str, Judge] = {"mark": mark, "number": number.judge, "contains": contains.judge,
-                              "listed": listed.judge}
+                              "listed": listed.judge, "recalled": recalled.judge, "overlap": overlap.judge}
 
 
 def get(name: str) -> Judge:

@@ -1,0 +1,132 @@
+"""Prompts that begin alike: what they share is read once, and forked for each of them.
+
+A method that reads prompts as the model itself does takes the model's own KV, computed once for all such methods, and
+rewrites its fork. One that stores prompts in another form, or gives parts of them up while they are read, reads what is
+shared once itself, and that is forked. Of one that does neither by a rule that says when, every prompt is read anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.decode.batch import Batch
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.engine.engine import Engine
+from shoal.engine.memory import free
+from shoal.engine.request import Request
+from shoal.errors import Unsupported
+from shoal.methods.base import Method
+from shoal.methods.full import Full
+from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+
+_CHUNK = 256
+_PARTS = ("plan", "keep", "store", "select")
+
+
+def dense_prompt(recipe: Recipe) -> bool:
+    """Whether a prompt is read, and stored up to its last token, as the model itself does."""
+    parts = (part for part in (recipe.keep, recipe.select) if part is not None)
+    return recipe.store is None and all(getattr(part, "dense_prompt", False) for part in parts)
+
+
+def shareable(recipe: Recipe) -> bool:
+    """Whether what is stored of a prompt's beginning is the same whatever comes behind it."""
+    keep = recipe.keep
+    return dense_prompt(recipe) or ((keep is None or getattr(keep, "by_length", False)) and (
+        recipe.select is None or getattr(recipe.select, "dense_prompt", False)))
+
+
+class SharedPrompts:
+    """Prompts that begin alike.
+
+    Args:
+        engine: the model.
+        prompts: token ids.
+        rows: most of them under way at once; fewer where memory is short.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], rows: int = 64) -> None:
+        self.engine, self.prompts, self._rows = engine, [list(prompt) for prompt in prompts], rows
+        self._common = len(os.path.commonprefix(self.prompts))
+        self._dense: RowCopy | None = None
+
+    def under(self, method: Method, longest: int) -> Forks:
+        """The prompts under one method, for answers of up to `longest` tokens.
+
+        Raises:
+            Unsupported: the method does more than the plain step.
+        """
+        recipe = self.engine.recipe(method, longest)
+        beside = [part for part in recipe.parts if part not in _PARTS]
+        if beside:
+            raise Unsupported(
+                f"{method.name} on long contexts", f"its part {beside[0]!r} is no way of keeping or reading KV",
+                "Name methods that fill plan, keep, store or select (shoal methods says which)",
+            )
+        shared = min(self._common, min(map(len, self.prompts)) - max(1, getattr(recipe.keep, "listens", 1)))
+        shared = max(0, shared) if shareable(recipe) else 0
+        dense = self._read_dense() if dense_prompt(recipe) and shared else None
+        return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._rows)
+
+    def _read_dense(self) -> RowCopy:
+        if self._dense is None:
+            shared = min(self._common, min(map(len, self.prompts)) - 1)
+            forks = Forks(self.engine, self.engine.recipe(Full(), 1), self.prompts[0], shared, None, 1)
+            self._dense = forks.copy()
+            forks.close()
+        return self._dense
+
+
+class Forks:
+    """Rows that go on from what is shared. Made by `SharedPrompts.under`."""
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, prompt: list[int], shared: int, dense: RowCopy | None, rows: int
+    ) -> None:
+        self._engine, self._recipe = engine, recipe
+        self._chunk = min(_CHUNK, engine.stack.prefill_chunk)
+        self._batch = Batch(engine.stack)
+        (self._holder,) = self._new([prompt], {"max_new_tokens": 1})
+        with engine.turn():
+            self._batch.join([self._holder])
+            if dense is not None:
+                copy_in(self._batch.cache, self._holder.slot, dense, shared)
+            while (left := shared - self._batch.cache.positions[self._holder.slot]) > 0:
+                self._batch.step(min(self._chunk, left), [self._holder])
+        stored, spare = self._batch.cache.row_bytes(self._holder.slot).used, free(engine.stack.device)
+        self._most = rows if not stored or spare is None else max(1, min(rows, int(spare / 4 / stored)))
+
+    def _new(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Row]:
+        request = Request.from_options({"temperature": 0.0, **options})
+        return self._engine.rows([list(prompt) for prompt in prompts], request, self._recipe)
+
+    def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """Rows that have answered the prompts, which begin with what is shared, under each one's options."""
+        rows = [row for prompt, own in zip(prompts, options, strict=True) for row in self._new([prompt], own)]
+        for first in range(0, len(rows), self._most):
+            self._answer(rows[first : first + self._most])
+        return rows
+
+    def _answer(self, rows: list[Row]) -> None:
+        with self._engine.turn():
+            self._batch.fork(self._holder, rows)
+            while alive := [row for row in rows if row.finish_reason is None]:
+                self._batch.step(self._chunk, sorted(alive, key=lambda row: row.slot))
+
+    def copy(self) -> RowCopy:
+        """What is shared, out of the cache.
+
+        Raises:
+            RuntimeError: a layer has given up what a next token would see.
+        """
+        found = copy_out(self._batch.cache, self._holder.slot)
+        if found is None:
+            raise RuntimeError("a prompt that was read as it is cannot be gone on from")
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._batch.leave([self._holder])
