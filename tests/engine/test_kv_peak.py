@@ -106,6 +106,15 @@ def test_it_is_never_less(family: str, lengths: list[int], new: int, method: Any
     assert predicted.counted >= max(found)
 
 
+@pytest.mark.parametrize("paged", [True, False])
+def test_columns_that_settle_late_are_counted_in_both_forms(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "PAGED", paged)
+    found: list[int] = []
+    predicted = run(engine_of(NATIVE), [60], 40, Mustafar(sparsity=0.05, window=4, every=8),
+                    lambda cache: found.append(cache.bytes().allocated))
+    assert predicted.counted >= max(found)
+
+
 def test_trees_are_counted_with_all_their_nodes() -> None:
     model = engine_of(BACKENDS[0]).stack
     branching = DraftModel(draft="any", branching=(3, 2, 1))

@@ -94,9 +94,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     move = kv_layer._moved
 
-    def counted(store: Tensor, rows: int, slots: int, capacity: int) -> Tensor:
+    def counted(store: Tensor, *rest: Any) -> Tensor:
         counts.append(store.shape[2])
-        return move(store, rows, slots, capacity)
+        return move(store, *rest)
 
     monkeypatch.setattr(kv_layer, "_moved", counted)
     return counts

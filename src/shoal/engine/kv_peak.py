@@ -2,8 +2,8 @@
 
 Exact for rows that are decoded together to their full length of two tokens or more, one after the other or with chains
 of guesses: whole, by depth plans, in other forms (`store`), and where `keep` says how many columns there are. A bound
-from above for sliding windows, trees, a `keep` that knows only what it may come to, the bias of merged columns, and forms
-that columns take late, which are counted in both.
+from above for sliding windows, trees, a `keep` that knows only what it may come to, the bias of merged columns, and
+forms that columns take late, which are counted in both.
 """
 
 from __future__ import annotations
