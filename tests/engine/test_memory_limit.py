@@ -144,6 +144,7 @@ def test_a_scheduler_lets_rows_wait_and_refuses_what_never_fits(engine: Engine) 
     scheduler = Scheduler(engine, prefix_bytes=0, start=False, prefill_chunk=256)
     assert room <= scheduler.kv_bytes <= room + 4
     handles = [scheduler.submit(IDS[0], max_new_tokens=20, ignore_eos=True) for _ in range(3)]
+    assert handles[0].entries[0].need == replace(need, second=logits)
     scheduler.turn()
     assert (scheduler.running, scheduler.waiting) == (2, 1)
     while scheduler.running or scheduler.waiting:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving, tiny_engine, wait
+from shoal.engine import memory_limit
 from shoal.engine.memory_limit import SPARE, MemoryLimit
 
 PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 2}
@@ -194,14 +195,15 @@ def test_branches_of_a_search_count_as_answers(server: Running) -> None:
         assert post(server, json.dumps({**body, **more})).status_code == 200
 
 
-def test_what_can_never_fit_into_the_memory() -> None:
+def test_what_can_never_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a limit of the whole process; what fits goes on being answered."""
+    monkeypatch.setattr(memory_limit, "resident", lambda: 1 << 30)
     engine = tiny_engine()
-    least = MemoryLimit("64GiB")
-    left = least.for_rows(engine, 256)
-    engine.limit = MemoryLimit(int((least.usable - left + (1 << 20)) / (1 - SPARE)))
+    most = MemoryLimit("64GiB")
+    room = 300 * sum(engine.stack.position_bytes)
+    engine.limit = MemoryLimit(int((most.usable - most.for_rows(engine, 256) + room) / (1 - SPARE)))
     with serving(engine, scheduling={"prefix_bytes": 0}) as running:
-        error = check(post(running, json.dumps({**PLAIN, "prompt": "Some words " * 40, "max_tokens": 1500})), 400)
+        error = check(post(running, json.dumps({**PLAIN, "prompt": "Some words " * 40, "max_tokens": 60})), 400)
         assert error["type"] == "invalid_request_error"
         assert "its KV can take" in error["message"] and "Use a smaller max_new_tokens" in error["message"]
         assert post(running, json.dumps(PLAIN)).status_code == 200
