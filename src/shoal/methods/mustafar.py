@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.model.kv_layer import KVLayer
 
-WORD = 16
-"""Dimensions whose bits lie in one word of the bitmap."""
-_GATHER = sum(1 << 56 - 7 * place for place in range(8))
-"""Times eight bytes of 0 or 1, it has that of place j at bit 56 + j, and no sum carries into those."""
-
 
 @dataclass(frozen=True)
 class Mustafar(Method):
@@ -129,28 +124,18 @@ class Bitmap:
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `shoal.model.kv_form.KVForm`."""
-        import torch
+        from shoal.model import bitmaps
 
-        mask = self.mask(values)
-        *sizes, dim = mask.shape
-        padded = mask.new_zeros(*sizes, -(-dim // WORD) * WORD)
-        padded[..., :dim] = mask
-        bits = padded.view(torch.int64) * _GATHER >> 56  # eight flags, a byte each, to the bits of one
-        return bits.byte(), values.masked_select(mask).view(*sizes, self.numbers(dim))
+        return bitmaps.packed(values, self.numbers(values.shape[-1]))
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """See `shoal.model.kv_form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
-        bits, numbers = parts
-        each = bits[..., None] & bits.new_tensor([1 << bit for bit in range(8)])
-        mask = (each != 0).flatten(-2)
-        return numbers.new_zeros(mask.shape).masked_scatter_(mask, numbers)
+        from shoal.model import bitmaps
+
+        return bitmaps.unpacked(*parts)
 
     def mask(self, values: Tensor) -> Tensor:
-        """Which numbers of each vector stay; magnitudes are compared by their bits, so what is no number is largest."""
-        import torch
+        """Which numbers of each vector stay, bool as `values`."""
+        from shoal.model import bitmaps
 
-        count, short = self.numbers(values.shape[-1]), torch.int16
-        size = values.abs().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-        least = size.topk(count).values[..., -1:]
-        above, equal = size > least, size == least
-        return above | (equal & (equal.cumsum(-1, dtype=short) <= count - above.sum(-1, keepdim=True, dtype=short)))
+        return bitmaps.largest(values, self.numbers(values.shape[-1]))
