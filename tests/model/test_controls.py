@@ -154,7 +154,7 @@ def test_a_window_that_drops_one_position_too_many_is_seen(monkeypatch: pytest.M
 
 
 def test_growth_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(store: torch.Tensor, rows: int, slots: int, capacity: int) -> torch.Tensor:
+    def forgets(store: torch.Tensor, held: Any, firsts: Any, slots: int, capacity: int) -> torch.Tensor:
         return store.new_zeros(slots, store.shape[1], capacity, store.shape[3])
 
     monkeypatch.setattr(kv_layer, "_moved", forgets)

@@ -18,7 +18,7 @@ from families import VOCAB, tiny
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.packed import native_stack
+from shoal.model.packed import native
 from shoal.model.packed.static import key_of
 from shoal.model.stack import SequenceChunk, Stack
 
@@ -154,7 +154,7 @@ def test_a_tree_of_more_nodes_than_a_word_has_bits(backend: Backend, name: str) 
     expected = stack.forward([chunk], cache)
     found = [stack.forward([piece(chunk, at, min(at + 25, 90))], other) for at in range(0, 90, 25)]
     assert gap(torch.cat(found), expected) <= backend.exact
-    assert native_stack.LIMIT < 90
+    assert native.MAX_NODES < 90
 
 
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
