@@ -44,6 +44,12 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
+/* Where byte `at` of the keys (side 0) or values (1) of a slot lies; where column `next` is a bitmap, the numbers of as many columns. */
+INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) {
+    if (next < s->settled) return s->older[side].numbers + at * s->numbers / s->dim;
+    return (side ? s->values : s->keys) + at;
+}
+
 /* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. The first
    of few fetch what follows from column `next` on. */
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
@@ -66,8 +72,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
         }
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
         const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
-        w->chunk.ahead[0] = fetches ? source->keys + at : NULL, w->chunk.ahead[1] = fetches ? source->values + at : NULL;
-        for (int k = 0; fetches && next < source->settled && k < 2; k++) w->chunk.ahead[k] = source->older[k].numbers + at * source->numbers / source->dim;
+        for (int side = 0; side < 2; side++) w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }

@@ -1,4 +1,4 @@
-/* Products of integer row blocks with a few tokens, in integers within a group: weights are unsigned, activations signed,
+/* Products of integer row blocks with a few tokens, in integers within a group, or a super-block: weights are unsigned, activations signed,
    as vpdpbusd and vpmaddubsw want. The zero point of 8 bits starts the sum, unless the instruction set has the product
    take it off; those of fewer bits are minima like any other: a group's minimum times the sum of its activations. Groups
    are added in order, so that a token's result does not depend on which others are in the batch. */
