@@ -27,9 +27,23 @@ def random_blocks(type_: GgmlType, rows: int, columns: int, seed: int = 0) -> Bl
 
 
 def activations(x: Tensor, type_: GgmlType) -> Tensor:
-    """Float64, as the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32 or 256."""
+    """Float64, as the kernels take them: exact, rounded to bfloat16, or int8 with a scale for each 32 or 256.
+
+    Of 256 of which one value stands out, what rounding leaves is rounded again.
+    """
     if type_.is_float:
         return x.bfloat16().double() if type_ is GgmlType.BF16 else x.double()
     groups = x.unflatten(1, (-1, 256 if type_.name.endswith("_K") else 32))
     peaks = groups.abs().amax(-1, keepdim=True)
-    return ((groups * (127 / peaks)).round().double() * (peaks / 127).double()).flatten(1)
+    inverse = torch.where(peaks > 0, torch.full_like(peaks, 127).div(peaks), 0.0)  # `127 / peaks` would round twice
+    levels = (groups * inverse).round().double()
+    if type_.name.endswith("_K"):
+        finer = ((groups.double() * inverse.double() - levels).float() * 254).round().double() / 254
+        levels = levels + torch.where(stands_out(levels)[..., None], finer, 0.0)
+    return (levels * (peaks / 127).double()).flatten(1)
+
+
+def stands_out(levels: Tensor) -> Tensor:
+    """Bool [T, super-blocks]: of the largest of every 16th value, the others' squares come to less than a third of the first's."""
+    largest = levels.unflatten(-1, (16, 16)).abs().amax(-2).square().sort(-1).values
+    return (largest[..., -1] > 0) & (3 * largest[..., :-1].sum(-1) < largest[..., -1])

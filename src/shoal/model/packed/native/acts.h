@@ -15,6 +15,10 @@ typedef struct {
                         half of 16 bits each */
     int32_t *eights; /* minus 8 times that sum */
     int32_t *halves; /* [..][2]: minus 32 times the sum of the first and of the last 16 values of a group of a super-block */
+    /* What rounding left of super-blocks in which a value stands out: another 8 bits, see stands_out() */
+    int32_t *finer;       /* [tokens][depth in words], of the form's own depth; not woven */
+    float *finer_scales;  /* [tiles][super-blocks][width], 0: there is nothing */
+    int32_t *finer_sums;  /* [tiles][groups][width]: of the first and of the last 16 values of a group, a half of 16 bits each */
     float *line;     /* one token in fp32, zero up to the padded depth */
     int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is woven */
     int64_t depth;   /* values that a line has room for */
@@ -79,6 +83,7 @@ INLINE Acts acts_at(char *memory, int tokens, int depth) {
     a.starts = (int32_t *)(a.totals + acts_room(tokens) * a.groups);
     a.eights = a.starts + acts_room(tokens) * a.groups;
     a.halves = a.eights + acts_room(tokens) * a.groups;
+    a.finer = a.words + acts_room(tokens) * a.depth / 2, a.finer_scales = a.totals, a.finer_sums = a.eights; /* free in that form */
     return a;
 }
 
@@ -91,11 +96,15 @@ INLINE float inverse_rms(const float *x, int count, float eps) {
     return 1.0f / sqrtf(vf_sum(sum) / count + eps);
 }
 
-/* Round `size` values that share a scale, which is returned; whole: the numbers that they become. */
-INLINE float quantise(const float *x, const int size, int8_t *to, Vi *whole) {
+/* The largest of every 16th value. */
+INLINE Vf peaks(const float *x, const int size) {
     Vf peak = vf_zero();
     UNROLL for (int k = 0; k < size; k += LANES) peak = vf_max(peak, vf_abs(vf_load(x + k)));
-    const float largest = vf_top(peak);
+    return peak;
+}
+
+/* Round `size` values that share a scale, which is returned; whole: the numbers that they become. */
+INLINE float quantise(const float *x, const int size, float largest, int8_t *to, Vi *whole) {
     const Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
     UNROLL for (int k = 0; k < size; k += LANES) {
         whole[k / LANES] = vi_round(vf_mul(vf_load(x + k), inverse));
@@ -107,44 +116,78 @@ INLINE float quantise(const float *x, const int size, int8_t *to, Vi *whole) {
 /* `at`: where its scale lies. */
 INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
     Vi whole[GROUP_INT8 / LANES], all = vi_zero();
-    a->scales[at] = quantise(x, size, to, whole);
+    a->scales[at] = quantise(x, size, vf_top(peaks(x, size)), to, whole);
     UNROLL for (int i = 0; i < size / LANES; i++) all = vi_add(all, whole[i]);
     const int32_t total = vi_sum(all);
     a->totals[at] = a->scales[at] * total;
     a->starts[at] = -128 * total, a->eights[at] = -8 * total;
 }
 
-/* `first`: where the scale of the line's first super-block lies, `s`: the super-block. */
-INLINE void quantise_super(const Acts *a, const float *x, int64_t first, int s, int width, int8_t *to) {
-    Vi whole[GROUP_K / LANES];
+/* The sums of the values 0 to 15 of a super-block, 16 to 31, and so on; exact as floats too. */
+INLINE void sum_parts(const Vi *whole, int32_t *sums) {
     Vf parts[GROUP_K / LANES];
-    int32_t sums[GROUP_K / LANES] ALIGNED; /* of 16 values each; exact as floats too */
-    a->scales[first + s * width] = quantise(x, GROUP_K, to, whole);
     UNROLL for (int i = 0; i < GROUP_K / LANES; i++) parts[i] = vf_from(whole[i]);
     vi_store(sums, vi_round(sum_lanes(parts)));
+}
+
+INLINE int32_t two_halves(int32_t low, int32_t high) { return (int32_t)((uint32_t)high << 16 | (low & 0xffff)); }
+
+/* Whether a value of a super-block stands out, so that the scale it asks for is too coarse for the others: the largest of every 16th
+   value, itself left out, have squares that come to less than a third of its own. Rounded values: their sums are exact. */
+INLINE int stands_out(Vf peak, float largest) {
+    const Vf rounded = vf_from(vi_round(vf_mul(peak, vf_all(127.0f / largest))));
+    return largest > 0 && 3 * vf_sum(vf_mul(rounded, rounded)) < 4 * 127 * 127;
+}
+
+/* Round what rounding has left of super-block `s` of a line, by a scale 254 times as fine. */
+INLINE void refine_super(const Acts *a, const float *x, const Vi *whole, float largest, int64_t first, int s, int width, int8_t *to) {
+    const Vf inverse = vf_all(127.0f / largest), finer = vf_all(254.0f);
+    Vi rest[GROUP_K / LANES];
+    int32_t sums[GROUP_K / LANES] ALIGNED;
+    UNROLL for (int i = 0; i < GROUP_K / LANES; i++) {
+        const Vf left = vf_fma(vf_load(x + i * LANES), inverse, vf_sub(vf_zero(), vf_from(whole[i])));
+        rest[i] = vi_round(vf_mul(left, finer));
+        vi_store_s8(to + i * LANES, rest[i]);
+    }
+    sum_parts(rest, sums);
+    a->finer_scales[first + s * width] = largest / (127.0f * 254.0f);
+    for (int g = 0; g < GROUP_K / GROUP; g++)
+        a->finer_sums[first + (s * (GROUP_K / GROUP) + g) * width] = two_halves(sums[2 * g], sums[2 * g + 1]);
+}
+
+/* `first`: where the scale of the line's first super-block lies, `s`: the super-block. */
+INLINE void quantise_super(const Acts *a, const float *x, int64_t first, int s, int width, int8_t *to, int8_t *finer) {
+    const Vf peak = peaks(x, GROUP_K);
+    const float largest = vf_top(peak);
+    Vi whole[GROUP_K / LANES];
+    int32_t sums[GROUP_K / LANES] ALIGNED;
+    a->scales[first + s * width] = quantise(x, GROUP_K, largest, to, whole);
+    sum_parts(whole, sums);
     for (int g = 0; g < GROUP_K / GROUP; g++) {
         const int64_t at = first + (s * (GROUP_K / GROUP) + g) * width;
         a->halves[2 * at] = -32 * sums[2 * g], a->halves[2 * at + 1] = -32 * sums[2 * g + 1];
     }
-    for (int i = 0; i < GROUP_K / GROUP / 2; i++) {
-        const int32_t even = sums[4 * i] + sums[4 * i + 1], odd = sums[4 * i + 2] + sums[4 * i + 3];
-        a->starts[first + (s * (GROUP_K / GROUP / 2) + i) * width] = (int32_t)((uint32_t)odd << 16 | (even & 0xffff));
-    }
+    for (int i = 0; i < GROUP_K / GROUP / 2; i++)
+        a->starts[first + (s * (GROUP_K / GROUP / 2) + i) * width] =
+            two_halves(sums[4 * i] + sums[4 * i + 1], sums[4 * i + 2] + sums[4 * i + 3]);
+    a->finer_scales[first + s * width] = 0;
+    if (stands_out(peak, largest)) refine_super(a, x, whole, largest, first, s, width, finer);
 }
 
-INLINE void quantise_line(const Acts *a, int form, int depth, int64_t first, int width, int8_t *to) {
+INLINE void quantise_line(const Acts *a, int form, int depth, int token, int64_t first, int width, int8_t *to) {
+    int8_t *finer = (int8_t *)(a->finer + (int64_t)token * (depth / 4));
     const int size = form == FORM_S8_LONG ? GROUP_INT8 : form == FORM_S8_SUPER ? GROUP_K : GROUP;
     for (int g = 0; g * size < depth; g++, to += size) {
         const float *x = a->line + g * size;
         if (form == FORM_S8_LONG) quantise_group(a, x, GROUP_INT8, first + g * width, to);
-        else if (form == FORM_S8_SUPER) quantise_super(a, x, first, g, width, to);
+        else if (form == FORM_S8_SUPER) quantise_super(a, x, first, g, width, to, finer + g * size);
         else quantise_group(a, x, GROUP, first + g * width, to);
     }
 }
 
-/* Round a->line to the words of one token, of which the first scale lies at `first`. */
-INLINE void convert_line(const Acts *a, int form, int depth, int64_t first, int width, int32_t *to) {
-    if (form >= FORM_S8_LONG) quantise_line(a, form, depth, first, width, (int8_t *)to);
+/* Round a->line to the words of a token, of which the first scale lies at `first`. */
+INLINE void convert_line(const Acts *a, int form, int depth, int token, int64_t first, int width, int32_t *to) {
+    if (form >= FORM_S8_LONG) quantise_line(a, form, depth, token, first, width, (int8_t *)to);
     else if (form == FORM_FP32) memcpy(to, a->line, sizeof(float) * depth);
     else for (int k = 0; k < depth; k += LANES) store_bf16((uint16_t *)to + k, vf_load(a->line + k), 0xffff);
 }
@@ -175,13 +218,13 @@ static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const f
     }
     const int form = form_of(w->kind);
     if (in_squares(form, tokens)) {
-        convert_line(a, form, w->depth, (int64_t)token / 16 * 16 * a->groups + token % 16, 16, a->plain);
+        convert_line(a, form, w->depth, token, (int64_t)token / 16 * 16 * a->groups + token % 16, 16, a->plain);
         spread_line(a, words, token);
         return;
     }
     const int first = token / TILE_TOKENS * TILE_TOKENS, count = min_int(tokens - first, TILE_TOKENS), width = width_of(count);
     int32_t *to = a->words + (int64_t)first * words;
-    convert_line(a, form, w->depth, (int64_t)first * a->groups + token - first, width,
+    convert_line(a, form, w->depth, token, (int64_t)first * a->groups + token - first, width,
                  width == 1 ? to : a->plain + (token - first) * a->depth);
     if (token - first < count - 1 || width == 1) return;
     if (width == 2) weave_tile(a, words, count, 2, to);

@@ -26,7 +26,7 @@ INLINE void add_scaled(const Groups *x, int64_t g, Vf scale, const Vi *part, Vf 
 }
 
 /* Add the products of one tile of 8-bit rows with groups of `size` inputs to sums [T][2][16], of which the kernels of this
-   file use the first half, and fetch what tiles.h says. */
+   file use the first half (the second is for what is finer of super-blocks), and fetch what tiles.h says. */
 INLINE void tile_bytes(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
                        const char *ahead, const int parts, const int T, const int size) {
     const int WORDS = size / 4, W = width_of(T), count = p->words / WORDS;
@@ -127,47 +127,113 @@ INLINE Vi small_minima(const char *record, int i) {
 INLINE Vf super_scale(const char *record) { return load_half(record); }
 INLINE Vf super_minimum(const char *record) { return vf_sub(vf_zero(), load_half(record + 32)); }
 
-/* The same for super-blocks: their activations share a scale too, so all is whole numbers up to the last step. A group's products times
-   its scale, and all groups together, fit 32 bits: 16 * 128 * 16 * 32 * 127 at most. */
-INLINE void tile_super(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const char *ahead,
-                       const int parts, const int T, const int kind) {
+/* A super-block's products with T tokens, whole numbers, when those of the halves of its groups start with `halves`. A group's products
+   times its scale, and all groups together, fit 32 bits: 16 * 128 * 16 * 32 * 127 at most. */
+INLINE void dot_super(const char *lines, const char *record, const int32_t *x, const int32_t *halves, const char *ahead, int64_t group,
+                      const int parts, Vi *whole, const int T, const int kind) {
     enum { WORDS = GROUP / 4, GROUPS = GROUP_K / GROUP };
     const int W = width_of(T), apart = kind == KIND_Q6_K, bytes = WORDS * line_bytes(kind);
-    const int64_t at = (int64_t)first * a->groups, before = p->first / (WORDS * GROUPS);
-    const float *by = a->scales + at + before * W;
-    const int32_t *pairs = a->starts + at + before * (GROUPS / 2) * W, *halves = a->halves + 2 * (at + before * GROUPS * W);
-    const char *lines = lines_at(w, p), *record = scales_at(w, p);
+    UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
+    for (int g = 0; g < GROUPS; g++, x += WORDS * W, lines += bytes, halves += 2 * W) {
+        Vi part[8], last[8], scale[2];
+        fetch_part(ahead, group + g, bytes, parts);
+        UNROLL for (int t = 0; t < T; t++) {
+            part[t] = apart ? vi_all(halves[2 * t]) : vi_zero();
+            if (apart) last[t] = vi_all(halves[2 * t + 1]);
+        }
+        dot_group(lines, x, bits_of(kind), apart, part, last, T);
+        small_scales(record, g, kind, scale);
+        UNROLL for (int t = 0; t < T; t++) {
+            whole[t] = vi_add(whole[t], vi_mul(part[t], scale[0]));
+            if (apart) whole[t] = vi_add(whole[t], vi_mul(last[t], scale[1]));
+        }
+    }
+}
+
+/* The same of its minima, with the sums of two groups of activations in a word each. */
+INLINE void dot_minima(const char *record, const int32_t *pairs, Vi *whole, const int T) {
+    UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
+    for (int i = 0; i < GROUP_K / GROUP / 2; i++) {
+        const Vi minima = small_minima(record, i);
+        UNROLL for (int t = 0; t < T; t++) whole[t] = dot_halves(whole[t], minima, vi_all(pairs[i * width_of(T) + t]));
+    }
+}
+
+/* The sums that a finer super-block of activations comes with, as halves and as pairs; `step`: from group to group. */
+INLINE void finer_starts(const int32_t *sums, int64_t step, int32_t *halves, int32_t *pairs) {
+    int32_t groups[GROUP_K / GROUP];
+    for (int g = 0; g < GROUP_K / GROUP; g++, sums += step) {
+        const int32_t first = (int16_t)*sums, last = *sums >> 16;
+        halves[2 * g] = -32 * first, halves[2 * g + 1] = -32 * last, groups[g] = first + last;
+    }
+    for (int i = 0; i < GROUP_K / GROUP / 2; i++) pairs[i] = two_halves(groups[2 * i], groups[2 * i + 1]);
+}
+
+/* Add the products of one super-block of 16 rows with what is finer of a token's activations to the second half of its sums. */
+INLINE void add_finer(const char *lines, const char *record, const int32_t *x, const int32_t *finer_sums, int64_t step, float by, float *sums,
+                      const int kind) {
+    int32_t halves[2 * GROUP_K / GROUP], pairs[GROUP_K / GROUP / 2];
+    Vi whole;
+    finer_starts(finer_sums, step, halves, pairs);
+    dot_super(lines, record, x, halves, NULL, 0, 0, &whole, 1, kind);
+    Vf sum = vf_fma(vf_from(whole), vf_mul(super_scale(record), vf_all(by)), vf_load(sums + LANES));
+    if (has_minima(kind)) {
+        dot_minima(record, pairs, &whole, 1);
+        sum = vf_fma(vf_from(whole), vf_mul(super_minimum(record), vf_all(by)), sum);
+    }
+    vf_store(sums + LANES, sum);
+}
+
+/* Where a tile's activations and weights lie by super-blocks. */
+typedef struct {
+    const char *lines, *record;
+    int64_t bytes, at, before; /* bytes of lines; place of the first group of the first token; super-blocks before the tile */
+    int count;
+} Supers;
+
+INLINE Supers supers_of(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int kind) {
+    return (Supers){.lines = lines_at(w, p), .record = scales_at(w, p), .bytes = GROUP_K / 4 * line_bytes(kind),
+                    .at = (int64_t)first * a->groups, .before = p->first / (GROUP_K / 4), .count = p->words / (GROUP_K / 4)};
+}
+
+INLINE void add_finer_parts(const ShoalWeight *w, const Part *p, const Acts *a, int first, float *sums, const int T, const int kind) {
+    enum { WORDS = GROUP_K / 4, GROUPS = GROUP_K / GROUP };
+    const Supers all = supers_of(w, p, a, first, kind);
+    const int W = width_of(T);
+    for (int64_t s = 0; s < all.count; s++)
+        for (int t = 0; t < T; t++) {
+            const int64_t super = all.before + s;
+            const float by = a->finer_scales[all.at + super * W + t];
+            const int32_t *x = a->finer + (int64_t)(first + t) * words_of(w) + super * WORDS;
+            if (by) add_finer(all.lines + s * all.bytes, all.record + s * record_bytes(kind), x,
+                              a->finer_sums + all.at + super * GROUPS * W + t, W, by, sums + 2 * t * LANES, kind);
+        }
+}
+
+/* The same for super-blocks: their activations share a scale too, so all is whole numbers up to the last step. */
+INLINE void tile_super(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const char *ahead,
+                       const int parts, const int T, const int kind) {
+    enum { WORDS = GROUP_K / 4, GROUPS = GROUP_K / GROUP };
+    const Supers all = supers_of(w, p, a, first, kind);
+    const int W = width_of(T);
     Vf sum[8];
     UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + 2 * t * LANES);
-    for (int64_t s = 0; s < p->words / (WORDS * GROUPS); s++, by += W, pairs += GROUPS / 2 * W, record += record_bytes(kind)) {
+    for (int64_t s = 0; s < all.count; s++) {
+        const char *record = all.record + s * record_bytes(kind);
+        const int64_t super = all.before + s;
+        const float *by = a->scales + all.at + super * W;
         Vi whole[8];
-        UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
-        for (int g = 0; g < GROUPS; g++, x += WORDS * W, lines += bytes, halves += 2 * W) {
-            Vi part[8], last[8], scale[2];
-            fetch_part(ahead, s * GROUPS + g, bytes, parts);
-            UNROLL for (int t = 0; t < T; t++) {
-                part[t] = apart ? vi_all(halves[2 * t]) : vi_zero();
-                if (apart) last[t] = vi_all(halves[2 * t + 1]);
-            }
-            dot_group(lines, x, bits_of(kind), apart, part, last, T);
-            small_scales(record, g, kind, scale);
-            UNROLL for (int t = 0; t < T; t++) {
-                whole[t] = vi_add(whole[t], vi_mul(part[t], scale[0]));
-                if (apart) whole[t] = vi_add(whole[t], vi_mul(last[t], scale[1]));
-            }
-        }
+        dot_super(all.lines + s * all.bytes, record, x + s * WORDS * W, a->halves + 2 * (all.at + super * GROUPS * W), ahead, s * GROUPS,
+                  parts, whole, T, kind);
         const Vf scale = super_scale(record);
         UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(vf_from(whole[t]), vf_mul(scale, vf_all(by[t])), sum[t]);
         if (!has_minima(kind)) continue;
-        UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
-        for (int i = 0; i < GROUPS / 2; i++) {
-            const Vi minima = small_minima(record, i);
-            UNROLL for (int t = 0; t < T; t++) whole[t] = dot_halves(whole[t], minima, vi_all(pairs[i * W + t]));
-        }
+        dot_minima(record, a->starts + all.at + super * (GROUPS / 2) * W, whole, T);
         const Vf minimum = super_minimum(record);
         UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(vf_from(whole[t]), vf_mul(minimum, vf_all(by[t])), sum[t]);
     }
     UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
+    add_finer_parts(w, p, a, first, sums, T, kind);
 }
 
 #define TILE_INT(name, body, what)                                                                                     \

@@ -74,21 +74,62 @@ INLINE void sum_super(const OpenSuper *open, const char *acts, int64_t step, con
     if (passes == 2) SQUARE_STORE(3, results[3], 64);
 }
 
-/* What it adds to the sums of up to 16 tokens. */
-INLINE void add_super(const OpenSuper *open, const Results *results, const float *by, const int32_t *pairs, int count, float *sums,
-                      const int minima) {
-    const Vf scale = vf_load(open->scale), minimum = minima ? vf_load(open->minimum) : vf_zero();
-    for (int t = 0; t < count; t++) {
-        const Vi whole = vi_add(vi_load(results[0] + t * LANES), vi_shift_up(vi_load(results[1] + t * LANES), 8));
-        Vf sum = vf_fma(vf_from(whole), vf_mul(scale, vf_all(by[t])), vf_load(sums + 2 * t * LANES));
-        if (minima) {
-            Vi least = vi_zero();
-            UNROLL for (int i = 0; i < SUPER_GROUPS / 2; i++)
-                least = dot_halves(least, vi_load(open->minima[i]), vi_all(pairs[i * SQUARE_ROWS + t]));
-            sum = vf_fma(vf_from(least), vf_mul(minimum, vf_all(by[t])), sum);
-        }
-        vf_store(sums + 2 * t * LANES, sum);
+/* What it adds to the sum of a token, whose results are row `t`; `pairs`: of its activations, see dot_minima(). */
+INLINE void add_super(const OpenSuper *open, const Results *results, int t, float by, const int32_t *pairs, Vf scale, Vf minimum,
+                      float *sums, const int minima) {
+    const Vi whole = vi_add(vi_load(results[0] + t * LANES), vi_shift_up(vi_load(results[1] + t * LANES), 8));
+    Vf sum = vf_fma(vf_from(whole), vf_mul(scale, vf_all(by)), vf_load(sums));
+    if (minima) {
+        Vi least = vi_zero();
+        UNROLL for (int i = 0; i < SUPER_GROUPS / 2; i++)
+            least = dot_halves(least, vi_load(open->minima[i]), vi_all(pairs[i * SQUARE_ROWS]));
+        sum = vf_fma(vf_from(least), vf_mul(minimum, vf_all(by)), sum);
     }
+    vf_store(sums, sum);
+}
+
+/* What is finer of a super-block of activations, of up to 16 tokens that have something. */
+typedef struct {
+    int8_t squares[SUPER_SQUARES][SQUARE_SIZE];
+    int32_t pairs[SUPER_GROUPS / 2][SQUARE_ROWS];
+    float by[SQUARE_ROWS];
+    int token[SQUARE_ROWS], count;
+} Finer;
+
+/* `sums`: where those of the token's groups begin, see acts.h. */
+INLINE void take_finer(Finer *f, const int32_t *words, const int32_t *sums, float by, int token) {
+    int32_t halves[2 * SUPER_GROUPS], pairs[SUPER_GROUPS / 2];
+    UNROLL for (int k = 0; k < SUPER_SQUARES; k++) vi_store(f->squares[k] + f->count * 64, vi_load(words + k * LANES));
+    finer_starts(sums, SQUARE_ROWS, halves, pairs);
+    for (int i = 0; i < SUPER_GROUPS / 2; i++) f->pairs[i][f->count] = pairs[i];
+    f->by[f->count] = by, f->token[f->count++] = token;
+}
+
+static void multiply_finer(const OpenSuper *open, Finer *f, float *sums, const int minima) {
+    Results results[2] ALIGNED;
+    const Vf scale = vf_load(open->scale), minimum = minima ? vf_load(open->minimum) : vf_zero();
+    sum_super(open, f->squares[0], 0, 1, results);
+    for (int i = 0; i < f->count; i++)
+        add_super(open, results, i, f->by[i], f->pairs[0] + i, scale, minimum, sums + (2 * f->token[i] + 1) * LANES, minima);
+    f->count = 0;
+}
+
+/* The products of an opened super-block with what is finer, see add_finer(). */
+INLINE void add_all_finer(const OpenSuper *open, const Acts *a, int64_t words, int64_t super, int tokens, float *sums, const int minima) {
+    Finer finer ALIGNED;
+    finer.count = 0;
+    for (int first = 0; first < tokens; first += SQUARE_ROWS) {
+        const int64_t at = (int64_t)first * a->groups + super * SQUARE_ROWS;
+        const float *by = a->finer_scales + at;
+        uint32_t there = _mm512_cmp_ps_mask(vf_load(by), vf_zero(), _CMP_NEQ_UQ) & head_mask(tokens - first);
+        for (; there; there &= there - 1) {
+            const int t = __builtin_ctz(there);
+            take_finer(&finer, a->finer + (first + t) * words + super * SUPER_WORDS,
+                       a->finer_sums + at + super * (SUPER_GROUPS - 1) * SQUARE_ROWS + t, by[t], first + t);
+            if (finer.count == SQUARE_ROWS) multiply_finer(open, &finer, sums, minima);
+        }
+    }
+    if (finer.count) multiply_finer(open, &finer, sums, minima);
 }
 
 /* One super-block of each row with all tokens, up to 32 at a time. */
@@ -96,7 +137,9 @@ INLINE void multiply_super(const ShoalWeight *w, const Part *p, const Acts *a, i
     OpenSuper open ALIGNED;
     Results results[SQUARES_SUM] ALIGNED;
     const int64_t words = words_of(w), super = p->first / SUPER_WORDS;
+    const int minima = has_minima(kind);
     open_super(w, p, &open, ahead, kind);
+    const Vf scale = vf_load(open.scale), minimum = minima ? vf_load(open.minimum) : vf_zero();
     for (int first = 0; first < tokens; first += 2 * SQUARE_ROWS) {
         const char *acts = square_at(a, words, first, p->first);
         const int64_t step = square_at(a, words, first + SQUARE_ROWS, p->first) - acts;
@@ -105,11 +148,13 @@ INLINE void multiply_super(const ShoalWeight *w, const Part *p, const Acts *a, i
         else sum_super(&open, acts, step, 1, results);
         for (int pass = 0; pass <= both; pass++) {
             const int from = first + pass * SQUARE_ROWS;
-            const int64_t at = (int64_t)from * a->groups + super * SQUARE_ROWS, pair = at + super * (SUPER_GROUPS / 2 - 1) * SQUARE_ROWS;
-            add_super(&open, results + 2 * pass, a->scales + at, a->starts + pair, min_int(tokens - from, SQUARE_ROWS),
-                      sums + from * 2 * LANES, has_minima(kind));
+            const int64_t at = (int64_t)from * a->groups + super * SQUARE_ROWS;
+            const int32_t *pairs = a->starts + at + super * (SUPER_GROUPS / 2 - 1) * SQUARE_ROWS;
+            for (int t = 0; t < min_int(tokens - from, SQUARE_ROWS); t++)
+                add_super(&open, results + 2 * pass, t, a->scales[at + t], pairs + t, scale, minimum, sums + (from + t) * 2 * LANES, minima);
         }
     }
+    add_all_finer(&open, a, words, super, tokens, sums, minima);
 }
 
 #endif
