@@ -56,7 +56,7 @@ def test_products(type_: GgmlType, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("type_", [GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K], ids=lambda type_: type_.name)
 def test_values_that_stand_out_leave_the_others_exact(type_: GgmlType) -> None:
-    """In some super-blocks of some tokens; without a second rounding the products would be a hundred times as far off."""
+    """In some super-blocks of some tokens; with one rounding alone the products would be a hundred times as far off."""
     blocks = random_blocks(type_, 50, 1280)
     packed, weight = native.pack_blocks(blocks), blocks.dequantise().double()
     for tokens in TOKENS:
