@@ -44,6 +44,6 @@ def activations(x: Tensor, type_: GgmlType) -> Tensor:
 
 
 def stands_out(levels: Tensor) -> Tensor:
-    """Bool [T, super-blocks]: of the largest of every 16th value, the squares of the others are under an eighth of the first's."""
+    """Bool [T, super-blocks]: of the largest of every 16th value, all but one have squares under a sixteenth of its."""
     largest = levels.unflatten(-1, (16, 16)).abs().amax(-2).square().sort(-1).values
-    return (largest[..., -1] > 0) & (8 * largest[..., :-1].sum(-1) < largest[..., -1])
+    return (largest[..., -1] > 0) & (16 * largest[..., :-1].sum(-1) < largest[..., -1])

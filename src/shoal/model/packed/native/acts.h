@@ -133,10 +133,10 @@ INLINE void sum_parts(const Vi *whole, int32_t *sums) {
 INLINE int32_t two_halves(int32_t low, int32_t high) { return (int32_t)((uint32_t)high << 16 | (low & 0xffff)); }
 
 /* Whether a value of a super-block stands out, so that the scale it asks for is too coarse for the others: the largest of every 16th
-   value, itself left out, have squares that come to less than an eighth of its own. Rounded values: their sums are exact. */
+   value, itself left out, have squares that come to less than a sixteenth of its own. Rounded values: their sums are exact. */
 INLINE int stands_out(Vf peak, float largest) {
     const Vf rounded = vf_from(vi_round(vf_mul(peak, vf_all(127.0f / largest))));
-    return largest > 0 && 8 * vf_sum(vf_mul(rounded, rounded)) < 9 * 127 * 127;
+    return largest > 0 && 16 * vf_sum(vf_mul(rounded, rounded)) < 17 * 127 * 127;
 }
 
 /* Round what rounding has left of super-block `s` of a line, by a scale 254 times as fine. */

@@ -169,9 +169,10 @@ INLINE void finer_starts(const int32_t *sums, int64_t step, int32_t *halves, int
     for (int i = 0; i < GROUP_K / GROUP / 2; i++) pairs[i] = two_halves(groups[2 * i], groups[2 * i + 1]);
 }
 
-/* Add the products of one super-block of 16 rows with what is finer of a token's activations to the second half of its sums. */
-INLINE void add_finer(const char *lines, const char *record, const int32_t *x, const int32_t *finer_sums, int64_t step, float by, float *sums,
-                      const int kind) {
+/* Add the products of one super-block of 16 rows with what is finer of a token's activations to the second half of its sums.
+   Rare, hence a call: the loop around it stays small. */
+__attribute__((noinline)) static void add_finer(const char *lines, const char *record, const int32_t *x, const int32_t *finer_sums, int64_t step, float by,
+                                                float *sums, const int kind) {
     int32_t halves[2 * GROUP_K / GROUP], pairs[GROUP_K / GROUP / 2];
     Vi whole;
     finer_starts(finer_sums, step, halves, pairs);
