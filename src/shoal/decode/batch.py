@@ -360,7 +360,9 @@ def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
     tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
     steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    chunk = SequenceChunk(row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree))
+    chunk = SequenceChunk(
+        row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest
+    )
     return _Share(row, chunk, tree, before)
 
 
@@ -369,7 +371,10 @@ def _piece(row: Row, first: int, size: int) -> _Share:
     tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + size)]
-    chunk = SequenceChunk(row.slot, tokens, steps, row.recipe.plan, wanted=size if row.emitted else int(ends))
+    wanted = size if row.emitted else int(ends)
+    chunk = SequenceChunk(
+        row.slot, tokens, steps, row.recipe.plan, wanted=wanted, likeliest=row.takes_likeliest and not row.emitted
+    )
     return _Share(row, chunk, tree, size - 1)
 
 

@@ -165,6 +165,15 @@ class Row:
         """The recipe's acceptance rule, by default an exact match."""
         return self.recipe.rule or _MATCH
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether nobody asks for a logit that is not the largest of its node."""
+        how, recipe = self.sampling, self.recipe
+        if not how.greedy or how.logit_bias or sampling.needs_history(how, self.processors):
+            return False
+        others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
+        return all(other is None for other in others)
+
     def allows(self, words: Sequence[int], token: int) -> bool:
         """Whether the constraint, if there is one, lets a token follow the row's own and `words`."""
         return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *words], token)

@@ -168,7 +168,8 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     if _chooses(rows):  # scores and copies in float32, of a layer at a time
         width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
         rewriting = _REWRITING * 4 * width * columns
-    return rewriting + max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+    bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
+    return bounds + rewriting + max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
 
 
 def _chooses(rows: Sequence[Row]) -> bool:

@@ -24,6 +24,7 @@ from shoal.model.hf import HFStack
 from shoal.model.masked import masked_of
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
+from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
@@ -104,8 +105,8 @@ def load(
             place = model if os.path.isfile(model) else files.place
             limit.check_weights(model, weights_on_disk(place, kind, quant))
         engine = _from_files(files, tokenizer, kind, where, quant, backend)
-        engine.changed, engine.changes, engine.limit = files.changed, files.changes, limit
-        return engine
+        engine.changed, engine.changes = files.changed, files.changes
+        return _limited(engine, limit)
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
         raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
@@ -115,7 +116,14 @@ def load(
             "Convert it before, with model.to(...)"
         )
     engine = engine_for(model, tokenizer, quant=quant, backend=backend)
+    return _limited(engine, limit)
+
+
+def _limited(engine: Engine, limit: MemoryLimit | None) -> Engine:
+    """Where memory is short, none is given for speed alone."""
     engine.limit = limit
+    if limit is not None and isinstance(engine.stack, NativeStack):
+        engine.stack.bounds_logits = False
     return engine
 
 

@@ -49,6 +49,7 @@ class SequenceChunk:
         fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
             tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
         mutual: whether the nodes of a chain see those after them too, as the tokens of a masked block do.
+        likeliest: whether nobody asks for logits but the largest of each token; others may be -inf.
     """
 
     row: int
@@ -61,6 +62,7 @@ class SequenceChunk:
     fed: int = 0
     query_hook: QueryHook | None = None
     mutual: bool = False
+    likeliest: bool = False
 
     @property
     def nodes(self) -> range:

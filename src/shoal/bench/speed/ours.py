@@ -82,7 +82,7 @@ class Shoal:
             stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
             cache.commit(0, range(len(piece)))
         tokens = [prompt[i % len(prompt)] for i in range(positions)]
-        chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions)
+        chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions, likeliest=True)
         return [_timed(stack, chunk, cache) for _ in range(repeats)]
 
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
@@ -109,7 +109,8 @@ class Shoal:
         if weights is None:
             return plain
         layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
-        return Traffic(layer, weights.head.nbytes, plain.kv, plain.windows, plain.layer_weights)
+        head = getattr(self.engine.stack, "head_reads", weights.head.nbytes)
+        return Traffic(layer, head, plain.kv, plain.windows, plain.layer_weights)
 
 
 def _timed(stack: Stack, chunk: SequenceChunk, cache: KVCache) -> float:

@@ -80,7 +80,13 @@ class _Work:
 
 
 class NativeStack(PackedStack):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        bounds_logits: whether the likeliest tokens are found by bounds, which take memory of their own.
+    """
+
+    bounds_logits = True
 
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
@@ -125,7 +131,8 @@ class NativeStack(PackedStack):
         choose = _chooser(self.dtype, chunks, work, cache) if asked else None
         vectors = None if start is None else _vectors(start.hidden, chunks)
         logits = self._model.forward(
-            batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors
+            batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors,
+            likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted),
         )
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
@@ -147,6 +154,18 @@ class NativeStack(PackedStack):
     def scratch_bytes(self, tokens: int, columns: int) -> int:
         """Bytes that the kernels' buffers grow by in a forward of up to `LIMIT` tokens that see that many columns."""
         return self._model.scratch_bytes(tokens, columns)
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes that bounds of the logits will take when first asked for; 0 where they are there or never will be."""
+        return _matrix(self.weights.head).upper_bytes if self.bounds_logits else 0
+
+    @property
+    def head_reads(self) -> int:
+        """Bytes of the head that a greedy step reads, but for what bounds let through."""
+        head = _matrix(self.weights.head)
+        upper = head.upper if self.bounds_logits else None
+        return head.nbytes if upper is None else head.nbytes - head.data.numel() + upper.numel()
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""

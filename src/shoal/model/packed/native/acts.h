@@ -10,7 +10,7 @@
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */
     float *scales;   /* [tiles][groups][width of the tile], as all below; of super-blocks one for each of those */
-    float *totals;   /* scale times the sum of the group's s8 values */
+    float *totals;   /* scale times the sum of the group's s8 values; of FORM_S8_BOUND times bound_group() */
     int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product; of super-blocks the sums of two groups, a
                         half of 16 bits each */
     int32_t *eights; /* minus 8 times that sum */
@@ -32,10 +32,10 @@ INLINE void fetch_part(const char *ahead, int64_t at, const int bytes, const int
 }
 
 /* The form in which a kind takes activations: kinds of one form can share them. */
-enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_SUPER };
+enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_BOUND, FORM_S8_SUPER };
 INLINE int form_of(int kind) {
     if (kind == KIND_BF16 || !is_integer(kind)) return kind == KIND_BF16 ? FORM_BF16 : FORM_FP32;
-    return kind == KIND_INT8 ? FORM_S8_LONG : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
+    return kind == KIND_INT8 ? FORM_S8_LONG : kind == KIND_UPPER ? FORM_S8_BOUND : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
 }
 
 /* Whether so many tokens are multiplied in the tile units (matmul_amx.h): floats always, so that a token's result does not depend
@@ -113,13 +113,21 @@ INLINE float quantise(const float *x, const int size, float largest, int8_t *to,
     return largest / 127.0f;
 }
 
+/* The most that the lower 3 bits of weights, 0 to 7, bring: 3.5 times the sum, and as much times that of sizes, of which a 64th more
+   is above all that rounding does to a product of up to 3,000 groups; in eighths. */
+INLINE float bound_group(const Vi *whole, int count, int32_t total) {
+    Vi sizes = vi_zero();
+    for (int i = 0; i < count; i++) sizes = vi_add(sizes, vi_max(whole[i], vi_sub(vi_zero(), whole[i])));
+    return 3.5f / 8 * ((float)total + 65.0f / 64 * (float)vi_sum(sizes));
+}
+
 /* `at`: where its scale lies. */
-INLINE void quantise_group(const Acts *a, const float *x, const int size, int64_t at, int8_t *to) {
+INLINE void quantise_group(const Acts *a, const float *x, const int size, const int form, int64_t at, int8_t *to) {
     Vi whole[GROUP_INT8 / LANES], all = vi_zero();
     a->scales[at] = quantise(x, size, vf_top(peaks(x, size)), to, whole);
     UNROLL for (int i = 0; i < size / LANES; i++) all = vi_add(all, whole[i]);
     const int32_t total = vi_sum(all);
-    a->totals[at] = a->scales[at] * total;
+    a->totals[at] = a->scales[at] * (form == FORM_S8_BOUND ? bound_group(whole, size / LANES, total) : total);
     a->starts[at] = -128 * total, a->eights[at] = -8 * total;
 }
 
@@ -179,9 +187,9 @@ INLINE void quantise_line(const Acts *a, int form, int depth, int token, int64_t
     const int size = form == FORM_S8_LONG ? GROUP_INT8 : form == FORM_S8_SUPER ? GROUP_K : GROUP;
     for (int g = 0; g * size < depth; g++, to += size) {
         const float *x = a->line + g * size;
-        if (form == FORM_S8_LONG) quantise_group(a, x, GROUP_INT8, first + g * width, to);
+        if (form == FORM_S8_LONG) quantise_group(a, x, GROUP_INT8, form, first + g * width, to);
         else if (form == FORM_S8_SUPER) quantise_super(a, x, first, g, width, to, finer + g * size);
-        else quantise_group(a, x, GROUP, first + g * width, to);
+        else quantise_group(a, x, GROUP, form, first + g * width, to);
     }
 }
 

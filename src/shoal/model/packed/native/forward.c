@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include "chain.h"
+#include "likeliest.h"
 #include "lookup.h"
 
 static void embed(const Worker *w) {
@@ -38,6 +39,10 @@ static void run_head(Worker *w) {
     const ShoalModel *m = r->m;
     Chosen c = {.count = r->b->wanted_count};
     for (int i = 0; i < c.count; i++) c.token[i] = r->b->wanted[i];
+    if (finds_likeliest(r)) {
+        run_likeliest(w, &c);
+        return;
+    }
     prepare_together(w, &m->head, (Lines){.x = r->x, .norm = m->norm, .step = r->x_line, .tokens = c.token, .count = c.count});
     if (c.count) multiply_all(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }

@@ -104,8 +104,8 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
             part[t] = has_minima(kind) ? vi_zero() : vi_shift_up(vi_all(groups.eights[g * W + t]), bits - 4);
         dot_group(lines, x, bits, 0, part, part, T);
         add_scaled(&groups, g, load_half(scales), part, sum, T);
-        if (has_minima(kind)) {
-            const Vf minimum = load_half(scales + 32);
+        if (has_minima(kind) || kind == KIND_UPPER) { /* whose minimum is its scale: see bound_group() */
+            const Vf minimum = load_half(kind == KIND_UPPER ? scales : scales + 32);
             UNROLL for (int t = 0; t < T; t++) sum[t] = vf_fma(minimum, vf_all(groups.totals[g * W + t]), sum[t]);
         }
     }
@@ -248,6 +248,7 @@ TILE_INT(int4, tile_nibbles, KIND_INT4)
 TILE_INT(q4_1, tile_nibbles, KIND_Q4_1)
 TILE_INT(q5_0, tile_nibbles, KIND_Q5_0)
 TILE_INT(q5_1, tile_nibbles, KIND_Q5_1)
+TILE_INT(upper, tile_nibbles, KIND_UPPER)
 TILE_INT(q4_k, tile_super, KIND_Q4_K)
 TILE_INT(q5_k, tile_super, KIND_Q5_K)
 TILE_INT(q6_k, tile_super, KIND_Q6_K)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int32, c_void_p
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -205,7 +206,7 @@ class NativeModel:
         embedding: Tensor | PackedWeight | None = None,
         head_bias: Tensor | None = None,
     ) -> None:
-        self.spec, self.num_layers = spec, len(layers)
+        self.spec, self.num_layers, self._head = spec, len(layers), head
         self._library = require()
         self._parts: list[object] = [list(layers), head, embedding]
         self._structs = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
@@ -231,7 +232,7 @@ class NativeModel:
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
-        vectors: Tensor | None = None,
+        vectors: Tensor | None = None, likeliest: bool = False,
     ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
 
@@ -246,8 +247,9 @@ class NativeModel:
                 Returns for each token the columns that it reads, int32 [kv_heads, any number], ascending, -1s first, or
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
-
             vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
+            likeliest: whether nobody asks for logits other than the largest of each token, all of them where several
+                are equal; others may be -inf, so that not all of the head is read.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
@@ -260,6 +262,7 @@ class NativeModel:
             raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
+        struct.likeliest = likeliest and self._knows_upper
         if taps is not None:
             check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
@@ -320,6 +323,14 @@ class NativeModel:
         count = torch.get_num_threads() if threads is None else threads
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
+
+    @cached_property
+    def _knows_upper(self) -> bool:
+        """Whether the library has bounds of the logits: no cap may make equal what the head does not."""
+        if self._model.head_bias or self.spec.logit_cap or self.spec.logit_scale <= 0 or self._head.upper is None:
+            return False
+        self._model.upper = self._head.upper.data_ptr()
+        return True
 
     def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)

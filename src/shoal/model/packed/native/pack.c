@@ -15,6 +15,22 @@ void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
     *scale_bytes = whole ? (int64_t)w->blocks * (w->depth / step) * record_bytes(w->kind) : 0;
 }
 
+/* The upper 5 bits of a matrix of Q8_0, in the order of KIND_UPPER: [groups of 16 rows][320], of its data [groups][512]. */
+void shoal_take_upper(const uint8_t *data, int64_t groups, uint8_t *to, int threads) {
+    enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
+#pragma omp parallel for num_threads(threads)
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *from = data + g * WORDS * 64;
+        uint8_t *lines = to + g * (HALF + 1) * 64;
+        memset(lines + HALF * 64, 0, 64);
+        for (int j = 0; j < WORDS; j++)
+            for (int k = 0; k < 64; k++) lines[HALF * 64 + k] |= (uint8_t)(from[j * 64 + k] >> 7 << j);
+        for (int j = 0; j < HALF; j++)
+            for (int k = 0; k < 64; k++)
+                lines[j * 64 + k] = (uint8_t)((from[j * 64 + k] >> 3 & 15) | (from[(j + HALF) * 64 + k] >> 3 & 15) << 4);
+    }
+}
+
 /* The row of the plain matrix that a lane of a block holds, or -1 for padding. */
 static int64_t row_of(const ShoalWeight *w, int64_t block, int lane) {
     if (!w->paired) return block * LANES + lane < w->rows ? block * LANES + lane : -1;

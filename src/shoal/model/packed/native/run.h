@@ -16,6 +16,7 @@ typedef struct {
     char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
     float *logits;
+    float lowest[MAX_THREADS][TILE_TOKENS]; /* what each thread knows the largest logit to be at least, see likeliest.h */
     Team team;
 } Run;
 

@@ -4,8 +4,9 @@
 
 #include <stdint.h>
 
-/* Floats, our own int8 and int4, and the types of GGML, whose numbers are kept as they are. */
-enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
+/* Floats, our own int8 and int4, and the types of GGML, whose numbers are kept as they are. KIND_UPPER: the upper 5 bits of those of
+   Q8_0, and products that are bounds from above of its own, in eighths (likeliest.h). */
+enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
@@ -49,6 +50,7 @@ typedef struct {
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;
+    const void *upper; /* the upper bits of a head of Q8_0, whose scales they share; or NULL */
     const float *head_bias;
     const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of `table` */
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
@@ -89,6 +91,7 @@ typedef struct {
    already. Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
+    int32_t likeliest; /* whether nobody asks for logits other than the largest of each token: others may be minus infinity */
     const int32_t *ids, *position, *row, *node, *base;
     const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself are, as
                                   in a piece of a prompt, which may have more nodes than a tree */

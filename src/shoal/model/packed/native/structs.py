@@ -6,7 +6,8 @@ import ctypes
 from ctypes import POINTER, c_float, c_int32, c_void_p
 
 KINDS = (
-    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
+    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper",
+    "q4_k", "q5_k", "q6_k",
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_TOKENS, MAX_NODES = 256, 64
@@ -85,6 +86,7 @@ class Model(ctypes.Structure):
         ("layers", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", Weight),
+        ("upper", c_void_p),
         ("head_bias", c_void_p),
         ("embedding", c_void_p),
         ("table", Weight),
@@ -143,6 +145,7 @@ class BatchStruct(ctypes.Structure):
         ("wanted_count", c_int32),
         ("active_count", c_int32),
         ("rows", c_int32),
+        ("likeliest", c_int32),
         ("ids", c_void_p),
         ("position", c_void_p),
         ("row", c_void_p),

@@ -12,7 +12,7 @@ typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, co
 
 #define DECLARE(kind) extern Tile *const tiles_##kind[TILE_TOKENS] __attribute__((visibility("hidden")));
 DECLARE(fp32) DECLARE(bf16) DECLARE(fp16) DECLARE(int8) DECLARE(int4) DECLARE(q8_0)
-DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6_k)
+DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(upper) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6_k)
 #undef DECLARE
 
 /* The same for all tokens of a batch, in the tile units of AMX, and what a thread calls before and after some of them. */

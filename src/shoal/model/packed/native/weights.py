@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 import torch
@@ -23,6 +24,8 @@ Kind = Literal[
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LINE = 64
+_GROUP_BYTES, _UPPER_BYTES = 512, 320
+"""Of 32 inputs of 16 rows: 8 bits of each, 5 bits of each."""
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
 OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -52,6 +55,28 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes that a product reads: data and scales, padding included."""
         return self.data.numel() + (0 if self.scales is None else self.scales.numel())
+
+    @cached_property
+    def upper(self) -> Tensor | None:
+        """The upper 5 bits of each number of Q8_0, uint8, made on first use; None where they bound no product.
+
+        That is so for other kinds, and beside scales that are negative or no numbers.
+        """
+        if not self.upper_bytes or self.scales is None:
+            return None
+        if not bool(((scales := self.scales.view(torch.float16)) >= 0).all() and scales.isfinite().all()):
+            return None
+        upper = Arena(0).take(self.upper_bytes)
+        groups, threads = self.data.numel() // _GROUP_BYTES, torch.get_num_threads()
+        require().shoal_take_upper(self.data.data_ptr(), groups, upper.data_ptr(), threads)
+        return upper
+
+    @property
+    def upper_bytes(self) -> int:
+        """Bytes that making `upper` takes; 0 once it is there."""
+        if self.kind != "q8_0" or self.paired or "upper" in self.__dict__:
+            return 0
+        return self.data.numel() // _GROUP_BYTES * _UPPER_BYTES
 
     def struct(self) -> Weight:
         """What the library takes; valid as long as this object lives."""

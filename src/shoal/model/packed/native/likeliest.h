@@ -1,0 +1,108 @@
+/* The largest logit of each token, without reading all of the head. Of every weight's 8 bits the upper 5 say what the lower ones may add
+   at most, so that a product with them bounds the logits from above. A row block is read to its end only where a bound reaches the
+   largest logit known; the others hold nothing that is as large. Exact: what is read gives the bits that it gives in any forward. */
+#ifndef SHOAL_LIKELIEST_H
+#define SHOAL_LIKELIEST_H
+
+#include "layer.h"
+
+/* The upper bits of a head as a matrix of their own, beside its scales. */
+INLINE ShoalWeight upper_of(const ShoalModel *m) {
+    ShoalWeight upper = m->head;
+    upper.data = m->upper, upper.kind = KIND_UPPER;
+    return upper;
+}
+
+INLINE float *logits_at(const Run *r, int token, int block) { return r->logits + (int64_t)token * r->m->vocab + block * LANES; }
+
+/* How many rows of a block there are. */
+INLINE int rows_in(const Run *r, int block) { return min_int(LANES, r->m->vocab - block * LANES); }
+
+/* In the place of the logits, bounds before logit_scale. */
+static void finish_bounds(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    (void)bias, (void)to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b++)
+            vf_store_some(logits_at(w->run, i, block + b), head_mask(rows_in(w->run, block + b)),
+                          vf_mul(sum_at(w->sums, c->count, b, i), vf_all(8)));
+}
+
+/* The largest bound of a token in row blocks first..last-1. */
+INLINE float bound_of(const Run *r, int token, int first, int last) {
+    Vf top = vf_all(-INFINITY);
+    for (int block = first; block < last; block++)
+        top = vf_max(top, vf_load_some(head_mask(rows_in(r, block)), logits_at(r, token, block)));
+    return vf_top(top);
+}
+
+/* Whether one of those may hold a token's largest logit; what is no number may be anything. */
+INLINE int reaches(const Run *r, const Chosen *c, int first, int last, const float *lowest) {
+    int found = 0;
+    for (int i = 0; i < c->count; i++) found |= !(bound_of(r, i, first, last) < lowest[i]);
+    return found;
+}
+
+/* The sums of a row block with all tokens, in w->sums, and what they teach about each token's largest. */
+static void read_block(const Worker *w, const Chosen *c, int block, float *lowest) {
+    multiply(&w->run->m->head, w->ready, c->count, block, 1, w->sums);
+    for (int i = 0; i < c->count; i++) {
+        float sums[LANES] ALIGNED;
+        vf_store(sums, sum_at(w->sums, c->count, 0, i));
+        for (int k = 0; k < rows_in(w->run, block); k++) lowest[i] = fmaxf(lowest[i], sums[k]);
+    }
+}
+
+INLINE int panel_end(const Run *r, int panel) { return min_int((panel + 1) * PANEL, r->m->head.blocks); }
+
+/* What the panel of largest bound among first..last-1 holds is as good a first guess as any. */
+static void guess_lowest(const Worker *w, const Chosen *c, int first, int last, float *lowest) {
+    for (int i = 0; i < c->count; i++) {
+        int best = first;
+        float top = -INFINITY;
+        for (int panel = first; panel < last; panel++) {
+            const float bound = bound_of(w->run, i, panel * PANEL, panel_end(w->run, panel));
+            if (bound > top) top = bound, best = panel;
+        }
+        for (int block = best * PANEL; first < last && block < panel_end(w->run, best); block++) read_block(w, c, block, lowest);
+    }
+}
+
+static void read_or_skip(const Worker *w, const Chosen *c, int panel, float *lowest) {
+    Run *r = w->run;
+    const int first = panel * PANEL, last = panel_end(r, panel), any = reaches(r, c, first, last, lowest);
+    for (int block = first; block < last; block++) {
+        if (any && reaches(r, c, block, block + 1, lowest)) {
+            read_block(w, c, block, lowest);
+            finish_logits(w, c, NULL, block, 1, r->logits);
+            continue;
+        }
+        for (int i = 0; i < c->count; i++) vf_store_some(logits_at(r, i, block), head_mask(rows_in(r, block)), vf_all(-INFINITY));
+    }
+}
+
+/* A token reaches some 60 row blocks, however many there are: with fewer than these for each, bounds save less than they cost. */
+#define BLOCKS_EACH 768
+
+static int finds_likeliest(const Run *r) {
+    const int most = min_int(TILE_TOKENS, r->m->head.blocks / BLOCKS_EACH);
+    return r->b->likeliest && r->m->upper && r->b->wanted_count >= 1 && r->b->wanted_count <= most;
+}
+
+static void run_likeliest(Worker *w, const Chosen *c) {
+    Run *r = w->run;
+    const ShoalWeight upper = upper_of(r->m);
+    const int panels = (upper.blocks + PANEL - 1) / PANEL, first = share(panels, w->id, w->threads), last = share(panels, w->id + 1, w->threads);
+    float lowest[TILE_TOKENS];
+    prepare_all(w, &upper, (Lines){.x = r->x, .norm = r->m->norm, .step = r->x_line, .tokens = c->token, .count = c->count});
+    multiply_all(w, &upper, c, NULL, finish_bounds, NULL);
+    for (int i = 0; i < TILE_TOKENS; i++) r->lowest[w->id][i] = -INFINITY;
+    meet(&r->team, w->id);
+    guess_lowest(w, c, first, last, r->lowest[w->id]);
+    meet(&r->team, w->id);
+    memcpy(lowest, r->lowest[w->id], sizeof lowest);
+    for (int id = 0; id < w->threads; id++)
+        for (int i = 0; i < c->count; i++) lowest[i] = fmaxf(lowest[i], r->lowest[id][i]);
+    for (int panel = first; panel < last; panel++) read_or_skip(w, c, panel, lowest);
+}
+
+#endif

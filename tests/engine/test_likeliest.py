@@ -1,0 +1,96 @@
+"""Who is content with the largest logit of each token, and that nobody else gets less than all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from gguf_models import write_model
+from real_models import real_model
+from shoal.engine.scheduler import Scheduler
+from shoal.model.packed import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+IDS = [3, 41, 5, 92, 66, 53, 58, 9]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_model("llama", path, "Q8_0")
+    return path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of each forward that gives logits: of how many rows, and whether it was asked for the largest alone."""
+    found: list[tuple[int, bool]] = []
+    forward = native.NativeModel.forward
+
+    def note(self: Any, batch: Any, *args: Any, likeliest: bool = False, **named: Any) -> Any:
+        if batch.wanted:
+            found.append((len(set(batch.rows)), likeliest))
+        return forward(self, batch, *args, likeliest=likeliest, **named)
+
+    monkeypatch.setattr(native.NativeModel, "forward", note)
+    return found
+
+
+def loud(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+WISHES: dict[str, tuple[dict[str, Any], bool]] = {
+    "greedy": ({}, True),
+    "drafts": ({"method": "prompt_lookup"}, True),
+    "a plan": ({"method": {"method": "unified_layer_skipping", "method_args": {"speedup": 1.3}}}, True),
+    "sampled": ({"temperature": 0.7, "seed": 1}, False),
+    "logprobs": ({"logprobs": 2}, False),
+    "penalty": ({"repetition_penalty": 1.1}, False),
+    "bias": ({"logit_bias": {3: 1.0}}, False),
+    "processor": ({"logits_processor": [loud]}, False),
+    "search": ({"method": {"method": "best_of", "method_args": {"n": 2}}}, False),
+    "loop": ({"method": "adadec"}, False),
+    "rule": ({"method": {"method": "prompt_lookup", "method_args": {"rule": "lenient", "margin": 2.0}}}, False),
+}
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_who_asks(file: Path, asked: list[tuple[int, bool]], name: str) -> None:
+    engine, (wish, alone) = shoal.load(file), WISHES[name]
+    engine.generate([IDS], max_new_tokens=6, **wish)
+    assert asked and {likeliest for _, likeliest in asked} == {alone}
+
+
+def test_who_shares_a_forward_with_one_who_asks_for_all_gets_all(file: Path, asked: list[tuple[int, bool]]) -> None:
+    engine = shoal.load(file)
+    wishes: list[dict[str, Any]] = [{"max_new_tokens": 24, "ignore_eos": True}]
+    wishes.append({**wishes[0], "temperature": 0.7, "seed": 1})
+    alone = [engine.generate(IDS, **wish).tokens for wish in wishes]
+    assert {(1, True), (1, False)} == set(asked)
+    with Scheduler(engine) as scheduler:
+        handles = [scheduler.submit(IDS, **wish) for wish in wishes]
+        assert [tuple(step.token for step in handle) for handle in handles] == alone
+    assert (2, False) in asked and (2, True) not in asked
+
+
+def test_a_limit_on_memory_has_no_room_for_bounds(file: Path, asked: list[tuple[int, bool]]) -> None:
+    engine: Any = shoal.load(file, memory="64GiB")
+    engine.generate([IDS], max_new_tokens=6)
+    assert asked and not any(likeliest for _, likeliest in asked) and engine.stack.bound_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3", "qwen05"])
+def test_a_real_model_says_the_same(name: str) -> None:
+    engine: Any = shoal.load(real_model(name))
+    ids = engine.tokenizer("The harbour was quiet that morning, and the fishermen")["input_ids"]
+    prompts = [ids, ids[3:], ids[:5]]
+    found = [one.tokens for one in engine.generate(prompts, max_new_tokens=48)]
+    assert engine.stack.bound_bytes == 0, "no bounds were made"
+    engine.stack.bounds_logits = False
+    assert found == [one.tokens for one in engine.generate(prompts, max_new_tokens=48)]
