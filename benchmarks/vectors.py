@@ -2,6 +2,8 @@
 
     python benchmarks/vectors.py --model MODEL --text TEXT [--quant int8] [--sets amx,avx512] [--rounds 6] [--json OUT]
 
+`amx/whole` among the sets reads all of the head where `amx` finds the likeliest token by bounds.
+
 A process per set, told by SHOAL_NATIVE, all loaded at once; they take turns by the round, every other round backwards.
 Ratios are of times within a round, the last set's over the first one's. The last line on stdout is the result as JSON.
 """
@@ -25,6 +27,7 @@ from shoal.model.packed import native
 WORK = {"prompt of 64": (64, 1, 1), "prompt of 512": (512, 1, 1), "decode": (64, 1, 41), "decode 8 rows": (64, 8, 41),
         "decode 16 rows": (64, 16, 41)}
 """What is timed -> tokens of a prompt, rows, new tokens of each."""
+_WHOLE = "/whole"
 
 
 def main() -> None:
@@ -36,10 +39,12 @@ def main() -> None:
     parser.add_argument("--sets", default="amx,avx512", help="what SHOAL_NATIVE may be")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(shoal.load(args.model, quant=args.quant), args.text.read_text("utf-8")[:20_000])
+        engine = shoal.load(args.model, quant=args.quant)
+        engine.stack.bounds_logits = not args.serve.endswith(_WHOLE)
+        serve(engine, args.text.read_text("utf-8")[:20_000])
         return
     sets = args.sets.split(",")
     machine, processes = env.collect(), {vectors: started(vectors) for vectors in sets}
@@ -63,8 +68,8 @@ def main() -> None:
 
 def started(vectors: str) -> subprocess.Popen[str]:
     """A process that runs on these vectors and answers line by line."""
-    words = [sys.executable, __file__, *sys.argv[1:], "--serve"]
-    environment = {**os.environ, "SHOAL_NATIVE": vectors}
+    words = [sys.executable, __file__, *sys.argv[1:], "--serve", vectors]
+    environment = {**os.environ, "SHOAL_NATIVE": vectors.removesuffix(_WHOLE)}
     return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
