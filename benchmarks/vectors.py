@@ -23,6 +23,7 @@ from shoal.bench import idle, report, rounds
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.model.packed import native
+from shoal.model.packed.native_stack import NativeStack
 
 WORK = {"prompt of 64": (64, 1, 1), "prompt of 512": (512, 1, 1), "decode": (64, 1, 41), "decode 8 rows": (64, 8, 41),
         "decode 16 rows": (64, 16, 41)}
@@ -43,6 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         engine = shoal.load(args.model, quant=args.quant)
+        assert isinstance(engine.stack, NativeStack)
         engine.stack.bounds_logits = not args.serve.endswith(_WHOLE)
         serve(engine, args.text.read_text("utf-8")[:20_000])
         return

@@ -150,6 +150,8 @@ METHODS: dict[str, Any] = {
     "centroid_kv": {"method": "centroid_kv", "method_args": {"chunk": 8, "window": 5, "every": 6}},
     "tidal + kv_int8": [{"method": "tidal", "method_args": {"k": 9}}, "kv_int8"],
 }
+LESS = ("kv_int8", "d3", "streaming_llm", "snapkv", "random", "centroid_kv", "tidal + kv_int8")
+"""Those that store less of a prompt."""
 COMMON = prompt(90, 5)
 PROMPTS = [[*COMMON, *prompt(size, 20 + size)] for size in (4, 9, 26, 13)]
 """Ends that are shorter and longer than what SnapKV listens to."""
@@ -176,6 +178,18 @@ def test_answers_are_those_without_sharing(tiny_engine: Engine, name: str) -> No
         plain = [list(tiny_engine.generate(ids, **options).tokens) for ids in PROMPTS]
         assert plain != alone, "the method changes nothing, so the test has no power"
     forks.close()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_goes_on_step_by_step(tiny_engine: Engine, name: str) -> None:
+    method, options = make(METHODS[name]), {"max_new_tokens": 12, "ignore_eos": True}
+    forks = SharedPrompts(tiny_engine, PROMPTS[2:3], rows=1).under(method, 12)
+    step, used = forks.begin(PROMPTS[2], options)
+    said = [one.token for _ in range(11) for one in step()]
+    assert list(tiny_engine.generate(PROMPTS[2], method=method, **options).tokens)[1:] == said
+    _, dense = SharedPrompts(tiny_engine, PROMPTS[2:3], rows=1).under(make("full"), 12).begin(PROMPTS[2], options)
+    assert (used < dense) == (name in LESS), (used, dense)
+    assert not step(), "the row has ended"
 
 
 def test_the_model_s_own_kv_serves_those_that_rewrite_only_their_fork(tiny_engine: Engine) -> None:

@@ -15,9 +15,8 @@ from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
-CASE = Case(layers=1, hidden=96, ffn=32, vocab=3 * 768 * 16 + 7)
-"""Room for bounds of three tokens at once."""
-VECTORS = torch.randn(4, 96, generator=torch.Generator().manual_seed(5))
+CASE = Case(layers=1, hidden=96, ffn=32, vocab=20_007)
+VECTORS = torch.randn(9, 96, generator=torch.Generator().manual_seed(5))
 
 
 def head(change: Callable[[Tensor, Tensor], None] = lambda numbers, scales: None) -> native.PackedWeight:
@@ -30,16 +29,20 @@ def head(change: Callable[[Tensor, Tensor], None] = lambda numbers, scales: None
     return native.pack_blocks(Blocks(GgmlType.Q8_0, raw, 96))
 
 
+def forward_of(packed: native.PackedWeight, tokens: int, threads: int, case: Case) -> Callable[[bool], Tensor]:
+    """Runs some tokens through a layer and the head."""
+    twin = make_twin(case)
+    model = native.NativeModel(twin.spec, twin.native._parts[0], twin.norm, packed)
+    kv = model.bind(*storage(case, 1, 16))
+    batch = native.NativeBatch.chain([*range(1, 10)][:tokens], 0, range(tokens))
+    some = VECTORS[:tokens].contiguous()
+    return lambda likeliest: model.forward(batch, kv, threads, vectors=some, likeliest=likeliest)
+
+
 def both(packed: native.PackedWeight, tokens: int = 1, threads: int = 2, case: Case = CASE) -> tuple[Tensor, Tensor]:
     """Logits of the last forward of a layer: all of them, and what is left when only the likeliest are asked for."""
-    twin = make_twin(case)
-    layers = twin.native._parts[0]
-    model = native.NativeModel(twin.spec, layers, twin.norm, packed)
-    kv = model.bind(*storage(case, 1, 8))
-    batch = native.NativeBatch.chain([1, 2, 3, 4][:tokens], 0, range(tokens))
-    some = VECTORS[:tokens].contiguous()
-    whole = model.forward(batch, kv, threads, vectors=some)
-    return whole, model.forward(batch, kv, threads, vectors=some, likeliest=True)
+    forward = forward_of(packed, tokens, threads, case)
+    return forward(False), forward(True)
 
 
 def check(whole: Tensor, found: Tensor) -> Tensor:
@@ -59,7 +62,14 @@ def test_most_of_the_head_is_left_out(tokens: int, threads: int) -> None:
 
 
 def test_too_many_tokens_read_it_all() -> None:
-    assert check(*both(head(), 4)).all()
+    assert check(*both(head(), 9)).all()
+
+
+def test_where_bounds_let_too_much_through_the_head_is_read_whole_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.model.packed.native.model._MOST_READ", 0.0)
+    forward = forward_of(head(), 1, 2, CASE)
+    whole = [bool((forward(True) > -torch.inf).all()) for _ in range(35)]
+    assert whole == [False, *[True] * 32, False, True]
 
 
 def test_equals_are_all_there() -> None:

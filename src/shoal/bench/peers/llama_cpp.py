@@ -130,9 +130,15 @@ class LlamaCpp:
             self._context = self.new_context(rows, length)
         return self._context
 
-    def new_context(self, rows: int, length: int, unified: bool = False) -> Context:
-        """Another one, which is the caller's to close; `unified`: sequences share the memory of `length` tokens."""
-        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab, unified)
+    def new_context(self, rows: int, length: int, unified: bool = False, kv_form: str | None = None) -> Context:
+        """Another one, which is the caller's to close.
+
+        Args:
+            rows, length: sequences, and tokens of each.
+            unified: sequences share the memory of `length` tokens.
+            kv_form: a type of GGML for keys and values, such as "q8_0"; None for float16.
+        """
+        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab, unified, kv_form)
 
 
 def library() -> Any:
@@ -163,12 +169,14 @@ class Context:
     """A llama_context and one llama_batch that is filled anew for every call."""
 
     def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int,
-                 unified: bool = False) -> None:
+                 unified: bool = False, kv_form: str | None = None) -> None:
         self.size = (rows, length)
         self._api, self._vocab = api, vocab
         params = api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = (1 if unified else rows) * (-(-length // 256) * 256), rows
         params.kv_unified = unified
+        if kv_form is not None:
+            params.type_k = params.type_v = getattr(api, f"GGML_TYPE_{kv_form.upper()}")
         params.n_batch = min(_BATCH, params.n_ctx)
         params.n_threads = params.n_threads_batch = threads
         self._handle = api.llama_init_from_model(model, params)

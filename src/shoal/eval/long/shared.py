@@ -8,7 +8,7 @@ shared once itself, and that is forked. Of one that does neither by a rule that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.decode.batch import Batch
@@ -21,6 +21,7 @@ from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+from shoal.types import Step
 
 _CHUNK = 256
 _PARTS = ("plan", "keep", "store", "select")
@@ -115,6 +116,19 @@ class Forks:
             self._batch.fork(self._holder, rows)
             while alive := [row for row in rows if row.finish_reason is None]:
                 self._batch.step(self._chunk, sorted(alive, key=lambda row: row.slot))
+
+    def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> tuple[Callable[[], list[Step]], int]:
+        """A row that has emitted its first token after a prompt and goes on by a step each time it is called.
+
+        What is shared is let go of, so there can be no other. Also returned are the bytes of KV that it has in use.
+        """
+        (row,) = self._new([prompt], options)
+        with self._engine.turn():
+            self._batch.fork(self._holder, [row])
+            self._batch.leave([self._holder])
+            while not row.emitted:
+                self._batch.step(self._chunk)
+        return lambda: self._batch.step(self._chunk), self._batch.cache.row_bytes(row.slot).used
 
     def copy(self) -> RowCopy:
         """What is shared, out of the cache.

@@ -67,25 +67,25 @@ static void guess_lowest(const Worker *w, const Chosen *c, int first, int last, 
     }
 }
 
-static void read_or_skip(const Worker *w, const Chosen *c, int panel, float *lowest) {
+/* Returns how many row blocks of the panel were read. */
+static int read_or_skip(const Worker *w, const Chosen *c, int panel, float *lowest) {
     Run *r = w->run;
+    int read = 0;
     const int first = panel * PANEL, last = panel_end(r, panel), any = reaches(r, c, first, last, lowest);
     for (int block = first; block < last; block++) {
         if (any && reaches(r, c, block, block + 1, lowest)) {
             read_block(w, c, block, lowest);
             finish_logits(w, c, NULL, block, 1, r->logits);
+            read++;
             continue;
         }
         for (int i = 0; i < c->count; i++) vf_store_some(logits_at(r, i, block), head_mask(rows_in(r, block)), vf_all(-INFINITY));
     }
+    return read;
 }
 
-/* A token reaches some 60 row blocks, however many there are: with fewer than these for each, bounds save less than they cost. */
-#define BLOCKS_EACH 768
-
 static int finds_likeliest(const Run *r) {
-    const int most = min_int(TILE_TOKENS, r->m->head.blocks / BLOCKS_EACH);
-    return r->b->likeliest && r->m->upper && r->b->wanted_count >= 1 && r->b->wanted_count <= most;
+    return r->b->likeliest && r->m->upper && r->b->wanted_count >= 1 && r->b->wanted_count <= TILE_TOKENS;
 }
 
 static void run_likeliest(Worker *w, const Chosen *c) {
@@ -102,7 +102,10 @@ static void run_likeliest(Worker *w, const Chosen *c) {
     memcpy(lowest, r->lowest[w->id], sizeof lowest);
     for (int id = 0; id < w->threads; id++)
         for (int i = 0; i < c->count; i++) lowest[i] = fmaxf(lowest[i], r->lowest[id][i]);
-    for (int panel = first; panel < last; panel++) read_or_skip(w, c, panel, lowest);
+    int read = 0;
+    for (int panel = first; panel < last; panel++) read += read_or_skip(w, c, panel, lowest);
+#pragma omp atomic
+    *r->b->likeliest += read;
 }
 
 #endif

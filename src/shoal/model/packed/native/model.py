@@ -35,6 +35,10 @@ from shoal.model.packed.native.weights import PackedWeight, share_inputs
 
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
+_MOST_READ = 0.1
+"""Share of the head that bounds may let through: more is not worth reading five eighths of it before (measured)."""
+_WHOLE = 32
+"""Forwards that read the whole head after one in which they did; then bounds are tried again."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class NativeModel:
         self._model = self._model_struct(norm, head, embedding, head_bias)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
+        self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def bind(
@@ -262,7 +267,8 @@ class NativeModel:
             raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
-        struct.likeliest = likeliest and self._knows_upper
+        read = c_int32()
+        struct.likeliest = ctypes.addressof(read) if likeliest and self._bounds_pay(len(batch.wanted)) else None
         if taps is not None:
             check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
@@ -274,6 +280,8 @@ class NativeModel:
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work
+        if read.value * LANES > _MOST_READ * self.spec.vocab:
+            self._whole[len(batch.wanted)] = _WHOLE
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
@@ -323,6 +331,12 @@ class NativeModel:
         count = torch.get_num_threads() if threads is None else threads
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
+
+    def _bounds_pay(self, tokens: int) -> bool:
+        """Whether bounds are to be tried, which of late did not let too much through for so many tokens."""
+        if left := self._whole.get(tokens):
+            self._whole[tokens] = left - 1
+        return not left and self._knows_upper
 
     @cached_property
     def _knows_upper(self) -> bool:

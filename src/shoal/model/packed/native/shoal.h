@@ -91,11 +91,12 @@ typedef struct {
    already. Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
-    int32_t likeliest; /* whether nobody asks for logits other than the largest of each token: others may be minus infinity */
     const int32_t *ids, *position, *row, *node, *base;
     const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself are, as
                                   in a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
+    int32_t *likeliest;        /* not NULL: nobody asks for logits other than the largest of each token, and others may be minus infinity; the
+                                  row blocks of the head that bounds let through are counted here */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
     const int32_t *start;      /* [active_count][tokens] positions that are not stored any more, or NULL: none */

@@ -1,0 +1,159 @@
+"""Steps after long contexts under methods that keep, store or read less of the KV, beside the full model and llama.cpp.
+
+    python benchmarks/long_steps.py --model FILE.gguf --text TEXT [--context 512,2k,8k,32k] [--budget 1/16]
+        [--methods kv_int8,tidal,snapkv,streaming_llm,centroid_kv,mustafar:sparsity=0.7] [--peer llama.cpp]
+        [--rounds 6] [--ticks 6] [--json OUT]
+
+A context is the beginning of a text. It is read once for the full model and for all methods that read prompts as it
+does, and once by each of the others; then every system has a row that goes on by `ticks` tokens a turn, in turns by the
+round. Methods with a number of columns get `--budget` of the context. `attention` is by how much a step exceeds one
+after the shortest context, the full model's over the method's. llama.cpp has its KV in float16, and in 8 bits. The last
+line on stdout is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.bench import idle, report
+from shoal.bench.bandwidth import read_bandwidth
+from shoal.bench.peers.llama_cpp import LlamaCpp
+from shoal.bench.rounds import figure, in_order, ratio
+from shoal.bench.subject import FILE, MeasuredModel
+from shoal.bench.system import Setting
+from shoal.cli import env
+from shoal.cli.method_list import methods_from
+from shoal.engine.engine import Engine
+from shoal.eval.long.budgets import at_budget, budgets_of, lengths_of
+from shoal.eval.long.shared import SharedPrompts
+from shoal.methods.base import Method
+from shoal.methods.full import Full
+
+FULL = "full"
+PEER = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
+"""How llama.cpp keeps its KV, by name."""
+_READ = 512
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print."""
+    args = arguments(argv)
+    engine = shoal.load(args.model)
+    words: list[int] = engine.tokenizer(args.text.read_text("utf-8"))["input_ids"]
+    peer = Peer(args.model) if args.peer else None
+    before, roofs, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
+    for length in lengths_of(args.context, engine.stack.max_positions):
+        systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
+        times = measured(systems, args)
+        contexts.append((length, {name: one.kv_bytes for name, one in systems.items()}, times))
+        del systems  # and their KV
+        roofs.append(read_bandwidth(0.3))
+        print(length, {name: figure(found)["median"] for name, found in times.items()}, file=sys.stderr)
+    report.publish({
+        **report.heading(env.collect(), ["python", "benchmarks/long_steps.py", *argv]), "kind": "long steps",
+        "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
+        "budget": str(args.budget), "idle": {"before": before}, "roof": roofs,
+        "contexts": [told(length, kv, times, contexts[0][2]) for length, kv, times in contexts],
+    }, args.json)
+    return 0
+
+
+class Going:
+    """A row that goes on. `kv_bytes`: what it stores."""
+
+    def __init__(self, step: Callable[[], object], kv_bytes: int | None) -> None:
+        self.step, self.kv_bytes = step, kv_bytes
+
+
+def rows(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[tuple[str, Going]]:
+    """The full model and the methods, each behind the prompt."""
+    shared = SharedPrompts(engine, [prompt], 1)
+    columns = int(len(prompt) * args.budget)
+    methods: dict[str, Method] = {FULL: Full(), **args.methods}
+    for label, method in methods.items():
+        forks = shared.under(at_budget(method, columns, len(prompt)) or method, args.most)
+        step, kv_bytes = forks.begin(prompt, {"max_new_tokens": args.most, "ignore_eos": True})
+        yield getattr(getattr(method, "inner", None), "name", label), Going(step, kv_bytes)
+
+
+class Peer:
+    """llama.cpp, on the same file."""
+
+    def __init__(self, model: str) -> None:
+        self._system = LlamaCpp(MeasuredModel(model=model), Setting("float32", FILE, threads=torch.get_num_threads()))
+        self._system.prepare()
+
+    def rows(self, prompt: list[int]) -> dict[str, Going]:
+        """Behind as many tokens: what 512 of them leave behind, over and over."""
+        return {name: Going(self._begin(prompt, form), None) for name, form in PEER.items()}
+
+    def _begin(self, prompt: list[int], form: str | None) -> Callable[[], object]:
+        length = len(prompt)
+        room = self._system.new_context(2, length + 1, unified=True, kv_form=form)
+        room.repeat(prompt[: min(_READ, length)], length // _READ or 1)
+
+        def step() -> None:
+            room.decode([(prompt[0], length, 0, True)])
+            room.forget(length)
+
+        return step
+
+
+def measured(systems: dict[str, Going], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a step by system and round, each the median of some in a turn."""
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(args.rounds):
+        for name in in_order(list(systems), number):
+            systems[name].step()  # its weights and KV are the caches' again
+            times[name].append(statistics.median(timed(systems[name].step) for _ in range(args.ticks)))
+    return times
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def told(
+    length: int, kv: dict[str, int | None], times: dict[str, list[float]], shortest: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What was found of one context."""
+    more = {name: statistics.median(found) - statistics.median(shortest[name]) for name, found in times.items()}
+    return {
+        "tokens": length, "kv_bytes": kv, "seconds": {name: figure(found) for name, found in times.items()},
+        "speed": {name: ratio(a / b for a, b in zip(times[FULL], found, strict=True)) for name, found in times.items()},
+        "attention": {name: more[FULL] / one if one > 0 else None for name, one in more.items()}, "times": times,
+    }
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--context", default="512,2k,8k,32k")
+    parser.add_argument("--budget", type=lambda text: budgets_of(text)[0], default="1/16")
+    parser.add_argument("--methods", type=methods_from, help="as in `shoal bench`",
+                        default="kv_int8,tidal,snapkv,streaming_llm,centroid_kv,mustafar:sparsity=0.7")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--ticks", type=int, default=6, help="steps in a turn, of which the median counts")
+    parser.add_argument("--peer", choices=["llama.cpp"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    args.most = args.rounds * (args.ticks + 1) + 2
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
