@@ -5,10 +5,10 @@
         [--rounds 6] [--ticks 6] [--json OUT]
 
 A context is the beginning of a text. It is read once for the full model and for all methods that read prompts as it
-does, and once by each of the others; then every system has a row that goes on by `ticks` tokens a turn, in turns by the
-round. Methods with a number of columns get `--budget` of the context. `attention` is by how much a step exceeds one
-after the shortest context, the full model's over the method's. llama.cpp has its KV in float16, and in 8 bits. The last
-line on stdout is the result as JSON.
+does, and once by each of the others; then every system has a row that goes on by `ticks` tokens a turn, in turns by
+the round. Methods with a number of columns get `--budget` of the context, 64 at least. `attention` is by how much a
+step exceeds one after the shortest context, the full model's over the method's. llama.cpp has its KV in float16, and
+in 8 bits. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoal.methods.full import Full
 FULL = "full"
 PEER = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
 """How llama.cpp keeps its KV, by name."""
-_READ = 512
+_READ, _FEWEST = 512, 64
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +77,7 @@ class Going:
 def rows(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[tuple[str, Going]]:
     """The full model and the methods, each behind the prompt."""
     shared = SharedPrompts(engine, [prompt], 1)
-    columns = int(len(prompt) * args.budget)
+    columns = max(_FEWEST, int(len(prompt) * args.budget))
     methods: dict[str, Method] = {FULL: Full(), **args.methods}
     for label, method in methods.items():
         forks = shared.under(at_budget(method, columns, len(prompt)) or method, args.most)

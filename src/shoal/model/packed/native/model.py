@@ -267,8 +267,8 @@ class NativeModel:
             raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
-        read = c_int32()
-        struct.likeliest = ctypes.addressof(read) if likeliest and self._bounds_pay(len(batch.wanted)) else None
+        read = torch.zeros(1, dtype=torch.int32)
+        struct.likeliest = read.data_ptr() if likeliest and self._bounds_pay(len(batch.wanted)) else None
         if taps is not None:
             check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
@@ -280,7 +280,7 @@ class NativeModel:
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work
-        if read.value * LANES > _MOST_READ * self.spec.vocab:
+        if int(read) * LANES > _MOST_READ * self.spec.vocab:
             self._whole[len(batch.wanted)] = _WHOLE
         if asked is not None and asked.error is not None:
             raise asked.error
