@@ -20,14 +20,17 @@ void shoal_take_upper(const uint8_t *data, int64_t groups, uint8_t *to, int thre
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
 #pragma omp parallel for num_threads(threads)
     for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *from = data + g * WORDS * 64;
-        uint8_t *lines = to + g * (HALF + 1) * 64;
-        memset(lines + HALF * 64, 0, 64);
-        for (int j = 0; j < WORDS; j++)
-            for (int k = 0; k < 64; k++) lines[HALF * 64 + k] |= (uint8_t)(from[j * 64 + k] >> 7 << j);
-        for (int j = 0; j < HALF; j++)
-            for (int k = 0; k < 64; k++)
-                lines[j * 64 + k] = (uint8_t)((from[j * 64 + k] >> 3 & 15) | (from[(j + HALF) * 64 + k] >> 3 & 15) << 4);
+        const char *from = (const char *)data + g * WORDS * 64;
+        char *lines = (char *)to + g * (HALF + 1) * 64;
+        const Vi nibbles = vi_all(0x0f0f0f0f), top = vi_all(0x01010101);
+        Vi fifth = vi_zero();
+        UNROLL for (int j = 0; j < HALF; j++) {
+            const Vi low = vi_load(from + j * 64), high = vi_load(from + (j + HALF) * 64);
+            vi_store(lines + j * 64, vi_or(vi_and(vi_shift_right(low, 3), nibbles), vi_shift_up(vi_and(vi_shift_right(high, 3), nibbles), 4)));
+            fifth = vi_or(fifth, vi_shift_up(vi_and(vi_shift_right(low, 7), top), j));
+            fifth = vi_or(fifth, vi_shift_up(vi_and(vi_shift_right(high, 7), top), j + HALF));
+        }
+        vi_store(lines + HALF * 64, fifth);
     }
 }
 

@@ -26,6 +26,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LINE = 64
 _GROUP_BYTES, _UPPER_BYTES = 512, 320
 """Of 32 inputs of 16 rows: 8 bits of each, 5 bits of each."""
+_INFINITE = 0x7C00
+"""As bits of a half: above lies what is no number."""
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
 OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -64,7 +66,8 @@ class PackedWeight:
         """
         if not self.upper_bytes or self.scales is None:
             return None
-        if not bool(((scales := self.scales.view(torch.float16)) >= 0).all() and scales.isfinite().all()):
+        least, most = self.scales.view(torch.int16).aminmax()
+        if least < 0 or most >= _INFINITE:
             return None
         upper = Arena(0).take(self.upper_bytes)
         groups, threads = self.data.numel() // _GROUP_BYTES, torch.get_num_threads()
