@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 
 import pytest
 
@@ -30,6 +31,9 @@ def test_neighbours_end_with_their_block_and_take_what_they_started_along() -> N
     length = f"{1000 + os.getpid()}.25"
     with busy.busy(2, ["sh", "-c", f"while sleep {length}; do :; done"]):
         assert running().count(f"sleep {length}") >= 4, "two shells, and what each started"
+    until = time.monotonic() + 10  # what was killed ends when it is its turn
+    while length in running() and time.monotonic() < until:
+        time.sleep(0.05)
     assert length not in running()
 
 
