@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,10 +18,15 @@ from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 CASE = Case(layers=1, hidden=96, ffn=32, vocab=4_103)
-VECTORS = torch.randn(9, 96, generator=torch.Generator().manual_seed(5))
+DRAWN = torch.Generator().manual_seed(5)
+VECTORS = torch.randn(9, 96, generator=DRAWN)
+VECTORS[0] = torch.randint(80, 120, (96,), generator=DRAWN) * torch.where(torch.rand(96, generator=DRAWN) < 0.5, 1, -1)
+VECTORS[0] += torch.where(torch.rand(96, generator=DRAWN) < 0.5, 0.49, -0.49)
+VECTORS[0, ::32] = 127
+"""What enters the head of each token, up to a factor; of the first one roundings to 8 bits take as much as they can."""
 
 
-def head(change: Callable[[Tensor, Tensor], None] = lambda numbers, scales: None) -> native.PackedWeight:
+def head(change: Callable[[Tensor, Tensor], object] = lambda numbers, scales: None) -> native.PackedWeight:
     """Random numbers int8 [V, 3, 32] with scales float16 [V, 3, 1], changed in place."""
     raw = random_blocks(GgmlType.Q8_0, CASE.vocab, 96, seed=7).data.clone()
     blocks = raw.view(CASE.vocab, 3, 34)
@@ -30,12 +37,15 @@ def head(change: Callable[[Tensor, Tensor], None] = lambda numbers, scales: None
 
 
 def forward_of(packed: native.PackedWeight, tokens: int, threads: int, case: Case) -> Callable[[bool], Tensor]:
-    """Runs some tokens through a layer and the head."""
+    """Runs some tokens through a layer, which adds nothing to them, and the head."""
     twin = make_twin(case)
-    model = native.NativeModel(twin.spec, twin.native._parts[0], twin.norm, packed)
+    (layer,) = twin.native._parts[0]
+    nothing = {name: native.pack(torch.zeros(part.rows, part.cols), "fp32") for name, part in
+               (("o", layer.o), ("down", layer.down))}
+    model = native.NativeModel(twin.spec, [replace(layer, **nothing)], twin.norm, packed)
     kv = model.bind(*storage(case, 1, 16))
     batch = native.NativeBatch.chain([*range(1, 10)][:tokens], 0, range(tokens))
-    some = VECTORS[:tokens].contiguous()
+    some = (VECTORS[:tokens] / twin.norm).contiguous()
     return lambda likeliest: model.forward(batch, kv, threads, vectors=some, likeliest=likeliest)
 
 
@@ -84,20 +94,15 @@ def test_equals_are_all_there() -> None:
     assert int(found.argmax()) == 0 and (found[0, places] == whole.max()).all()
 
 
-def aligned(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
-    """Numbers by the sign of what they are multiplied with: of the state behind the layer, as logits tell it."""
-    def state(packed: native.PackedWeight) -> Tensor:
-        return both(packed)[0][0, :96]
+def aligned(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], object]:
+    """Numbers by the sign of what they are multiplied with: of the state behind the layer."""
+    return lambda numbers, scales: numbers.copy_(value(state().sign().view(3, 32)).expand_as(numbers).to(torch.int8))
 
-    units = torch.zeros(CASE.vocab, 3, 32, dtype=torch.int8)
-    units.view(CASE.vocab, 96)[torch.arange(96), torch.arange(96)] = 1
 
-    def one_each(numbers: Tensor, scales: Tensor) -> None:
-        numbers.copy_(units)
-        scales.fill_(1)
-
-    signs = state(head(one_each)).sign().view(3, 32)
-    return lambda numbers, scales: numbers.copy_(value(signs)[None].expand_as(numbers).to(torch.int8))
+@cache
+def state() -> Tensor:
+    """What the head is multiplied with [96], as the logits of an identity tell it."""
+    return both(native.pack(torch.eye(CASE.vocab, 96), "fp32"))[0][0, :96]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def aligned(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Non
     ids=["all negative", "all largest", "lower bits as the bound has them", "lower bits against it", "zeros",
          "smallest", "no scale", "subnormal scales", "largest scales"],
 )
-def test_adversarial_heads(change: Callable[[Tensor, Tensor], None]) -> None:
+def test_adversarial_heads(change: Callable[[Tensor, Tensor], object]) -> None:
     for tokens in (1, 3):
         check(*both(head(change), tokens))
 
@@ -131,9 +136,9 @@ def negative(numbers: Tensor, scales: Tensor) -> None:
 
 def test_where_nothing_is_bounded_all_is_read() -> None:
     capped = Case(layers=1, hidden=96, ffn=32, vocab=CASE.vocab, caps=(0.0, 2.5))
-    floats = native.pack(torch.randn(CASE.vocab, 96), "bf16")
-    assert floats.upper is None and head(negative).upper is None and not floats.upper_bytes
-    for packed, case in ((head(negative), CASE), (floats, CASE), (head(), capped)):
+    coarse = native.pack(torch.randn(CASE.vocab, 96), "int8")
+    assert coarse.upper is None and head(negative).upper is None and not coarse.upper_bytes
+    for packed, case in ((head(negative), CASE), (coarse, CASE), (head(), capped)):
         assert check(*both(packed, case=case)).all()
 
 
@@ -141,5 +146,80 @@ def test_the_upper_bits_take_five_eighths_and_are_made_once() -> None:
     packed = head()
     room = packed.upper_bytes
     upper = packed.upper
-    assert upper is not None and upper.numel() == room == packed.data.numel() * 5 // 8
+    assert upper is not None and upper.data.numel() == room == packed.data.numel() * 5 // 8
     assert packed.upper is upper and packed.upper_bytes == 0
+
+
+def floats(kind: native.Kind, change: Callable[[Tensor], object] = lambda weight: None) -> native.PackedWeight:
+    weight = torch.randn(CASE.vocab, 96, generator=torch.Generator().manual_seed(3))
+    change(weight)
+    return native.pack(weight, kind)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_floats_are_bounded_too(kind: native.Kind, tokens: int) -> None:
+    there = check(*both(floats(kind), tokens))
+    assert there.any(-1).all() and there.float().mean() < 0.7
+
+
+def rounded_away(step: float) -> Callable[[Tensor], object]:
+    """Weights whose lower bits, and what rounding took from them, all add to the product."""
+    def fill(weight: Tensor) -> None:
+        signs = state().sign()
+        weight.copy_(step * (67.5 + 3.99 * signs))
+        weight[:, ::32] = 127 * step * signs[::32]
+
+    return fill
+
+
+def both_rounded(weight: Tensor) -> None:
+    """The same, with what rounding took from the activations: large weights of its sign, whose lower bits add to it."""
+    groups = state().view(3, 32)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    whole = (groups / step).round()
+    more = (groups > whole * step).view(-1)
+    up, down = torch.where(more, 119.49, -120.51), torch.where(more, 119.51, -120.49)
+    weight.copy_(torch.where(whole.view(-1) > 0, up, down))
+    weight[:, ::32] = 127
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "change",
+    [rounded_away(1.0), rounded_away(1e-4), rounded_away(3e-7), rounded_away(400.0), both_rounded,
+     lambda weight: weight.zero_(), lambda weight: weight[::2].zero_(), lambda weight: weight.mul_(1e-9)],
+    ids=["weights", "small weights", "subnormal scales", "large weights", "both", "zeros", "every other", "tiny"],
+)
+def test_adversarial_floats(kind: native.Kind, change: Callable[[Tensor], object]) -> None:
+    for tokens in (1, 3):
+        check(*both(floats(kind, change), tokens))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_floats_that_have_no_scale_are_read_whole(value: float) -> None:
+    def spoil(weight: Tensor) -> None:
+        weight[77, 5] = value
+
+    packed = floats("fp32", spoil)
+    assert packed.upper is None
+    whole, found = both(packed)
+    assert torch.equal(whole.nan_to_num(), found.nan_to_num())
+
+
+@pytest.mark.parametrize("columns", [96, 70, 33])
+def test_what_floats_are_rounded_to(columns: int) -> None:
+    """Of every group of 32 the upper 5 bits of what rounding to 8 gives, by a scale from the largest up."""
+    weight = torch.randn(37, columns, generator=torch.Generator().manual_seed(9))
+    upper = native.pack(weight, "fp32").upper
+    assert upper is not None and upper.scales is not None
+    groups = torch.nn.functional.pad(weight, (0, -columns % 32)).unflatten(1, (-1, 32))
+    least = groups.abs().amax(-1) / 127
+    scales = upper.scales.view(torch.float16).view(3, -1, 16).transpose(1, 2).reshape(48, -1)[:37].float()
+    assert (scales >= least).all() and (scales <= least * (1 + 2**-9)).all()
+    levels = ((groups / scales[..., None]).round().int() + 128) >> 3
+    data = upper.data.view(3, -1, 5, 16, 4).int()  # row block, group, line, row, byte
+    low, high, fifth = data[:, :, :4] & 15, data[:, :, :4] >> 4, data[:, :, 4]
+    bits = torch.stack([fifth >> word & 1 for word in range(8)], 2)
+    found = torch.cat([low, high], 2) | bits << 4
+    assert torch.equal(found.permute(0, 3, 1, 2, 4).reshape(48, -1, 32)[:37], levels)

@@ -165,7 +165,7 @@ class NativeStack(PackedStack):
         """Bytes of the head that a greedy step reads, but for what bounds let through."""
         head = _matrix(self.weights.head)
         upper = head.upper if self.bounds_logits else None
-        return head.nbytes if upper is None else head.nbytes - head.data.numel() + upper.numel()
+        return head.nbytes if upper is None else upper.nbytes
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""

@@ -10,7 +10,7 @@
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */
     float *scales;   /* [tiles][groups][width of the tile], as all below; of super-blocks one for each of those */
-    float *totals;   /* scale times the sum of the group's s8 values; of FORM_S8_BOUND times bound_group() */
+    float *totals;   /* scale times the sum of the group's s8 values; of FORM_S8_BOUND and FORM_S8_ROUGH times bound_group() */
     int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product; of super-blocks the sums of two groups, a
                         half of 16 bits each */
     int32_t *eights; /* minus 8 times that sum */
@@ -32,10 +32,10 @@ INLINE void fetch_part(const char *ahead, int64_t at, const int bytes, const int
 }
 
 /* The form in which a kind takes activations: kinds of one form can share them. */
-enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_BOUND, FORM_S8_SUPER };
+enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_BOUND, FORM_S8_ROUGH, FORM_S8_SUPER };
 INLINE int form_of(int kind) {
     if (kind == KIND_BF16 || !is_integer(kind)) return kind == KIND_BF16 ? FORM_BF16 : FORM_FP32;
-    return kind == KIND_INT8 ? FORM_S8_LONG : kind == KIND_UPPER ? FORM_S8_BOUND : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
+    return kind == KIND_INT8 ? FORM_S8_LONG : kind == KIND_UPPER ? FORM_S8_BOUND : kind == KIND_ROUGH ? FORM_S8_ROUGH : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
 }
 
 /* Whether so many tokens are multiplied in the tile units (matmul_amx.h): floats always, so that a token's result does not depend
@@ -113,12 +113,16 @@ INLINE float quantise(const float *x, const int size, float largest, int8_t *to,
     return largest / 127.0f;
 }
 
-/* The most that the lower 3 bits of weights, 0 to 7, bring: 3.5 times the sum, and as much times that of sizes, of which a 64th more
-   is above all that rounding does to a product of up to 3,000 groups; in eighths. */
-INLINE float bound_group(const Vi *whole, int count, int32_t total) {
-    Vi sizes = vi_zero();
-    for (int i = 0; i < count; i++) sizes = vi_add(sizes, vi_max(whole[i], vi_sub(vi_zero(), whole[i])));
-    return 3.5f / 8 * ((float)total + 65.0f / 64 * (float)vi_sum(sizes));
+/* The most that the lower 3 bits of weights, 0 to 7, bring, in eighths: 3.5 times the sum of the activations, and as much times that of
+   their sizes, of which a 64th more is above all that rounding does to a product of up to 3,000 groups. Where both were rounded: half
+   a step times the sizes, which are up to 3/4 larger (bfloat16's own rounding included) each; and for weights of up to 127 half a step and
+   a 512th of the sizes; an eighth of the sizes for a product of up to 16,384 inputs. */
+INLINE float bound_group(const Vi *whole, int count, int32_t total, int rough) {
+    Vi each = vi_zero();
+    for (int i = 0; i < count; i++) each = vi_add(each, vi_max(whole[i], vi_sub(vi_zero(), whole[i])));
+    const float sizes = (float)vi_sum(each);
+    const float rounded = 0.5f * (sizes + 0.75f * GROUP) + 127 * (0.501f * GROUP + sizes / 512) + sizes / 8;
+    return (3.5f * ((float)total + sizes) + (rough ? rounded : 3.5f / 64 * sizes)) / 8;
 }
 
 /* `at`: where its scale lies. */
@@ -127,7 +131,7 @@ INLINE void quantise_group(const Acts *a, const float *x, const int size, const 
     a->scales[at] = quantise(x, size, vf_top(peaks(x, size)), to, whole);
     UNROLL for (int i = 0; i < size / LANES; i++) all = vi_add(all, whole[i]);
     const int32_t total = vi_sum(all);
-    a->totals[at] = a->scales[at] * (form == FORM_S8_BOUND ? bound_group(whole, size / LANES, total) : total);
+    a->totals[at] = a->scales[at] * (form == FORM_S8_BOUND || form == FORM_S8_ROUGH ? bound_group(whole, size / LANES, total, form == FORM_S8_ROUGH) : total);
     a->starts[at] = -128 * total, a->eights[at] = -8 * total;
 }
 

@@ -26,7 +26,7 @@ INLINE int is_integer(int kind) { return kind >= KIND_INT8; }
 INLINE int is_super(int kind) { return kind >= KIND_Q4_K; }
 INLINE int bits_of(int kind) {
     return kind == KIND_INT8 || kind == KIND_Q8_0 ? 8 : kind == KIND_Q6_K ? 6
-           : kind >= KIND_Q5_0 && kind <= KIND_UPPER || kind == KIND_Q5_K ? 5 : 4;
+           : kind >= KIND_Q5_0 && kind <= KIND_ROUGH || kind == KIND_Q5_K ? 5 : 4;
 }
 INLINE int has_minima(int kind) { return kind == KIND_Q4_1 || kind == KIND_Q5_1 || kind == KIND_Q4_K || kind == KIND_Q5_K; }
 INLINE int zero_point(int kind) { return has_minima(kind) ? 0 : 1 << (bits_of(kind) - 1); }

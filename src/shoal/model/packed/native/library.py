@@ -22,6 +22,7 @@ _SIGNATURES = {
     "shoal_pack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_pack_blocks": (None, [POINTER(Weight), c_void_p, c_void_p, c_int]),
     "shoal_take_upper": (None, [c_void_p, c_int64, c_void_p, c_int]),
+    "shoal_roughen": (None, [POINTER(Weight), POINTER(Weight), c_void_p, c_int]),
     "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
     "shoal_check": (c_int, [POINTER(Model), POINTER(BatchStruct), c_char_p, c_int]),

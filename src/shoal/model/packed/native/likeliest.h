@@ -1,17 +1,10 @@
-/* The largest logit of each token, without reading all of the head. Of every weight's 8 bits the upper 5 say what the lower ones may add
-   at most, so that a product with them bounds the logits from above. A row block is read to its end only where a bound reaches the
+/* The largest logit of each token, without reading all of the head. Of every weight's 8 bits, or of what it is rounded to, the upper 5
+   say what the rest may add at most, so that a product with them bounds the logits from above. A row block is read to its end only where a bound reaches the
    largest logit known; the others hold nothing that is as large. Exact: what is read gives the bits that it gives in any forward. */
 #ifndef SHOAL_LIKELIEST_H
 #define SHOAL_LIKELIEST_H
 
 #include "layer.h"
-
-/* The upper bits of a head as a matrix of their own, beside its scales. */
-INLINE ShoalWeight upper_of(const ShoalModel *m) {
-    ShoalWeight upper = m->head;
-    upper.data = m->upper, upper.kind = KIND_UPPER;
-    return upper;
-}
 
 INLINE float *logits_at(const Run *r, int token, int block) { return r->logits + (int64_t)token * r->m->vocab + block * LANES; }
 
@@ -85,16 +78,18 @@ static int read_or_skip(const Worker *w, const Chosen *c, int panel, float *lowe
 }
 
 static int finds_likeliest(const Run *r) {
-    return r->b->likeliest && r->m->upper && r->b->wanted_count >= 1 && r->b->wanted_count <= TILE_TOKENS;
+    return r->b->likeliest && r->m->upper.rows && r->b->wanted_count >= 1 && r->b->wanted_count <= TILE_TOKENS;
 }
 
 static void run_likeliest(Worker *w, const Chosen *c) {
     Run *r = w->run;
-    const ShoalWeight upper = upper_of(r->m);
-    const int panels = (upper.blocks + PANEL - 1) / PANEL, first = share(panels, w->id, w->threads), last = share(panels, w->id + 1, w->threads);
+    const ShoalWeight *upper = &r->m->upper;
+    const Lines lines = {.x = r->x, .norm = r->m->norm, .step = r->x_line, .tokens = c->token, .count = c->count};
+    const int panels = (upper->blocks + PANEL - 1) / PANEL, first = share(panels, w->id, w->threads), last = share(panels, w->id + 1, w->threads);
     float lowest[TILE_TOKENS];
-    prepare_all(w, &upper, (Lines){.x = r->x, .norm = r->m->norm, .step = r->x_line, .tokens = c->token, .count = c->count});
-    multiply_all(w, &upper, c, NULL, finish_bounds, NULL);
+    prepare_all(w, upper, lines);
+    multiply_all(w, upper, c, NULL, finish_bounds, NULL);
+    if (upper->kind == KIND_ROUGH) prepare_all(w, &r->m->head, lines); /* else both take the same */
     for (int i = 0; i < TILE_TOKENS; i++) r->lowest[w->id][i] = -INFINITY;
     meet(&r->team, w->id);
     guess_lowest(w, c, first, last, r->lowest[w->id]);

@@ -8,7 +8,8 @@
 
 /* By kind. Q4_0 is int4: they differ only in who chose the numbers. */
 static Tile *const *const TILE_TABLE[] = {tiles_fp32, tiles_bf16, tiles_fp16, tiles_int8, tiles_int4, tiles_q8_0, tiles_int4,
-                                          tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_upper, tiles_q4_k, tiles_q5_k, tiles_q6_k};
+                                          tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_upper, tiles_upper,
+                                          tiles_q4_k, tiles_q5_k, tiles_q6_k};
 
 /* All tokens with one tile of one row block. One pass over it fetches the tile behind it, the first two of several one half
    each. */

@@ -343,7 +343,7 @@ class NativeModel:
         """Whether the library has bounds of the logits: no cap may make equal what the head does not."""
         if self._model.head_bias or self.spec.logit_cap or self.spec.logit_scale <= 0 or self._head.upper is None:
             return False
-        self._model.upper = self._head.upper.data_ptr()
+        self._model.upper = self._head.upper.struct()
         return True
 
     def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:

@@ -108,6 +108,19 @@ static void pack_int4(const float *x, Record *record, uint8_t *out) {
     words_from(KIND_INT4, q, out);
 }
 
+/* Upper bits of floats rounded to 8, by a scale that no value is beyond; infinite where something is no number. */
+static void pack_rough(const float *x, Record *record, uint8_t *out) {
+    uint8_t q[GROUP];
+    const float scale = peak_of(x, GROUP) / 127.0f;
+    Vf nothing = vf_zero();
+    for (int k = 0; k < GROUP; k += LANES) nothing = vf_fma(vf_load(x + k), vf_zero(), nothing);
+    record->scale = to_half(scale);
+    record->scale = vf_sum(nothing) != 0 ? 0x7c00 : record->scale + (half_to_float(record->scale) < scale);
+    round_group(x, GROUP, record->scale, -127, 127, q);
+    for (int k = 0; k < GROUP; k++) q[k] >>= 3;
+    words_from(KIND_ROUGH, q, out);
+}
+
 /* One lane's words of a row, before they are woven: the bytes that lie 16 lanes apart in the packed matrix. */
 static void convert_row(const ShoalWeight *w, const float *line, uint8_t *words, Record *records) {
     if (w->kind == KIND_FP32) memcpy(words, line, sizeof(float) * w->depth);
@@ -115,6 +128,8 @@ static void convert_row(const ShoalWeight *w, const float *line, uint8_t *words,
         for (int k = 0; k < w->depth; k += LANES) store_bf16((uint16_t *)words + k, vf_load(line + k), 0xffff);
     else if (w->kind == KIND_FP16)
         for (int k = 0; k < w->depth; k++) ((uint16_t *)words)[k] = to_half(line[k]);
+    else if (w->kind == KIND_ROUGH)
+        for (int k = 0; k < w->depth; k += GROUP) pack_rough(line + k, records + k / GROUP, words + k / GROUP * 20);
     else if (w->kind == KIND_INT8)
         for (int k = 0; k < w->depth; k += GROUP_INT8) pack_int8(line + k, records + k / GROUP_INT8, words + k);
     else
@@ -238,6 +253,21 @@ static void restore_row(const ShoalWeight *w, const uint8_t *words, const Record
     for (int k = 0; is_integer(w->kind) && k < w->depth; k += GROUP) {
         levels_of(w->kind, words + k / GROUP * 4 * group_words(w->kind), q);
         values_of(w->kind, q, records + k / inputs, k % inputs / GROUP, line + k);
+    }
+}
+
+/* From a packed matrix of floats, with as many bytes of scratch memory as both need together. */
+void shoal_roughen(const ShoalWeight *w, const ShoalWeight *from, char *scratch, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < w->blocks; block++) {
+        const Bench b = bench_of(w, scratch), floats = bench_of(from, scratch + threads * bench_bytes(w));
+        unweave_block(from, block, &floats);
+        for (int lane = 0; lane < LANES; lane++) {
+            memset(b.line, 0, sizeof(float) * w->depth);
+            restore_row(from, floats.words + lane * floats.step, NULL, b.line);
+            convert_row(w, b.line, b.words + lane * b.step, b.records + lane * b.count);
+        }
+        weave_block(w, block, &b);
     }
 }
 

@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 /* Floats, our own int8 and int4, and the types of GGML, whose numbers are kept as they are. KIND_UPPER: the upper 5 bits of those of
-   Q8_0, and products that are bounds from above of its own, in eighths (likeliest.h). */
-enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
+   Q8_0, and products that are bounds from above of its own, in eighths (likeliest.h); KIND_ROUGH: the same of floats, rounded to 8 bits. */
+enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
@@ -50,7 +50,7 @@ typedef struct {
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;
-    const void *upper; /* the upper bits of a head of Q8_0, whose scales they share; or NULL */
+    ShoalWeight upper; /* of KIND_UPPER or KIND_ROUGH, for the likeliest tokens; or no rows */
     const float *head_bias;
     const void *embedding; /* [vocab, hidden] row-major, or NULL: rows are read out of `table` */
     ShoalWeight table;     /* [vocab, hidden]; may be the head */

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_float, c_int32, c_void_p
 
 KINDS = (
-    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper",
+    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
     "q4_k", "q5_k", "q6_k",
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -86,7 +86,7 @@ class Model(ctypes.Structure):
         ("layers", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", Weight),
-        ("upper", c_void_p),
+        ("upper", Weight),
         ("head_bias", c_void_p),
         ("embedding", c_void_p),
         ("table", Weight),

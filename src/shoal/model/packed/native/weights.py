@@ -20,7 +20,8 @@ from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Wei
 from shoal.model.packed.native.threads import MACHINE
 
 Kind = Literal[
-    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"
+    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
+    "upper", "rough",
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LINE = 64
@@ -28,6 +29,8 @@ _GROUP_BYTES, _UPPER_BYTES = 512, 320
 """Of 32 inputs of 16 rows: 8 bits of each, 5 bits of each."""
 _INFINITE = 0x7C00
 """As bits of a half: above lies what is no number."""
+_FLOATS, _MOST_COLUMNS = ("fp32", "bf16", "fp16"), 16_384
+"""What can be bounded by rounding it, and how many inputs may add up to a product; see acts.h."""
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
 OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -59,27 +62,40 @@ class PackedWeight:
         return self.data.numel() + (0 if self.scales is None else self.scales.numel())
 
     @cached_property
-    def upper(self) -> Tensor | None:
-        """The upper 5 bits of each number of Q8_0, uint8, made on first use; None where they bound no product.
+    def upper(self) -> PackedWeight | None:
+        """Five bits of each number, by which products are bounded from above; made on first use.
 
-        That is so for other kinds, and beside scales that are negative or no numbers.
+        Of Q8_0 the upper ones, beside the same scales; of floats those of the 8 bits that they are rounded to. None of
+        other kinds, nor where a scale is negative or no number.
         """
-        if not self.upper_bytes or self.scales is None:
+        if not self.upper_bytes:
             return None
-        least, most = self.scales.view(torch.int16).aminmax()
-        if least < 0 or most >= _INFINITE:
-            return None
-        upper = Arena(0).take(self.upper_bytes)
-        groups, threads = self.data.numel() // _GROUP_BYTES, torch.get_num_threads()
-        require().shoal_take_upper(self.data.data_ptr(), groups, upper.data_ptr(), threads)
-        return upper
+        made = self._roughened() if self.scales is None else self._halved(self.scales)
+        assert made.scales is not None
+        least, most = made.scales.view(torch.int16).aminmax()
+        return None if least < 0 or most >= _INFINITE else made
 
     @property
     def upper_bytes(self) -> int:
         """Bytes that making `upper` takes; 0 once it is there."""
-        if self.kind != "q8_0" or self.paired or "upper" in self.__dict__:
+        if self.paired or "upper" in self.__dict__ or self.cols > _MOST_COLUMNS:
             return 0
-        return self.data.numel() // _GROUP_BYTES * _UPPER_BYTES
+        if self.kind == "q8_0":
+            return self.data.numel() // _GROUP_BYTES * _UPPER_BYTES
+        return packed_bytes("rough", self.rows, self.cols) if self.kind in _FLOATS else 0
+
+    def _halved(self, scales: Tensor) -> PackedWeight:
+        upper = PackedWeight("upper", self.rows, self.cols, Arena(0).take(self.upper_bytes), scales)
+        groups, threads = self.data.numel() // _GROUP_BYTES, torch.get_num_threads()
+        require().shoal_take_upper(self.data.data_ptr(), groups, upper.data.data_ptr(), threads)
+        return upper
+
+    def _roughened(self) -> PackedWeight:
+        upper, library, threads = _room("rough", self.rows, self.cols, False, None), require(), torch.get_num_threads()
+        structs = [ctypes.byref(one.struct()) for one in (upper, self)]
+        scratch = torch.empty(threads * sum(map(library.shoal_pack_scratch, structs)), dtype=torch.uint8)
+        library.shoal_roughen(*structs, scratch.data_ptr(), threads)
+        return upper
 
     def struct(self) -> Weight:
         """What the library takes; valid as long as this object lives."""
