@@ -28,15 +28,23 @@ void end_squares(void) __attribute__((visibility("hidden")));
         else if (parts == 2) tile_##kind(w, p, a, first, x, sums, ahead, 2, tokens);                                   \
         else tile_##kind(w, p, a, first, x, sums, ahead, 0, tokens);                                                   \
     }
+/* For a kind that is never multiplied with more tokens than a tile has. */
+#define TILE_ALONE(kind, tokens)                                                                                       \
+    static void kind##_##tokens(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x,       \
+                                float *sums, const char *ahead, int parts) {                                           \
+        (void)parts;                                                                                                   \
+        tile_##kind(w, p, a, first, x, sums, ahead, 1, tokens);                                                        \
+    }
 #if TILE_TOKENS == 4
-#define TILES(kind)                                                                                                    \
+#define TILES_BY(TILE, kind)                                                                                             \
     TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4)                                                            \
     Tile *const tiles_##kind[TILE_TOKENS] = {kind##_1, kind##_2, kind##_3, kind##_4};
 #else
-#define TILES(kind)                                                                                                    \
+#define TILES_BY(TILE, kind)                                                                                             \
     TILE(kind, 1) TILE(kind, 2) TILE(kind, 3) TILE(kind, 4)                                                            \
     TILE(kind, 5) TILE(kind, 6) TILE(kind, 7) TILE(kind, 8)                                                            \
     Tile *const tiles_##kind[TILE_TOKENS] = {kind##_1, kind##_2, kind##_3, kind##_4, kind##_5, kind##_6, kind##_7, kind##_8};
 #endif
+#define TILES(kind) TILES_BY(TILE, kind)
 
 #endif

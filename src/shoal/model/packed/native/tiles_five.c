@@ -2,4 +2,4 @@
 #include "matmul_int.h"
 #include "tiles.h"
 
-TILES(q5_0) TILES(q5_1) TILES(upper) TILES(q5_k)
+TILES(q5_0) TILES(q5_1) TILES_BY(TILE_ALONE, upper) TILES(q5_k)
