@@ -191,7 +191,7 @@ static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segm
         for (int split = 0; split < splits; split++) {
             const State *state = state_at(r, s, split, i, head);
             const float weight = state->peak == peak ? 1.0f : expf(state->peak - peak);
-            total += weight * state->total;
+            total += weight * vf_sum(vf_load(state->totals));
             for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
         }
         for (int j = 0; j < dim; j++) out[j] /= total;

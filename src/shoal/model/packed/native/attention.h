@@ -8,7 +8,7 @@
 
 #include "simd.h"
 
-#define CHUNK 128   /* columns at a time: laid out they stay in the nearest caches for all queries */
+#define CHUNK 64    /* columns at a time: laid out they stay in the nearest caches for all queries */
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
 #define QUERIES 4   /* that share the loads of keys and values */
 #ifdef SQUARE_QUERIES
@@ -23,18 +23,19 @@
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
 #define STEP (32 * SCORED) /* bytes of the next chunk's keys, or values, that a few products fetch */
 
-/* What a (token, head) knows after some columns; followed by the weighted sum of values, `dim` floats. */
+/* What a (token, head) knows after some columns: their largest score, the sums of weights, which are to be added up, and
+   the weighted sum of values, `dim` floats. */
 typedef struct {
-    float peak, total;
-    float unused[14];
+    float totals[LANES];
+    float peak, unused[15];
     float sum[];
 } State;
 
-INLINE int64_t state_floats(int dim) { return 16 + round_up(dim, 32); }
+INLINE int64_t state_floats(int dim) { return 32 + round_up(dim, 32); }
 
 INLINE void reset(State *s, int dim) {
     s->peak = -INFINITY;
-    s->total = 0;
+    vf_store(s->totals, vf_zero());
     memset(s->sum, 0, sizeof(float) * round_up(dim, 32));
 }
 
@@ -107,94 +108,121 @@ INLINE Vi load_words(const char *line, int part, int dim, const int form, const 
 
 INLINE int bit_words(int dim) { return (dim + 15) / 16; }
 
-/* The same of a column that is a bitmap. */
-INLINE Vi unpack(const Source *s, const Bitmaps *of, int64_t column, int part, const int form, const int bf16) {
-    const int words = bit_words(s->dim), first = part << bf16;
+static void copy_line(char *to, const char *from, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) vi_store(to + i, vi_loadu(from + i));
+    memcpy(to + i, from + i, bytes - i);
+}
+
+/* The line of a column that is a bitmap. */
+static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char *to) {
+    const int words = bit_words(s->dim), bytes = form_bytes(s->form);
     const uint16_t *bits = of->bits + column * words;
-    int before = 0;
-    for (int i = 0; i < first; i++) before += __builtin_popcount(bits[i]);
-    const char *at = of->numbers + (column * s->numbers + before) * form_bytes(form);
-    fetch(at + NEAR);
-    if (form == STORED_FP32) return vi_spread_words(bits[first], at);
-    if (!bf16) return vi_spread_bf16(bits[first], at);
-    return vi_spread_halves(bits[first] | (first + 1 < words ? (uint32_t)bits[first + 1] << 16 : 0), at);
+    const char *at = of->numbers + column * s->numbers * bytes;
+    for (int i = 0; i < words; i += 4 / bytes, to += 64) {
+        const uint32_t some = bytes == 2 && i + 1 < words ? bits[i] | (uint32_t)bits[i + 1] << 16 : bits[i];
+        fetch(at + NEAR);
+        vi_store(to, bytes == 2 ? vi_spread_halves(some, at) : vi_spread_words((Mask)some, at));
+        at += bytes * __builtin_popcount(some);
+    }
 }
 
-/* As it is stored in either way, or zero where the column is none. */
-INLINE Vi load_part(const Source *s, int values, int64_t column, int part, const int form, const int bf16, const int older) {
-    if (column < 0) return vi_zero();
-    if (older && column < s->settled) return unpack(s, s->older + values, column, part, form, bf16);
-    return load_words((values ? s->values : s->keys) + column * s->dim * form_bytes(form), part, s->dim, form, bf16);
+/* 16 columns' lines, `step` bytes apart. */
+typedef struct {
+    const char *first;
+    int64_t step;
+} Found;
+
+INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
+
+/* They are read where they are stored one behind the other, else brought together in `room`; zeros for a column that is none. */
+static Found find_lines(const Source *s, int values, const int32_t *columns, char *room) {
+    const int64_t line = (int64_t)s->dim * form_bytes(s->form), step = round_up(line, 64);
+    const char *stored = values ? s->values : s->keys;
+    if (in_a_row(columns) && columns[0] >= s->settled) return (Found){stored + columns[0] * line, line};
+    for (int i = 0; i < 16; i++, room += step) {
+        if (columns[i] < 0) memset(room, 0, line);
+        else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room);
+        else copy_line(room, stored + columns[i] * line, line);
+    }
+    return (Found){room - 16 * step, step};
 }
 
-INLINE void lay_keys(const Source *s, const int32_t *columns, char *to, const int form, const int bf16, const int older) {
-    for (int part = 0; part * 16 < words_of_line(s->dim, bf16); part++, to += 16 * 64) {
+/* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
+#define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
+
+INLINE void lay_keys(Found from, int dim, char *to, const int form, const int bf16) {
+    for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
-        UNROLL for (int i = 0; i < 16; i++)
-            v[i] = load_part(s, 0, columns[i], part, form, bf16, older);
-        weave(v, 16);
+        const char *line = from.first;
+        UNROLL for (int i = 0; i < 16; i++, line += from.step) {
+            KEEP_ONE(line);
+            v[i] = load_words(line, part, dim, form, bf16);
+        }
+        transpose_words(v);
         UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
     }
 }
 
-INLINE void lay_values(const Source *s, const int32_t *columns, char *to, const int form, const int bf16, const int older) {
-    const int vectors = vectors_of_line(s->dim, bf16), parts = bf16 ? vectors / 2 : vectors;
-    const Vi low = vi_all(0xffff), high = vi_all((int32_t)0xffff0000);
-    for (int i = 0; i < 16; i += 1 + bf16)
+INLINE void lay_values(Found from, int dim, char *to, const int form, const int bf16) {
+    const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors;
+    for (int i = 0; i < 16; i += 1 + bf16, from.first += (1 + bf16) * from.step)
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
-            Vi v[2];
-            UNROLL for (int j = 0; j <= bf16; j++)
-                v[j] = load_part(s, 1, columns[i + j], part, form, bf16, older);
-            if (!bf16) vi_store(to, v[0]);
+            const Vi v = load_words(from.first, part, dim, form, bf16);
+            if (!bf16) vi_store(to, v);
             else {
-                vi_store(to, vi_or(vi_and(v[0], low), vi_shift_up(v[1], 16)));
-                vi_store(to + 64, vi_or(vi_shift_right(v[0], 16), vi_and(v[1], high)));
+                const Vi next = load_words(from.first + from.step, part, dim, form, bf16);
+                vi_store(to, low_halves(v, next));
+                vi_store(to + 64, high_halves(v, next));
             }
         }
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16, const int older) {
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
+    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = 0; i < count; i += 16) {
-        lay_keys(s, columns + i, c->keys + i / 16 * keys, form, bf16, older);
-        lay_values(s, columns + i, c->values + i / 16 * values, form, bf16, older);
+        lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
+        lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, form, bf16);
     }
 }
 
 static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_FP32, 0, 0);
+    lay_lines(c, s, columns, count, STORED_FP32, 0);
 }
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS, 0);
-}
-static void lay_older_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_FP32, 0, 1);
-}
-static void lay_older_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS, 1);
+    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS);
 }
 static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, 0, 0);
+    lay_lines(c, s, columns, count, STORED_INT8, 0);
 }
 static void lay_int8_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS, 0);
+    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
 }
 
-/* Lay out columns that are listed up to a multiple of LAID; -1: none. */
+/* What is kept of 16 columns; of one that is none, anything. */
+INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
+    float some[16] ALIGNED;
+    if (in_a_row(columns)) return vf_loadu(numbers + columns[0]);
+    for (int i = 0; i < 16; i++) some[i] = numbers[max_int(columns[i], 0)];
+    return vf_load(some);
+}
+
+/* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    int older = 0;
+    const Vf scale = vf_all(s->scale);
+    int some = 0; /* the first that is one */
     c->cap = s->cap, c->scaled = s->value_scales != NULL, c->biased = s->bias != NULL;
-    for (int i = 0; i < count; i++) {
-        const int at = max_int(columns[i], 0);
-        c->factors[i] = s->key_scales ? s->scale * s->key_scales[at] : s->scale;
-        if (c->scaled) c->weights[i] = s->value_scales[at];
-        if (c->biased) c->bias[i] = s->bias[at];
-        older |= at < s->settled;
+    for (int i = 0; i < count; i += 16) {
+        vf_store(c->factors + i, s->key_scales ? vf_mul(scale, numbers_of(s->key_scales, columns + i)) : scale);
+        if (c->scaled) vf_store(c->weights + i, numbers_of(s->value_scales, columns + i));
+        if (c->biased) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
     }
-    c->stored_bytes = older ? max_int(form_bytes(s->form) / 2, 1) : form_bytes(s->form);
-    if (s->form == STORED_FP32) (older ? lay_older_fp32 : lay_fp32)(c, s, columns, count);
-    else if (s->form == STORED_BF16) (older ? lay_older_bf16 : lay_bf16)(c, s, columns, count);
+    while (some < count - 1 && columns[some] < 0) some++;
+    c->stored_bytes = columns[some] < s->settled ? max_int(form_bytes(s->form) / 2, 1) : form_bytes(s->form);
+    if (s->form == STORED_FP32) lay_fp32(c, s, columns, count);
+    else if (s->form == STORED_BF16) lay_bf16(c, s, columns, count);
     else if (bf16) lay_int8_bf16(c, s, columns, count);
     else lay_int8(c, s, columns, count);
 }
@@ -268,25 +296,6 @@ INLINE void hide(const Seen *seen, float *scores, int first, int last) {
     }
 }
 
-/* Turn scores into weights relative to the new peak. Returns by how much older sums shrink. */
-INLINE float soften(State *s, float *scores, int first, int last) {
-    Vf peak = vf_all(-INFINITY), total = vf_zero();
-    for (int i = first; i < last; i += LANES) peak = vf_max(peak, vf_load(scores + i));
-    float top = fmaxf(s->peak, vf_top(peak));
-    const int blind = top == -INFINITY; /* nothing visible yet: all weights come out as zero */
-    if (blind) top = 0;
-    for (int i = first; i < last; i += LANES) {
-        Vf weight = exp_ps(vf_sub(vf_load(scores + i), vf_all(top)));
-        total = vf_add(total, weight);
-        vf_store(scores + i, weight);
-    }
-    if (blind) return 1.0f;
-    float shrink = s->peak == top ? 1.0f : expf(s->peak - top);
-    s->total = s->total * shrink + vf_sum(total);
-    s->peak = top;
-    return shrink;
-}
-
 INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
     vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
@@ -320,15 +329,38 @@ INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, con
         }
 }
 
-/* From the scores of query number h in columns first..last-1 to its weights. Returns by how much its older sums shrink. */
-INLINE float weigh(const Chunk *c, int h, State *s, const Seen *seen, float *mine, int first, int last) {
+/* What one query sees of its scores in columns first..last-1. */
+INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
     if (c->tops[h]) note_scores(c->tops[h], mine, first, last, c->begins[h]);
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
     for (int i = first; c->biased && i < last; i += LANES) vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
     hide(seen, mine, first, last);
-    const float shrink = soften(s, mine, first, last);
-    for (int i = first; c->scaled && i < last; i += LANES) vf_store(mine + i, vf_mul(vf_load(mine + i), vf_load(c->weights + i)));
-    return shrink;
+}
+
+/* From scores in columns first..last-1 to weights relative to the new peaks, as floats or as bf16, and to by how much older
+   sums shrink. Queries go side by side, since each waits for itself at every step. */
+INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16_t halves[][CHUNK], float *shrink, int first, int last,
+                  const int queries, const int bf16) {
+    Vf peak[QUERIES], total[QUERIES];
+    UNROLL for (int h = 0; h < queries; h++) peak[h] = vf_load(scores[h] + first);
+    for (int i = first + LANES; i < last; i += LANES)
+        UNROLL for (int h = 0; h < queries; h++) peak[h] = vf_max(peak[h], vf_load(scores[h] + i));
+    UNROLL for (int h = 0; h < queries; h++) {
+        const float most = vf_top(peak[h]), old = s[h]->peak, top = most > old ? most : old;
+        shrink[h] = __builtin_expect(old == top, 1) ? 1.0f : expf(old - top);
+        s[h]->peak = top;
+        peak[h] = vf_all(top == -INFINITY ? 0 : top); /* nothing visible yet: all weights come out as zero */
+        total[h] = vf_mul(vf_load(s[h]->totals), vf_all(shrink[h]));
+    }
+    for (int i = first; i < last; i += LANES)
+        UNROLL for (int h = 0; h < queries; h++) {
+            Vf weight = exp_ps(vf_sub(vf_load(scores[h] + i), peak[h]));
+            total[h] = vf_add(total[h], weight);
+            if (c->scaled) weight = vf_mul(weight, vf_load(c->weights + i));
+            if (bf16) store_bf16(halves[h] + i, weight, 0xffff);
+            else vf_store(scores[h] + i, weight);
+        }
+    UNROLL for (int h = 0; h < queries; h++) vf_store(s[h]->totals, total[h]);
 }
 
 /* A few queries look at a chunk. */
@@ -343,11 +375,10 @@ INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s
     const int first = low / LANES, last = (high + LANES - 1) / LANES, rows = bf16 ? LANES / 2 : LANES;
     score(c, q, scores, first, last, queries, bf16);
     UNROLL for (int h = 0; h < queries; h++) {
-        float *mine = scores[h];
-        shrink[h] = weigh(c, h, s[h], seen[h], mine, first * LANES, last * LANES);
-        for (int i = first * LANES; bf16 && i < last * LANES; i += LANES) store_bf16(halves[h] + i, vf_load(mine + i), 0xffff);
-        weights[h] = bf16 ? (const char *)halves[h] : (const char *)mine;
+        ready_scores(c, h, seen[h], scores[h], first * LANES, last * LANES);
+        weights[h] = bf16 ? (const char *)halves[h] : (const char *)scores[h];
     }
+    weigh(c, s, scores, halves, shrink, first * LANES, last * LANES, queries, bf16);
     int at = 0;
     const int vectors = vectors_of_line(c->dim, bf16), narrow = 1 + bf16;
     for (; at + MIXED <= vectors; at += MIXED) mix(s, c, weights, shrink, first * rows, last * rows, at, MIXED, queries, bf16);

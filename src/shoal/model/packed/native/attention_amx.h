@@ -68,9 +68,10 @@ static void attend_bf16(const Chunk *c, const char *const *q, State *const *s, c
     const int first = low / LAID * LAID, last = (int)round_up(high, LAID);
     shape_squares(queries, 64);
     score_squares(c, q[0], scores, first, last, queries);
-    for (int h = 0; h < queries; h++) {
-        shrink[h] = weigh(c, h, s[h], seen[h], scores[h], first, last);
-        for (int i = first; i < last; i += LANES) store_bf16(weights[h] + i, vf_load(scores[h] + i), 0xffff);
+    for (int h = 0; h < queries; h++) ready_scores(c, h, seen[h], scores[h], first, last);
+    for (int h = 0; h < queries; h += QUERIES) {
+        if (h + QUERIES <= queries) weigh(c, s + h, scores + h, weights + h, shrink + h, first, last, QUERIES, 1);
+        else for (int k = h; k < queries; k++) weigh(c, s + k, scores + k, weights + k, shrink + k, first, last, 1, 1);
     }
     mix_squares(s, c, weights[0], shrink, first, last, queries);
     release_squares();

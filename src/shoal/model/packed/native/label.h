@@ -20,15 +20,18 @@ INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
 
 /* A number of a stored key. */
 INLINE float key_number(const Source *s, int64_t column, int dim) {
-    const int64_t at = column * s->dim + dim;
+    const char *keys = s->keys;
+    int64_t at = column * s->dim + dim;
     if (column < s->settled) {
-        float line[16] ALIGNED;
-        vf_store(line, vf_bits(unpack(s, s->older, column, dim / 16, s->form, 0)));
-        return line[dim % 16];
+        const uint16_t *bits = s->older->bits + column * bit_words(s->dim);
+        const int word = dim / 16, bit = dim % 16;
+        if (!(bits[word] >> bit & 1)) return 0;
+        keys = s->older->numbers, at = column * s->numbers + __builtin_popcount(bits[word] & ((1u << bit) - 1));
+        for (int i = 0; i < word; i++) at += __builtin_popcount(bits[i]);
     }
-    if (s->form == STORED_FP32) return ((const float *)s->keys)[at];
-    if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)s->keys)[at]);
-    return s->keys[at] * s->key_scales[column];
+    if (s->form == STORED_FP32) return ((const float *)keys)[at];
+    if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)keys)[at]);
+    return keys[at] * s->key_scales[column];
 }
 
 /* The labels of one KV head in a layer: of columns by place, see ShoalChoice. */

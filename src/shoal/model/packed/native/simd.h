@@ -115,4 +115,31 @@ INLINE void weave(Vi *v, const int width) {
     }
 }
 
+#ifdef UNPACKS
+/* 16 registers of 16 words, transposed: squares of 4 x 4 within their quarters, then the quarters. */
+INLINE void transpose_words(Vi *v) {
+    Vi out[16];
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        const Vi a = unpack_low(v[i], v[i + 1]), b = unpack_high(v[i], v[i + 1]);
+        const Vi c = unpack_low(v[i + 2], v[i + 3]), d = unpack_high(v[i + 2], v[i + 3]);
+        out[i] = unpack_low_pairs(a, c), out[i + 1] = unpack_high_pairs(a, c);
+        out[i + 2] = unpack_low_pairs(b, d), out[i + 3] = unpack_high_pairs(b, d);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        const Vi a = even_quarters(out[i], out[i + 4]), b = odd_quarters(out[i], out[i + 4]);
+        const Vi c = even_quarters(out[i + 8], out[i + 12]), d = odd_quarters(out[i + 8], out[i + 12]);
+        v[i] = even_quarters(a, c), v[i + 4] = even_quarters(b, d);
+        v[i + 8] = odd_quarters(a, c), v[i + 12] = odd_quarters(b, d);
+    }
+}
+#else
+INLINE void transpose_words(Vi *v) { weave(v, 16); }
+#endif
+
+#ifndef BLENDS
+/* Of every word of x its low, or high, half, and above it the same half of y. */
+INLINE Vi low_halves(Vi x, Vi y) { return vi_or(vi_and(x, vi_all(0xffff)), vi_shift_up(y, 16)); }
+INLINE Vi high_halves(Vi x, Vi y) { return vi_or(vi_shift_right(x, 16), vi_and(y, vi_all((int32_t)0xffff0000))); }
+#endif
+
 #endif

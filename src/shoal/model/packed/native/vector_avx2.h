@@ -237,6 +237,19 @@ INLINE Vi zip_half(__m256i x, __m256i y) {
 INLINE Vi zip_low(Vi x, Vi y) { return zip_half(x.a, y.a); }
 INLINE Vi zip_high(Vi x, Vi y) { return zip_half(x.b, y.b); }
 
+/* See vector_avx512.h. */
+#define UNPACKS
+INLINE Vi unpack_low(Vi x, Vi y) { return EACH3(Vi, _mm256_unpacklo_epi32, x, y); }
+INLINE Vi unpack_high(Vi x, Vi y) { return EACH3(Vi, _mm256_unpackhi_epi32, x, y); }
+INLINE Vi unpack_low_pairs(Vi x, Vi y) { return EACH3(Vi, _mm256_unpacklo_epi64, x, y); }
+INLINE Vi unpack_high_pairs(Vi x, Vi y) { return EACH3(Vi, _mm256_unpackhi_epi64, x, y); }
+INLINE Vi even_quarters(Vi x, Vi y) {
+    return PAIR(Vi, _mm256_permute2x128_si256(x.a, x.b, 0x20), _mm256_permute2x128_si256(y.a, y.b, 0x20));
+}
+INLINE Vi odd_quarters(Vi x, Vi y) {
+    return PAIR(Vi, _mm256_permute2x128_si256(x.a, x.b, 0x31), _mm256_permute2x128_si256(y.a, y.b, 0x31));
+}
+
 /* The first lane of `values` where `keys` has its `top`; 0 if there is none. */
 INLINE float value_at(Vf keys, float top, Vf values) {
     float key[16] ALIGNED, value[16] ALIGNED;

@@ -132,6 +132,20 @@ INLINE Vi zip_high(Vi x, Vi y) {
     return _mm512_permutex2var_epi32(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
 }
 
+/* Within each quarter of four words: its first two, or last two, of x and y in turn; the same of pairs of words. */
+#define UNPACKS
+INLINE Vi unpack_low(Vi x, Vi y) { return _mm512_unpacklo_epi32(x, y); }
+INLINE Vi unpack_high(Vi x, Vi y) { return _mm512_unpackhi_epi32(x, y); }
+INLINE Vi unpack_low_pairs(Vi x, Vi y) { return _mm512_unpacklo_epi64(x, y); }
+INLINE Vi unpack_high_pairs(Vi x, Vi y) { return _mm512_unpackhi_epi64(x, y); }
+INLINE Vi even_quarters(Vi x, Vi y) { return _mm512_shuffle_i32x4(x, y, 0x88); }
+INLINE Vi odd_quarters(Vi x, Vi y) { return _mm512_shuffle_i32x4(x, y, 0xdd); }
+
+/* See simd.h. */
+#define BLENDS
+INLINE Vi low_halves(Vi x, Vi y) { return _mm512_mask_blend_epi16(0xaaaaaaaau, x, vi_shift_up(y, 16)); }
+INLINE Vi high_halves(Vi x, Vi y) { return _mm512_mask_blend_epi16(0xaaaaaaaau, vi_shift_right(x, 16), y); }
+
 /* The first lane of `values` where `keys` has its `top`; 0 if there is none. */
 INLINE float value_at(Vf keys, float top, Vf values) {
     const Mask found = _mm512_cmp_ps_mask(keys, _mm512_set1_ps(top), _CMP_EQ_OQ);
