@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     words: list[int] = engine.tokenizer(args.text.read_text("utf-8"))["input_ids"]
     peer = Peer(args.model) if args.peer else None
     before, roofs, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
-    for length in lengths_of(args.context, engine.stack.max_positions):
+    most = (engine.stack.max_positions or sys.maxsize) - args.most  # what is written must fit as well
+    for length in (min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)):
         systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
         times = measured(systems, args)
         contexts.append((length, {name: one.kv_bytes for name, one in systems.items()}, times))

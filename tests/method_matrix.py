@@ -27,6 +27,7 @@ from shoal.methods.diffusion_grammar import DiffusionGrammar
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.dynamic_context import DynamicContext
 from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.entropy_adaptive import EntropyAdaptive
@@ -159,6 +160,8 @@ MATRIX: tuple[Method, ...] = (
     DoubleSparsity(CHANNELS, k=2, width=2, first=0),
     CentroidKV(removed=0.0),
     CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
+    DynamicContext(part_for("dynamic_context", "llama"), threshold=None),
+    DynamicContext(part_for("dynamic_context", "llama"), every=2),
     Mustafar(sparsity=0.0),
     Mustafar(sparsity=0.6, window=1, every=2),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
 import tempfile
@@ -15,10 +16,11 @@ from backends import reference
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
+from shoal.train.context_gate import ContextGateModule
 from shoal.train.eagle import EagleModule, default_shape
 from shoal.train.export import export
 from shoal.train.medusa import MedusaModule
-from shoal.train.part import Base, PartModule
+from shoal.train.part import Base, ShippedModule
 
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)
@@ -46,15 +48,21 @@ def medusa(engine: Engine, ids: tuple[int, ...] = ECHOED, noise: float = 0.3) ->
     return module
 
 
-MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa}
+def context(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> ContextGateModule:
+    module = ContextGateModule(Base(engine.stack), copy.deepcopy(engine.model), 1, 0.5, ids)
+    _shake(module, noise)
+    return module
+
+
+MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "dynamic_context": context}
 
 
 def hidden_of(engine: Engine) -> int:
     return engine.stack.head_rows([0]).shape[1]
 
 
-def written(module: PartModule, engine: Engine, folder: Path, **facts: Any) -> str:
-    export(folder, engine, module, "float32", ranks=RANKS, **facts)
+def written(module: ShippedModule, engine: Engine, folder: Path, **facts: Any) -> str:
+    export(folder, engine, module, "float32", ranks=RANKS, kept=0.5, **facts)
     return str(folder)
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.methods.double_sparsity import DoubleSparsity
     from shoal.methods.draft_and_verify import DraftAndVerify
     from shoal.methods.draft_model import DraftModel
+    from shoal.methods.dynamic_context import DynamicContext
     from shoal.methods.eagle import Eagle
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.entropy_adaptive import EntropyAdaptive
@@ -91,6 +92,7 @@ __all__ = [
     "DraftAndVerify",
     "DraftModel",
     "DropLayers",
+    "DynamicContext",
     "Eagle",
     "EarlyExit",
     "Engine",
@@ -159,6 +161,7 @@ _HOME = {
     "DraftAndVerify": "shoal.methods.draft_and_verify",
     "DraftModel": "shoal.methods.draft_model",
     "DropLayers": "shoal.model.transform",
+    "DynamicContext": "shoal.methods.dynamic_context",
     "Eagle": "shoal.methods.eagle",
     "EarlyExit": "shoal.methods.early_exit",
     "Engine": "shoal.engine.engine",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.train import corpus
+from shoal.train import context_gate, corpus
 
 WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",
          "wolf", "snow", "sand", "bell", "door", "lamp")
@@ -53,6 +53,35 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
         assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *words]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"]
+
+
+def test_a_gate_is_trained_and_used(
+    capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--prompts", prompts, "--keep", 0.4, "--gate-layer", 1, "--answers", tmp_path / "answers"]
+    assert "no answer that is kept from training has 50 tokens" in refusal(
+        capsys, "dynamic_context", "--model", tiny_folder, "--out", tmp_path / "gate", "--max-new-tokens", 12, *words)
+    monkeypatch.setattr(context_gate, "_SHORTEST", 4)
+    card, err = train(capsys, "dynamic_context", tiny_folder, tmp_path / "gate", *words)
+    assert "of the tokens stay" in err and "tokens per forward" not in err and "acceptance" not in card
+    assert card["part"] == "dynamic_context" and card["shape"]["layer"] == 1 and 0 <= card["kept"] <= 1
+    assert card["places"] > 0 and {"distance", "kept_words"} == set(card["gate"]) == set(card["random"])
+    said = []
+    for options in (["--method", "dynamic_context", "--part", str(tmp_path / "gate"), "--every", "1"], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *options]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert len(said[0]["tokens"]) == len(said[1]["tokens"])
+
+
+@pytest.mark.parametrize("words, message", [
+    (("dynamic_context", "--keep", "1.5"), "--keep is 1.5; it must be above 0 and below 1"),
+    (("eagle", "--keep", "0.4"), "--keep belongs to dynamic_context; leave it out for eagle"),
+    (("dynamic_context", "--depths", "3"), "--depths belongs to eagle and medusa; leave it out for dynamic_context"),
+])
+def test_options_of_the_gate_are_checked(
+    capsys: Any, tiny_folder: str, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal(capsys, *words, "--model", tiny_folder, "--out", tmp_path / "part")
 
 
 def test_a_drafter_is_trained_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:

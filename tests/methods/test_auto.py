@@ -219,7 +219,7 @@ def test_the_part_is_that_of_the_model_and_of_no_other(shipped: Engine) -> None:
     assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
     assert Auto().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info()).proposer.helper is None
     assert Eagle().recipe(shipped.info()).proposer.part.name.endswith("tiny")
-    with pytest.raises(ValueError, match="eagle has no part to guess with, and none for this model comes with Shoal"):
+    with pytest.raises(ValueError, match="eagle has no trained part, and none for this model comes with Shoal"):
         Eagle().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info())
 
 

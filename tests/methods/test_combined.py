@@ -74,7 +74,7 @@ class Telling(Full):
 def default(name: str) -> Method:
     given: dict[str, dict[str, Any]] = {
         "schedule": {"order": (3, 2), "steps": (2, 5)}, "calibrated": {"inner": Schedule((3, 2), (2, 5))},
-        "double_sparsity": {"channels": (((0, 1),),) * NOMINAL.num_layers},
+        "double_sparsity": {"channels": (((0, 1),),) * NOMINAL.num_layers}, "dynamic_context": {"part": "nowhere"},
     }  # fmt: skip
     return methods.get(name)(**given.get(name, {}))
 
@@ -100,7 +100,7 @@ def test_every_pair_combines_or_is_refused_naming_the_part(first: str, second: s
         with pytest.raises(ValueError, match=f"has a loop of its own, without a place for the part {excluded[0]!r}"):
             make(both).recipe(NOMINAL)
         return
-    if {first, second} in ({"snapkv", "tidal"}, {"centroid_kv", "tidal"}):
+    if {first, second} in ({"snapkv", "tidal"}, {"centroid_kv", "tidal"}, {"dynamic_context", "tidal"}):
         with pytest.raises(ValueError, match="layers that share a choice of columns"):
             make(both).recipe(NOMINAL)
         return

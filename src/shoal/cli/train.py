@@ -3,6 +3,7 @@
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
 point, the same command goes on where it was. Nothing of the model itself is trained.
 
+`dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV.
 `drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
 `diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
 """
@@ -30,25 +31,29 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
+  shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train diffusion --out canvas --threads 1
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
-DRAFTER, SCRATCH = "drafter", "diffusion"
+DRAFTER, SCRATCH, CONTEXT = "drafter", "diffusion", "dynamic_context"
 _BATCH, _RATE = 2048, 3e-3
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
-_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), **dict.fromkeys(("vocabulary", "depths", "weights"), KINDS),
-         **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,))}
+_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": KINDS,
+         **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT)),
+         **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
+         **dict.fromkeys(("keep", "gate_layer"), (CONTEXT,))}
 """Options that not all kinds have."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, DRAFTER, SCRATCH), help="eagle: a layer that goes on from the model's "
-                        "last states; medusa: a head for each of the next places; drafter: a small model that fills "
-                        "masks, for deer; diffusion: a small model from scratch")
+    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, SCRATCH), help="eagle: a layer that goes on from "
+                        "the model's last states; medusa: a head for each of the next places; drafter: a small model "
+                        "that fills masks, for deer; dynamic_context: a gate for the KV; diffusion: a small model from "
+                        "scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -85,6 +90,10 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
     what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it "
                       "reads")
+    what.add_argument("--keep", metavar="R", type=float, default=0.5, help="dynamic_context: the share of an answer's "
+                      "tokens that is to stay")
+    what.add_argument("--gate-layer", metavar="L", type=int, default=2, help="dynamic_context: the gate reads what "
+                      "enters this layer, and less is kept from it on")
     what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
                       "text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
@@ -127,7 +136,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 
     from shoal.train import corpus, drafter, export
     from shoal.train.loop import Trainer, Training
-    from shoal.train.part import PartModule
+    from shoal.train.part import ShippedModule
 
     wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
@@ -148,17 +157,18 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     found = trainer.train(late)
     if not found.accepted:
         found.accepted.append(trainer.validate())
-    facts = {**export.trained(answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
+    facts = {**export.trained(module, answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
              "command": " ".join(args.words)}
     if isinstance(module, drafter.DrafterModule):
         card, use = drafter.write(args.out, engine, module, **facts), f"deer --draft {args.out} --length {args.block}"
     else:
-        assert isinstance(module, PartModule)
+        assert isinstance(module, ShippedModule)
         card = export.export(args.out, engine, module, args.weights, **facts)
         use = f"{args.part} --part {args.out}"
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {card['tokens_per_forward']} tokens per forward on "
-          f"answers that it was not trained on{left}")
+    what = f"{card['tokens_per_forward']} tokens per forward" if module.guesses else (
+        f"{card['kept']:.0%} of the tokens stay, {card['gate']['kept_words']:.1%} of the words the same")
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {what} on answers that it was not trained on{left}")
     _tell(f"use it: shoal generate --model {args.model or card['model']} --method {use}")
     return _report(args, card)
 
@@ -174,6 +184,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if not 0 < args.keep < 1:
+        raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, the share of tokens that stays")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
     parser = Parser(add_help=False)
@@ -224,6 +236,7 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
 
 def _module(args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None) -> TrainedModule:
     """The part with its first weights."""
+    from shoal.train.context_gate import ContextGateModule, check_lengths
     from shoal.train.drafter import DrafterModule, mask_token
     from shoal.train.eagle import EagleModule
     from shoal.train.medusa import MedusaModule
@@ -231,12 +244,19 @@ def _module(args: argparse.Namespace, engine: Engine, answers: Corpus, shape: Dr
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
-        plain = {**vars(args), "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
-        model = common.load_engine(argparse.Namespace(**plain)).model
-        return DrafterModule(Base(engine.stack), model, shape, mask, args.seed)
-    kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
+        return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
+    if args.part == CONTEXT:
+        check_lengths(answers)
+        return ContextGateModule(Base(engine.stack), _plain(args), args.gate_layer, args.keep, ids, args.seed)
+    kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
     return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)
+
+
+def _plain(args: argparse.Namespace) -> Any:
+    """The model with transformers' modules, in float32."""
+    plain = {**vars(args), "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
+    return common.load_engine(argparse.Namespace(**plain)).model
 
 
 def _tell(words: str) -> None:

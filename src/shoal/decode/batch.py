@@ -101,6 +101,7 @@ class Batch:
         """Take in rows that go on from where `row` stands."""
         for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
             twin.slot = slot
+        self.parts.fork(row, twins)
         self._take(twins)
 
     def _take(self, rows: Sequence[Row]) -> None:

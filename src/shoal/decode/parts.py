@@ -96,6 +96,11 @@ class PartsAtWork:
     def _keeper(self, row: Row) -> Keeper | None:
         return None if row.recipe.keep is None else self._worker(row.recipe.keep)
 
+    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+        """Tell the row's workers of rows that go on from where it stands."""
+        for worker, _ in self._all_at_work([row]):
+            worker.fork(row, twins)
+
     def observe(self, report: StepReport) -> None:
         """Tell all workers, and who meters their guesses, what became of a step."""
         for worker, group in self._all_at_work(report.rows):

@@ -80,6 +80,9 @@ class Worker:
         """
         return [None] * len(rows)
 
+    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+        """Rows that go on from where `row` stands; what was remembered of it is theirs as well."""
+
     def observe(self, report: StepReport) -> None:
         """Learn from a step of the rows whose recipe has the part: plain steps and the ends of prompts included."""
 

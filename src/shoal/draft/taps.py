@@ -1,4 +1,4 @@
-"""The target's last hidden states at tokens that stay: what trained heads read.
+"""The target's hidden states at tokens that stay, the last layer's or another's: what trained parts read.
 
 States are those of forwards that ran while the row was in this worker's hands. A prompt that begins with what another
 row has stored is not run again up to there, so nothing is known of its first positions.
@@ -37,15 +37,16 @@ class _Tap:
 
 
 class Taps:
-    """Collects, for every row, the states that the last norm reads at its committed tokens.
+    """Collects, for every row, the states that enter a layer at its committed tokens.
 
     Args:
         stack: the target.
         cache: its cache.
+        layer: which layer; None for the last norm.
     """
 
-    def __init__(self, stack: Stack, cache: KVCache) -> None:
-        self._stack, self._cache = stack, cache
+    def __init__(self, stack: Stack, cache: KVCache, layer: int | None = None) -> None:
+        self._layer, self._cache = stack.num_layers if layer is None else layer, cache
         self._taps: dict[int, _Tap] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
@@ -55,11 +56,17 @@ class Taps:
                for row, chunk in zip(rows, chunks, strict=True)]
 
         def hook(layer: int, hidden: Tensor) -> None:
-            if layer == self._stack.num_layers:
+            if layer == self._layer:
                 for (tap, base, chunk), states in zip(fed, hidden, strict=True):
                     tap.last = base, chunk, states
 
         return hook
+
+    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+        """See `Worker.fork`."""
+        tap = self._settled(row)
+        for twin in twins:
+            self._taps[id(twin)] = _Tap(twin, tap.first, None if tap.states is None else list(tap.states))
 
     def take(self, row: Row) -> tuple[int, Tensor] | None:
         """States [n, D], contiguous, of a row's committed tokens not taken before, and the position of the first.

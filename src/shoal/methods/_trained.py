@@ -38,18 +38,28 @@ class TrainedMethod(DraftingMethod):
         """
         if info.tensors is None:
             return Absent()
-        if not info.free:
-            what, why = f"{self.name} with tensor parallelism", "each process has a slice of the head alone"
-            raise Unsupported(what, why, "Use one process, or replicas")
-        from shoal.draft import part_file
-
-        folder = self.part or part_file.shipped(self.name, info)
-        if folder is None:
-            raise ValueError(f"{self.name} has no part to guess with, and none for this model comes with Shoal; give "
-                             f"part, the folder that `shoal train {self.name}` wrote")
-        part, key = part_file.read(folder, self.name, info), (self.name, repr(self))
+        part, key = part_of(self.name, self.part, info), (self.name, repr(self))
         known = info.memory.get(key)
         if known is None or known[0] is not part.tensors:
             known = info.memory[key] = part.tensors, make(part)
         proposer: Proposer = known[1]
         return proposer
+
+
+def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
+    """The part of a folder, or the one that comes with Shoal for the model.
+
+    Raises:
+        ValueError: no part was named and none comes with Shoal, or it cannot be read, or is of another kind.
+        Unsupported: it was trained for another model.
+    """
+    if not info.free:
+        what, why = f"{kind} with tensor parallelism", "each process has a slice of the head alone"
+        raise Unsupported(what, why, "Use one process, or replicas")
+    from shoal.draft import part_file
+
+    found = folder or part_file.shipped(kind, info)
+    if found is None:
+        raise ValueError(f"{kind} has no trained part, and none for this model comes with Shoal; give part, the folder "
+                         f"that `shoal train {kind}` wrote")
+    return part_file.read(found, kind, info)

@@ -15,7 +15,7 @@ from shoal.engine.engine import Engine
 from shoal.train import files
 from shoal.train.corpus import Corpus
 from shoal.train.loop import TrainingRun
-from shoal.train.part import PartModule
+from shoal.train.part import ShippedModule, TrainedModule
 
 Weights = Literal["int8", "int6", "bfloat16", "float32"]
 _LARGEST = {"int8": 127, "int6": 31}
@@ -23,7 +23,7 @@ _LARGEST = {"int8": 127, "int6": 31}
 
 
 def export(
-    folder: Path, engine: Engine, module: PartModule, weights: Weights = "int8", **facts: Any
+    folder: Path, engine: Engine, module: ShippedModule, weights: Weights = "int8", **facts: Any
 ) -> dict[str, Any]:
     """Write the tensors, then the card; returns the card.
 
@@ -50,13 +50,13 @@ def export(
     return card
 
 
-def trained(corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
-    """What a card says of the training."""
+def trained(module: TrainedModule, corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
+    """What a card says of the training, and of guesses if there are any."""
     accepted = run.accepted[-1] if run.accepted else []
+    guesses = {"acceptance": [round(share, 4) for share in accepted], "tokens_per_forward": round(1 + sum(accepted), 4)}
     return {
-        "answers": {**corpus.facts, "digest": corpus.digest}, "acceptance": [round(share, 4) for share in accepted],
-        "tokens_per_forward": round(1 + sum(accepted), 4), "steps": [run.step, run.steps],
-        "training_tokens": run.tokens, "minutes": round(run.seconds / 60, 1),
+        "answers": {**corpus.facts, "digest": corpus.digest}, **(guesses if module.guesses else {}),
+        "steps": [run.step, run.steps], "training_tokens": run.tokens, "minutes": round(run.seconds / 60, 1),
     }
 
 

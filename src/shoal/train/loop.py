@@ -129,7 +129,7 @@ class Trainer:
                 run.losses.append(sum(losses) / len(losses))
                 run.accepted.append(self.validate())
                 losses = []
-                self._tell(_line(run))
+                self._tell(_line(run, self._module.guesses))
             if time.monotonic() - kept > keep:
                 self.save()
                 kept = time.monotonic()
@@ -198,7 +198,8 @@ def _rate(step: int, steps: int) -> float:
     return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
 
 
-def _line(run: TrainingRun) -> str:
+def _line(run: TrainingRun, guesses: bool) -> str:
     shares = " ".join(f"{share:.3f}" for share in run.accepted[-1])
-    return (f"step {run.step} of {run.steps}, {run.seconds / 60:.1f} minutes, loss {run.losses[-1]:.3f}, right up to "
-            f"each depth: {shares}, tokens per forward {1 + sum(run.accepted[-1]):.2f}")
+    right = f"right up to each depth: {shares}, tokens per forward {1 + sum(run.accepted[-1]):.2f}"
+    return (f"step {run.step} of {run.steps}, {run.seconds / 60:.1f} minutes, loss {run.losses[-1]:.3f}, "
+            f"{right if guesses else f'words right: {shares}'}")

@@ -88,9 +88,11 @@ class TrainedModule(nn.Module, ABC):
 
     Attributes:
         kind: its name in `shoal train`.
+        guesses: whether it guesses ahead, so that what is right at each depth tells of its speed.
     """
 
     kind: ClassVar[str]
+    guesses: ClassVar[bool] = True
 
     @abstractmethod
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
@@ -105,8 +107,16 @@ class TrainedModule(nn.Module, ABC):
         """The numbers that say how the tensors fit together."""
 
 
-class PartModule(TrainedModule):
+class ShippedModule(TrainedModule):
     """A part under training; its kind is the name of the method that uses it."""
+
+    @abstractmethod
+    def exported(self) -> dict[str, Tensor]:
+        """What ships, by name."""
+
+
+class PartModule(ShippedModule):
+    """A part that guesses tokens from the model's states alone."""
 
     @classmethod
     @abstractmethod
@@ -120,10 +130,6 @@ class PartModule(TrainedModule):
             depths: guesses in a row; None for what suits it.
             seed: of the first weights.
         """
-
-    @abstractmethod
-    def exported(self) -> dict[str, Tensor]:
-        """What ships, by name."""
 
 
 class CutHead(nn.Module):

@@ -78,7 +78,7 @@ def test_positions_far_beyond_the_first_table(backend: Backend, changes: dict[st
     ids = prompt(700, 1)
     changes = {**changes, "max_position_embeddings": 1024}
     logits = chunked_logits(backend.stack("llama", **changes), ids, (250, 1, 9, 300, 1, 139))
-    assert gap(logits, own(reference("llama", **changes), ids)) <= 1.5 * backend.exact  # the largest of many more logits
+    assert gap(logits, own(reference("llama", **changes), ids)) <= 1.5 * backend.exact  # of many more logits
 
 
 @executors
