@@ -78,8 +78,17 @@ def test_too_many_tokens_read_it_all() -> None:
 def test_where_bounds_let_too_much_through_the_head_is_read_whole_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.model.packed.native.model._MOST_READ", 0.0)
     forward = forward_of(head(), 1, 2, CASE)
-    whole = [bool((forward(True) > -torch.inf).all()) for _ in range(35)]
-    assert whole == [False, *[True] * 32, False, True]
+    whole = [bool((forward(True) > -torch.inf).all()) for _ in range(100)]
+    rests = [1, 2, 4, 8, 16, 32, 32]
+    assert whole == [read for rest in rests for read in (False, *[True] * rest)][:100]
+
+
+def test_one_forward_in_which_bounds_are_good_starts_the_rests_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, found = forward_of(head(), 1, 2, CASE), []
+    for most in [0.0] * 4 + [1.0] * 3 + [0.0] * 3:
+        monkeypatch.setattr("shoal.model.packed.native.model._MOST_READ", most)
+        found.append(bool((forward(True) > -torch.inf).all()))
+    assert found == [False, True, False, True, True, False, False, False, True, False]
 
 
 def test_equals_are_all_there() -> None:

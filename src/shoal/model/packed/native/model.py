@@ -37,8 +37,9 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
 """Share of the head that bounds may let through: more is not worth reading five eighths of it before (measured)."""
-_WHOLE = 32
-"""Forwards that read the whole head after one in which they did; then bounds are tried again."""
+_MOST_WHOLE = 32
+"""Forwards that read the whole head before bounds are tried again, at most: one after they let too much through, two when
+they do so again at once, then four, and so on."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class NativeModel:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
+        self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
         self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def bind(
@@ -280,8 +282,8 @@ class NativeModel:
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work
-        if int(read) * LANES > _MOST_READ * self.spec.vocab:
-            self._whole[len(batch.wanted)] = _WHOLE
+        if struct.likeliest:
+            self._note_read(len(batch.wanted), int(read) * LANES > _MOST_READ * self.spec.vocab)
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
@@ -331,6 +333,11 @@ class NativeModel:
         count = torch.get_num_threads() if threads is None else threads
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
+
+    def _note_read(self, tokens: int, much: bool) -> None:
+        """What became of bounds for so many tokens."""
+        self._failed[tokens] = min(_MOST_WHOLE, 2 * self._failed.get(tokens, 0) or 1) if much else 0
+        self._whole[tokens] = self._failed[tokens]
 
     def _bounds_pay(self, tokens: int) -> bool:
         """Whether bounds are to be tried, which of late did not let too much through for so many tokens."""
