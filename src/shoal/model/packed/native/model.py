@@ -38,7 +38,7 @@ _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
 """Share of the head that bounds may let through: more is not worth reading five eighths of it before (measured)."""
 _MOST_WHOLE = 32
-"""Forwards that read the whole head before bounds are tried again, at most: one after they let too much through, two when
+"""Most forwards that read the whole head before bounds are tried again: one after they let too much through, two when
 they do so again at once, then four, and so on."""
 
 
