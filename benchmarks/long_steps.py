@@ -6,9 +6,9 @@
 
 A context is the beginning of a text. It is read once for the full model and for all methods that read prompts as it
 does, and once by each of the others; then every system has a row that goes on by `ticks` tokens a turn, in turns by
-the round. Methods with a number of columns get `--budget` of the context, 64 at least. `attention` is by how much a
-step exceeds one after the shortest context, the full model's over the method's. llama.cpp has its KV in float16, and
-in 8 bits. The last line on stdout is the result as JSON.
+the round. Methods with a number of columns get `--budget` of the context, 64 at least. `short` is the full model behind
+64 tokens, and `attention` by how much a step exceeds that, the full model's over the method's. llama.cpp has its KV in
+float16, and in 8 bits. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from shoal.eval.long.shared import SharedPrompts
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 
-FULL = "full"
+FULL, SHORT = "full", "short"
 PEER = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
 """How llama.cpp keeps its KV, by name."""
-_READ, _FEWEST = 512, 64
+_READ, _FEWEST, _SHORTEST = 512, 64, 64
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     most = (engine.stack.max_positions or sys.maxsize) - args.most  # what is written must fit as well
     for length in (min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)):
         systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
+        systems[SHORT] = going(engine, Full(), words[:_SHORTEST], args.most)
         times = measured(systems, args)
         contexts.append((length, {name: one.kv_bytes for name, one in systems.items()}, times))
         del systems  # and their KV
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         **report.heading(env.collect(), ["python", "benchmarks/long_steps.py", *argv]), "kind": "long steps",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "budget": str(args.budget), "idle": {"before": before}, "roof": roofs,
-        "contexts": [told(length, kv, times, contexts[0][2]) for length, kv, times in contexts],
+        "contexts": [told(*context) for context in contexts],
     }, args.json)
     return 0
 
@@ -81,9 +82,14 @@ def rows(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterato
     columns = max(_FEWEST, int(len(prompt) * args.budget))
     methods: dict[str, Method] = {FULL: Full(), **args.methods}
     for label, method in methods.items():
-        forks = shared.under(at_budget(method, columns, len(prompt)) or method, args.most)
-        step, kv_bytes = forks.begin(prompt, {"max_new_tokens": args.most, "ignore_eos": True})
-        yield getattr(getattr(method, "inner", None), "name", label), Going(step, kv_bytes)
+        at = at_budget(method, columns, len(prompt)) or method
+        yield getattr(getattr(method, "inner", None), "name", label), going(engine, at, prompt, args.most, shared)
+
+
+def going(engine: Engine, method: Method, prompt: list[int], most: int, shared: SharedPrompts | None = None) -> Going:
+    """A method behind a prompt, which `shared` may have read."""
+    forks = (shared or SharedPrompts(engine, [prompt], 1)).under(method, most)
+    return Going(*forks.begin(prompt, {"max_new_tokens": most, "ignore_eos": True}))
 
 
 class Peer:
@@ -126,11 +132,10 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def told(
-    length: int, kv: dict[str, int | None], times: dict[str, list[float]], shortest: dict[str, list[float]]
-) -> dict[str, Any]:
+def told(length: int, kv: dict[str, int | None], times: dict[str, list[float]]) -> dict[str, Any]:
     """What was found of one context."""
-    more = {name: statistics.median(found) - statistics.median(shortest[name]) for name, found in times.items()}
+    more = {name: statistics.median(a - b for a, b in zip(found, times[SHORT], strict=True))
+            for name, found in times.items()}
     return {
         "tokens": length, "kv_bytes": kv, "seconds": {name: figure(found) for name, found in times.items()},
         "speed": {name: ratio(a / b for a, b in zip(times[FULL], found, strict=True)) for name, found in times.items()},
