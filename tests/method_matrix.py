@@ -161,7 +161,7 @@ MATRIX: tuple[Method, ...] = (
     CentroidKV(removed=0.0),
     CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
     DynamicContext(part_for("dynamic_context", "llama"), threshold=None),
-    DynamicContext(part_for("dynamic_context", "llama"), every=3),
+    DynamicContext(part_for("dynamic_context", "llama"), every=2),
     Mustafar(sparsity=0.0),
     Mustafar(sparsity=0.6, window=1, every=2),
 )

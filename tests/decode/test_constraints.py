@@ -43,7 +43,7 @@ from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_
 from turns import by_turns
 
 TURNS = Ruled(turns)
-_APART = ("snapkv", "centroid_kv", "mustafar", "entropy_adaptive", "superposed", "atts")
+_APART = ("snapkv", "centroid_kv", "mustafar", "dynamic_context", "entropy_adaptive", "superposed", "atts")
 BOUND = [method for method in MATRIX if not isinstance(method, TrimR) or method.share is None]
 """Those that put in no tokens of their own, which no law has allowed."""
 FORCED = [method for method in BOUND if "window=4" not in repr(method) and method.name not in _APART]
