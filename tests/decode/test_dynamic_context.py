@@ -168,6 +168,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     part = part_for("dynamic_context", "llama")
     with pytest.raises(ValueError, match="every is 0; it must be at least 1 token"):
         DynamicContext(part, every=0)
+    with pytest.raises(ValueError, match="dynamic_context has no trained part, and none for this model comes"):
+        target("llama").generate([1, 2], method="dynamic_context")
     with pytest.raises(ValueError, match="kind 'eagle'; dynamic_context needs one of kind 'dynamic_context'"):
         target("llama").generate([1, 2], method=DynamicContext(part_for("eagle", "llama")))
     with pytest.raises(Unsupported, match="it was trained for a model with the fingerprint"):

@@ -74,7 +74,7 @@ class Telling(Full):
 def default(name: str) -> Method:
     given: dict[str, dict[str, Any]] = {
         "schedule": {"order": (3, 2), "steps": (2, 5)}, "calibrated": {"inner": Schedule((3, 2), (2, 5))},
-        "double_sparsity": {"channels": (((0, 1),),) * NOMINAL.num_layers}, "dynamic_context": {"part": "nowhere"},
+        "double_sparsity": {"channels": (((0, 1),),) * NOMINAL.num_layers},
     }  # fmt: skip
     return methods.get(name)(**given.get(name, {}))
 

@@ -31,7 +31,8 @@ class DynamicContext(Method):
     model itself is not trained; in the paper it is, a little, beside the gate. Part: `shoal train dynamic_context`.
 
     Attributes:
-        part: the folder that `shoal train dynamic_context` wrote.
+        part: the folder that `shoal train dynamic_context` wrote; None for the part that comes with Shoal for the
+            model.
         threshold: tokens go whose score is below; None keeps all.
         every: what goes is given up whenever the answer has grown by so many tokens.
         random: seed by which tokens are drawn instead, as many as stayed when the gate was validated: the control.
@@ -42,9 +43,8 @@ class DynamicContext(Method):
     paper: ClassVar[str] = "arXiv 2412.00876"
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
     reads: ClassVar[tuple[str, ...]] = ("part",)
-    fills: ClassVar[tuple[str, ...]] = ("keep",)
 
-    part: str
+    part: str | None = None
     threshold: float | None = 0.0
     every: int = 16
     random: int | None = None
@@ -58,7 +58,8 @@ class DynamicContext(Method):
         """Every layer, and a part of the answer's KV.
 
         Raises:
-            ValueError: the part cannot be read, is of another kind, or reads a layer that the model has not.
+            ValueError: there is no part, or it cannot be read, is of another kind, or reads a layer that the model has
+                not.
             Unsupported: it was trained for another model, or no layer sees all of the text.
         """
         plan = DepthPlan.full(info.num_layers)
@@ -79,7 +80,7 @@ class DynamicContext(Method):
             known = info.memory[key] = part.tensors, TokenGate(part)
         gate: TokenGate = known[1]
         if gate.layer >= info.num_layers:
-            raise ValueError(f"the trained part {self.part!r} reads layer {gate.layer}; it must be in [1, "
+            raise ValueError(f"the trained part {part.name!r} reads layer {gate.layer}; it must be in [1, "
                              f"{info.num_layers - 1}] for this model. Train the part anew")
         return gate
 
