@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     words: list[int] = engine.tokenizer(args.text.read_text("utf-8"))["input_ids"]
     peer = Peer(args.model) if args.peer else None
     before, roofs, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
-    most = ((engine.stack.max_positions or sys.maxsize) - args.most) // _READ * _READ  # what is written must fit as well
+    most = ((engine.stack.max_positions or sys.maxsize) - args.most) // _READ * _READ  # what is written fits
     for length in (min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)):
         systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
         systems[SHORT] = going(engine, Full(), words[:_SHORTEST], args.most)
