@@ -131,27 +131,27 @@ static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char
 typedef struct {
     const char *first;
     int64_t step;
-} Found;
+} Strided;
 
 INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
 
 /* They are read where they are stored one behind the other, else brought together in `room`; zeros for a column that is none. */
-static Found find_lines(const Source *s, int values, const int32_t *columns, char *room) {
+static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
     const int64_t line = (int64_t)s->dim * form_bytes(s->form), step = round_up(line, 64);
     const char *stored = values ? s->values : s->keys;
-    if (in_a_row(columns) && columns[0] >= s->settled) return (Found){stored + columns[0] * line, line};
+    if (in_a_row(columns) && columns[0] >= s->settled) return (Strided){stored + columns[0] * line, line};
     for (int i = 0; i < 16; i++, room += step) {
         if (columns[i] < 0) memset(room, 0, line);
         else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room);
         else copy_line(room, stored + columns[i] * line, line);
     }
-    return (Found){room - 16 * step, step};
+    return (Strided){room - 16 * step, step};
 }
 
 /* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
-INLINE void lay_keys(Found from, int dim, char *to, const int form, const int bf16) {
+INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int bf16) {
     for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
         const char *line = from.first;
@@ -164,7 +164,7 @@ INLINE void lay_keys(Found from, int dim, char *to, const int form, const int bf
     }
 }
 
-INLINE void lay_values(Found from, int dim, char *to, const int form, const int bf16) {
+INLINE void lay_values(Strided from, int dim, char *to, const int form, const int bf16) {
     const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors;
     for (int i = 0; i < 16; i += 1 + bf16, from.first += (1 + bf16) * from.step)
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
