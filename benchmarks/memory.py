@@ -1,7 +1,7 @@
 """Whether requests take the memory that was predicted, and whether a server stays within its limit.
 
     python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--json OUT]
-    python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--json OUT]
+    python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--group NAME] [--json OUT]
 
 Requests are random: prompts of up to 1,000 tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by methods
 that store the KV in different forms. Each process of its own answers a few of them. Before each request the process is
@@ -10,8 +10,9 @@ that peak of the whole process (VmHWM), *private* the peak without pages of file
 mapped from a file), of which only what is in memory when the request ends is known.
 
 A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is
-read ten times a second, and the kernel says its peak. To have the system enforce the limit as well, start the command
-in a control group, such as by `systemd-run --scope -p MemoryMax=2G`. The last line on stdout is the report as JSON.
+read ten times a second, and the kernel says its peak. With `--group` the system enforces the limit as well: the server
+is put into that control group of memory, which is made with the same limit (this takes root), and the kernel ends it if
+it takes more. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--serve", metavar="SIZE")
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--group", metavar="NAME")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
     if args.answer:
         return answer(args.model[0], json.load(sys.stdin))
-    found = served(args.model[0], args.serve, args.minutes) if args.serve else predicted(args.model, args.requests)
+    found = served(args.model[0], args.serve, args.minutes, args.group) if args.serve else predicted(args.model, args.requests)
     shown = [word if word not in args.model else Path(word).name for word in words]
     heading = report.heading(env.collect(), ["python", "benchmarks/memory.py", *shown])
     report.publish({**heading, "kind": "memory", **found}, args.json)
@@ -155,13 +157,16 @@ def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
                         for method in names}}
 
 
-def served(model: str, memory: str, minutes: float) -> dict[str, Any]:
+def served(model: str, memory: str, minutes: float, name: str | None) -> dict[str, Any]:
     """A server with a limit under mixed load."""
+    group = ControlGroup(name, parse(memory)) if name else None
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     words = ["serve", "--model", model, "--memory", memory, "--port", str(port), "--methods",
              "full,prompt_lookup,kv_int8,snapkv", "--served-model-name", "m", "--no-playground"]
     server = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.DEVNULL)
+    if group:
+        group.take(server.pid)
     try:
         url, answers = f"http://127.0.0.1:{port}/v1", Counter[str]()
         while not reachable(url):
@@ -183,16 +188,35 @@ def served(model: str, memory: str, minutes: float) -> dict[str, Any]:
     limit = parse(memory)
     return {"model": Path(model).name, "limit": limit, "minutes": minutes, "answers": dict(answers),
             "server_alive_at_end": alive, "peak": peak, "within": peak <= limit, "samples": len(sizes),
-            "samples_above": sum(size > limit for size in sizes), "enforced_by": enforced()}
+            "samples_above": sum(size > limit for size in sizes), "group": group.report() if group else None}
 
 
-def enforced() -> str:
-    """What beside the server itself keeps to a limit."""
-    try:
-        group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip().lstrip("/")
-        return "memory.max " + (Path("/sys/fs/cgroup") / group / "memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return "nothing: the server's memory was read, not limited"
+class ControlGroup:
+    """A group of processes whose memory the system limits; made anew if need be.
+
+    Args:
+        name: a folder in the hierarchy of memory, such as `shoal`.
+        limit: bytes, pages of files among them.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        root = Path("/sys/fs/cgroup")
+        self._old = (root / "memory/memory.limit_in_bytes").exists()
+        self._folder = (root / "memory" if self._old else root) / name
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / ("memory.limit_in_bytes" if self._old else "memory.max")).write_text(str(limit))
+
+    def take(self, pid: int) -> None:
+        """Put a process into the group; what it starts from now on belongs to it, too."""
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def report(self) -> dict[str, Any]:
+        """The limit, the peak with pages of files, and how many processes were ended for want of memory."""
+        names = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control") if self._old else (
+            "memory.max", "memory.peak", "memory.events")
+        limit, peak, events = ((self._folder / name).read_text() for name in names)
+        killed = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
+        return {"limit": int(limit), "peak": int(peak), "ended_for_memory": int(killed[1]) if killed else None}
 
 
 def reachable(url: str) -> bool:
