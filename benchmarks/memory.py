@@ -61,7 +61,8 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     if args.answer:
         return answer(args.model[0], json.load(sys.stdin))
-    found = served(args.model[0], args.serve, args.minutes, args.group) if args.serve else predicted(args.model, args.requests)
+    found = (served(args.model[0], args.serve, args.minutes, args.group) if args.serve
+             else predicted(args.model, args.requests))
     shown = [word if word not in args.model else Path(word).name for word in words]
     heading = report.heading(env.collect(), ["python", "benchmarks/memory.py", *shown])
     report.publish({**heading, "kind": "memory", **found}, args.json)
