@@ -61,9 +61,11 @@ WISHES: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", WISHES)
 def test_who_asks(file: Path, asked: list[tuple[int, bool]], name: str) -> None:
-    engine, (wish, alone) = shoal.load(file), WISHES[name]
-    engine.generate([IDS], max_new_tokens=6, **wish)
+    engine: Any = shoal.load(file)
+    wish, alone = WISHES[name]
+    engine.generate([IDS * 8], max_new_tokens=6, **wish)
     assert asked and {likeliest for _, likeliest in asked} == {alone}
+    assert (engine.stack.bound_bytes == 0) == alone, "bounds are made for those who ask, and for nobody else"
 
 
 def test_who_shares_a_forward_with_one_who_asks_for_all_gets_all(file: Path, asked: list[tuple[int, bool]]) -> None:

@@ -340,7 +340,9 @@ class NativeModel:
         self._whole[tokens] = self._failed[tokens]
 
     def _bounds_pay(self, tokens: int) -> bool:
-        """Whether bounds are to be tried, which of late did not let too much through for so many tokens."""
+        """Whether bounds are to be tried, which of late did not let too much through for so many tokens; not for none."""
+        if not tokens:
+            return False
         if left := self._whole.get(tokens):
             self._whole[tokens] = left - 1
         return not left and self._knows_upper
