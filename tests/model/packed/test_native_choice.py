@@ -127,3 +127,57 @@ def test_waiting_for_a_choice_is_no_sign_of_other_work(
     assert not notes
     model.forward(NativeBatch.chain([1], BASE), kv)
     assert len(notes) == 1
+
+
+MANY = 6000
+SPREADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "few sizes": lambda x: x.sign(),
+    "all the same": lambda x: torch.ones_like(x),
+    "far apart": lambda x: x.sign() * torch.exp(4 * x.abs()),
+    "ascending": lambda x: x.sort(0).values,
+    "one beyond all": lambda x: torch.cat([torch.zeros_like(x[1:]), 8 * torch.ones_like(x[:1])]),
+    "none": lambda x: torch.zeros_like(x),
+}
+
+
+def newest_largest(queries: Tensor, keys: Tensor, count: int) -> list[Tensor]:
+    """Per token int32 [kv_heads, count], by sorting: queries [tokens, heads, dim], keys [kv_heads, columns, dim]."""
+    chosen = []
+    for token, own in enumerate(queries.double()):
+        last = keys.shape[1] - len(queries) + token
+        grouped = own.view(len(keys), -1, own.shape[-1])
+        scores = (grouped @ keys[:, : last + 1].double().mT).amax(1).round(decimals=8)
+        scores[:, last] = torch.inf
+        order = scores.flip(1).argsort(dim=1, descending=True, stable=True)[:, :count]  # of equals the newest
+        chosen.append((last - order).sort(1).values.int())
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 700, 4100, MANY - 1])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_of_many_columns_the_largest_are_read(spread: str, count: int) -> None:
+    """Long lists are cut into tasks, and the search for where they end begins at a few of the scores."""
+    case = Case(layers=2, windows=(None, None), positions=MANY + 64)
+    model, dice = make_twin(case).native, torch.Generator().manual_seed(3)
+    keys, values = storage(case, 1, MANY + 64)
+    sizes = SPREADS[spread](torch.randn(MANY, generator=dice))
+    for layer in range(2):
+        keys[layer][0, :, :MANY] = sizes[:, None] * torch.randn(case.head_dim, generator=dice)
+        values[layer][0, :, :MANY] = torch.randn(HEADS, MANY, case.head_dim, generator=dice)
+    kv, batch = model.bind(keys, values), NativeBatch.chain(range(10, 10 + TOKENS), MANY, range(TOKENS))
+    named: list[Tensor] = []
+
+    def choose(entry: int, queries: Tensor) -> Chosen:
+        if entry:
+            return named
+        named[:] = newest_largest(queries, keys[0][0, :, : MANY + TOKENS], count)
+        return [None] * TOKENS
+
+    expected = model.forward(batch, kv, threads=2, choose=choose)
+    choice = native.ColumnChoice(count, bytes((1, 2)), MANY + TOKENS)
+    found = model.forward(batch, kv, threads=2, choices=[choice] * TOKENS)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, model.forward(batch, kv, threads=1, choices=[choice] * TOKENS))
+    if count < MANY // 2 and spread != "all the same":
+        assert not torch.allclose(found, model.forward(batch, kv), rtol=1e-4, atol=1e-4), "all columns would do"

@@ -44,12 +44,6 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
-/* Where byte `at` of the keys (side 0) or values (1) of a slot lies; where column `next` is a bitmap, the numbers of as many columns. */
-INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) {
-    if (next < s->settled) return s->older[side].numbers + at * s->numbers / s->dim;
-    return (side ? s->values : s->keys) + at;
-}
-
 /* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. The first
    of few fetch what follows from column `next` on. */
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
@@ -90,18 +84,20 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         }
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
+        w->chunk.next = w->chunk.next_end;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
     }
 }
 
-/* What was selected for token number i, among the task's columns or in all, brought together chunk by chunk. */
+/* What was selected for token number i, among the task's columns or as many of the list, brought together chunk by chunk. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const int t = task->chosen->token[i], whole = gathers(w->run, task->entry, t);
-    const int low = whole ? 0 : task->low, high = whole ? INT32_MAX : task->high;
+    const int t = task->chosen->token[i], listed = gathers(w->run, task->entry, t);
+    const int low = listed ? 0 : task->low, high = listed ? INT32_MAX : task->high;
     const Reads reads = reads_of(w->run, task->entry, t);
     if (!reads.count) return;
     const int32_t *from = reads.columns + (int64_t)task->head * reads.count, *end = from + reads.count;
+    if (listed) from += task->split * SPLIT, end = from + min_int(SPLIT, (int)(end - from));
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
         const int64_t half = size / 2;
         if (from[half] < low) from += half + 1, size -= half + 1;
@@ -113,6 +109,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
         for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
+        w->chunk.next = from, w->chunk.next_end = end;
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
     }
@@ -122,12 +119,13 @@ static void attend_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
     const Source source = source_of(w->run, task);
     if (!w->stored) store_new(w, task);
-    int here[MAX_TOKENS]; /* whether the task has anything for a token */
+    int here[MAX_TOKENS], all = 0; /* whether the task has anything for a token; whether for one that has nothing listed */
     for (int i = s->first; i < s->last; i++) {
-        here[i - s->first] = task->split == 0 || !gathers(w->run, task->entry, task->chosen->token[i]);
+        const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
+        here[i - s->first] = !parts || task->split < parts, all |= !parts;
         if (here[i - s->first]) ready_queries(w, task, i);
     }
-    attend_columns(w, task, &source);
+    if (all) attend_columns(w, task, &source);
     for (int i = s->first; i < s->last; i++)
         if (here[i - s->first]) attend_selected(w, task, &source, i);
 }
@@ -184,7 +182,7 @@ static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segm
     const Run *r = w->run;
     const int dim = r->m->head_dim, heads = r->m->heads;
     for (int k = s->first * heads + w->id; k < s->last * heads; k += w->threads) {
-        const int i = k / heads, head = k % heads, splits = gathers(r, entry, c->token[i]) ? 1 : s->splits;
+        const int i = k / heads, head = k % heads, parts = listed_parts(r, entry, c->token[i]), splits = parts ? parts : s->splits;
         float *out = r->attended + (int64_t)k * dim, peak = -INFINITY, total = 0;
         for (int split = 0; split < splits; split++) peak = fmaxf(peak, state_at(r, s, split, i, head)->peak);
         memset(out, 0, sizeof(float) * dim);

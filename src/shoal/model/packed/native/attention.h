@@ -68,6 +68,7 @@ typedef struct {
     float *tops[MOST_QUERIES];       /* where the largest scores of a few queries are noted by column; or NULL */
     int begins[MOST_QUERIES];        /* whether nothing was noted there yet */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
+    const int32_t *next, *next_end;  /* columns of the next chunk, where they do not follow those of this one; else equal */
     int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
     float cap;
 } Chunk;
@@ -178,11 +179,28 @@ INLINE void lay_values(Strided from, int dim, char *to, const int form, const in
         }
 }
 
+/* Where byte `at` of the keys (side 0) or values (1) lies; where column `next` is a bitmap, the numbers of as many columns. */
+INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) {
+    if (next < s->settled) return s->older[side].numbers + at * s->numbers / s->dim;
+    return (side ? s->values : s->keys) + at;
+}
+
+/* Lines from all over the cache are nothing that processors fetch by themselves. */
+INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
+    const int64_t line = (int64_t)s->dim * form_bytes(s->form);
+    for (const int32_t *column = c->next + first; column < c->next_end && column < c->next + first + 16; column++)
+        for (int side = 0; side < 2; side++) {
+            const char *at = lines_ahead(s, side, max_int(*column, 0) * line, *column);
+            for (int64_t byte = 0; byte < line; byte += 64) fetch_far(at + byte);
+        }
+}
+
 INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = 0; i < count; i += 16) {
+        fetch_lines(c, s, i);
         lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
         lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, form, bf16);
     }

@@ -29,8 +29,13 @@ INLINE Reads reads_of(const Run *r, int entry, int t) {
     return (Reads){b->choices[t].columns, b->choices[t].count};
 }
 
-/* Whether what token t reads was chosen here: it is brought together in one task, since it is little. */
+/* Whether what token t reads was chosen here: tasks then share in the list of it, not in the columns. */
 INLINE int gathers(const Run *r, int entry, int t) { return !r->b->select && reads_of(r, entry, t).count > 0; }
+
+/* Of how many tasks each KV head of such a token is made: fewer than its columns would take; 0 for any other token. */
+INLINE int listed_parts(const Run *r, int entry, int t) {
+    return gathers(r, entry, t) ? (reads_of(r, entry, t).count + SPLIT - 1) / SPLIT : 0;
+}
 
 /* Where the scores of token t and a KV head are noted, from column `base` on; NULL where it does not choose. A chunk may begin
    before column 0 and go on behind the last one. */
@@ -51,15 +56,51 @@ static int count_from(const Bits *ranks, int count, uint32_t least) {
     return found;
 }
 
-/* The largest rank that `k` ranks or more are not below, found bit by bit; or a smaller one that just k are not below. */
-static uint32_t find_rank(const Bits *ranks, int count, int k) {
-    uint32_t least = 0;
-    for (uint32_t bit = 0x80000000u; bit; bit >>= 1) {
-        const int found = count_from(ranks, count, least | bit);
-        if (found >= k) least |= bit;
-        if (found == k) break;
+/* Ranks between which a search goes on: at least k are not below `low`, fewer than k not below `high`. */
+typedef struct {
+    uint32_t low, high;
+    int above_low, above_high; /* how many are not below them */
+} Bracket;
+
+/* Narrow a bracket by what a rank in it shows; whether just k are not below it. */
+static int look_at(const Bits *ranks, int count, int k, uint32_t rank, Bracket *in) {
+    if (rank <= in->low || rank >= in->high) return 0;
+    const int found = count_from(ranks, count, rank);
+    if (found >= k) in->low = rank, in->above_low = found;
+    else in->high = rank, in->above_high = found;
+    return found == k;
+}
+
+/* The largest rank that `k` ranks or more are not below, or a smaller one that just k are not below. Where the count is
+   expected to reach k if ranks were evenly spread, and every third time in the middle, which ends every search. */
+static uint32_t narrow(const Bits *ranks, int count, int k, Bracket in) {
+    for (int step = 1; in.high - in.low > 1; step++) {
+        const double share = step % 3 ? (in.above_low - k + 0.5) / (in.above_low - in.above_high) : 0.5;
+        const uint32_t width = in.high - in.low, at = (uint32_t)(share * width);
+        if (look_at(ranks, count, k, in.low + (at < 1 ? 1 : at < width ? at : width - 1), &in)) break;
     }
-    return least;
+    return in.low;
+}
+
+#define SAMPLES 1024 /* of many ranks, by which the search for one begins */
+
+/* As `narrow`, of all ranks. What a like share of some samples is not below is near, so ranks around it are looked at first. */
+static uint32_t find_rank(const Bits *ranks, int count, int k) {
+    Bracket in = {0, UINT32_MAX, count, 0};
+    const int step = count / SAMPLES;
+    if (step >= 4) {
+        Bits some[SAMPLES];
+        for (int i = 0; i < SAMPLES; i++) some[i] = ranks[i * step + i % step];
+        const int about = (int)((int64_t)k * SAMPLES / count), off = 1 + (int)(2 * sqrtf((float)about));
+        const Bracket all = {0, UINT32_MAX, SAMPLES, 0};
+        for (int side = -1; side <= 1; side += 2) {
+            const int near = about + side * off;
+            if (near < 1 || near >= SAMPLES) continue;
+            const uint32_t rank = narrow(some, SAMPLES, near, all);
+            if (look_at(ranks, count, k, rank, &in)) return rank;
+        }
+    }
+    return narrow(ranks, count, k, in);
 }
 
 /* List the columns with the largest scores of one KV head, ascending, behind -1s where there are too few; of equals the newest. */
@@ -67,7 +108,10 @@ static void list_largest(const Run *r, int t, int head, int stored) {
     const ShoalChoice *c = r->b->choices + t;
     const int own = stored + r->b->node[t];
     Bits *ranks = (Bits *)c->scores + (int64_t)head * c->room + CHUNK; /* in the place of the scores */
-    for (int i = 0; i < own; i++) ranks[i] = rank_of(ranks[i]);
+    for (int i = 0; i < own; i++) {
+        const uint32_t rank = rank_of(ranks[i]);
+        ranks[i] = rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* nothing is as near as the token's own column */
+    }
     for (int i = r->b->ancestors[t] ? stored : own; i < own; i++)
         if (!(r->b->ancestors[t] >> (i - stored) & 1)) ranks[i] = 0;
     ranks[own] = UINT32_MAX;

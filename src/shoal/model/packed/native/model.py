@@ -340,7 +340,7 @@ class NativeModel:
         self._whole[tokens] = self._failed[tokens]
 
     def _bounds_pay(self, tokens: int) -> bool:
-        """Whether bounds are to be tried, which of late did not let too much through for so many tokens; not for none."""
+        """Whether bounds are to be tried for so many tokens, if any: of late they did not let too much through."""
         if not tokens:
             return False
         if left := self._whole.get(tokens):
