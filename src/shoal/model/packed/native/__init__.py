@@ -1,4 +1,4 @@
-"""Decoding kernels in C for Llama-shaped models: x86-64 with AMX, AVX-512 (BF16 and VNNI) or AVX2, ARM with NEON.
+"""Decoding kernels in C for Llama-shaped models: x86-64 with AMX, AVX-512 (BF16, VBMI2, VNNI) or AVX2, ARM with NEON.
 
 They come compiled in a wheel, or the system's compiler makes them on first use. They are called through ctypes, never
 required: where they cannot run, `available()` is false and `why_not()` says why. A token's result does not depend, bit

@@ -17,9 +17,9 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _BASE = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fopenmp")
-_AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_AVX512 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi2", "-mavx512vnni")
 _VECTORS = {
-    "amx": (*_AVX512, "-mavx512vbmi2", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3",),
     # Scheduled before registers are given out, sums spill. What is fused must not differ with the number of tokens.
@@ -27,9 +27,9 @@ _VECTORS = {
 }
 _MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 """Vectors that the processors of a family may have, the widest first."""
-_AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+_AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512_vbmi2"}
 _NEEDED = {
-    "amx": {*_AVX512_FEATURES, "avx512_vbmi2", "amx_tile", "amx_int8", "amx_bf16"},
+    "amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"},
     "avx512": _AVX512_FEATURES,
     "avx2": set[str](),
     "neon": {"asimd", "asimddp"},

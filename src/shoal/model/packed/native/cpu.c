@@ -44,8 +44,8 @@ const char *shoal_missing_feature(void) {
     if (!__builtin_cpu_supports("avx512dq")) return "avx512dq";
     if (!__builtin_cpu_supports("avx512vnni")) return "avx512vnni";
     if (!__builtin_cpu_supports("avx512bf16")) return "avx512bf16";
-#ifdef SHOAL_AMX
     if (!__builtin_cpu_supports("avx512vbmi2")) return "avx512vbmi2";
+#ifdef SHOAL_AMX
     if (!has_tile_units()) return "amx_int8 or amx_bf16";
     if (syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA)) return "leave to use its tile registers";
 #endif

@@ -1,4 +1,4 @@
-/* Vectors of 16 lanes on AVX-512 with BF16 and VNNI: every operation is an instruction or two. */
+/* Vectors of 16 lanes on AVX-512 with BF16, VBMI2 and VNNI: every operation is an instruction or two. */
 #ifndef SHOAL_VECTOR_AVX512_H
 #define SHOAL_VECTOR_AVX512_H
 
@@ -114,14 +114,7 @@ INLINE Vi spread_wide(Mask mask, const void *from) {
 }
 INLINE Vi vi_spread_bf16(Mask mask, const void *from) { return _mm512_slli_epi32(spread_wide(mask, from), 16); }
 INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
-#ifdef __AVX512VBMI2__
     return _mm512_maskz_expand_epi16(mask, vi_load_halves(first_ones(mask), from));
-#else /* by words, 16 halves at a time */
-    const char *rest = (const char *)from + 2 * __builtin_popcount(mask & 0xffff);
-    const __m256i low = _mm512_cvtepi32_epi16(spread_wide((Mask)mask, from));
-    const __m256i high = _mm512_cvtepi32_epi16(spread_wide((Mask)(mask >> 16), rest));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-#endif
 }
 
 /* Words of x and y in turn: of their first eight, of their last eight. */
