@@ -73,7 +73,36 @@ def test_a_gate_is_trained_and_used(
     assert len(said[0]["tokens"]) == len(said[1]["tokens"])
 
 
+def healed(capsys: Any, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
+    options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--rank", 2, "--out", out]
+    assert main(["train", "heal", *map(str, [*options, *words]), "--json"]) == 0
+    told, err = capsys.readouterr()
+    return json.loads(told), err
+
+
+def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    """For a depth plan, and a smaller model that was cut out of it; the same command goes on."""
+    pytest.importorskip("peft", reason="shoal train heal needs the package peft")
+    words = ["--model", tiny_folder, "--prompts", prompts, "--answers", tmp_path / "answers"]
+    card, err = healed(capsys, tmp_path / "deep", *words, "--under", "d3:mean=0.9,full")
+    assert card["part"] == "heal" and set(card["plans"]) == {"d3:mean=0.9", "full"} and card["steps"][0] > 0
+    assert "of the words are the model's own" in err and "--method d3:mean=0.9" in err and "acceptance" not in card
+    again, err = healed(capsys, tmp_path / "deep", *words, "--under", "d3:mean=0.9,full")
+    assert "going on at step" in err and again["plans"] == card["plans"]
+    assert main(["prune", "depth", "--model", tiny_folder, "--drop", "1", "--out", str(tmp_path / "short")]) == 0
+    capsys.readouterr()
+    card, _ = healed(capsys, tmp_path / "wide", *words, "--student", tmp_path / "short")
+    assert card["plans"]["full"]["before"]["distance"] > 0
+    for name, options in (("deep", ["--method", "d3", "--mean", "0.9"]), ("wide", [])):
+        command = ["generate", "the sun", "--model", str(tmp_path / name), "--max-new-tokens", "12", "--json", *options]
+        assert main(command) == 0
+        assert json.loads(capsys.readouterr().out)["tokens"]
+
+
 @pytest.mark.parametrize("words, message", [
+    (("heal",), "there is nothing to heal: name methods that drop layers by --under, or a smaller model by --student"),
+    (("heal", "--under", "full", "--rank", "0"), "--rank is 0; it must be at least 1"),
+    (("eagle", "--student", "x"), "--student belongs to heal; leave it out for eagle"),
     (("dynamic_context", "--keep", "1.5"), "--keep is 1.5; it must be above 0 and below 1"),
     (("eagle", "--keep", "0.4"), "--keep belongs to dynamic_context; leave it out for eagle"),
     (("dynamic_context", "--depths", "3"), "--depths belongs to eagle and medusa; leave it out for dynamic_context"),

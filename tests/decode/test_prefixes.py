@@ -23,7 +23,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv import KVCache
-from shoal.model.kv_copy import copy_in, copy_out
+from shoal.model.kv_copy import RowCopy, copy_in, copy_out
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {
@@ -155,6 +155,25 @@ def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
     assert len(scheduler.prefixes._entries) == 1
     answer(scheduler, prompt(6, 1), max_new_tokens=1)
     assert len(scheduler.prefixes._entries) == 1
+
+
+def test_room_is_made_before_there_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a store that is full would hold its limit and one text more."""
+    at_once: list[int] = []
+    copied = RowCopy.copied
+
+    def noted(self: RowCopy) -> RowCopy:
+        at_once.append(scheduler.prefixes.bytes + self.bytes)
+        return copied(self)
+
+    monkeypatch.setattr(RowCopy, "copied", noted)
+    scheduler = Scheduler(engine(), start=False)
+    answer(scheduler, prompt(30, 1), max_new_tokens=2)
+    scheduler.prefixes.limit = int(2.5 * at_once[0])
+    for seed in range(2, 8):
+        answer(scheduler, prompt(30, seed), max_new_tokens=2)
+    assert len(scheduler.prefixes._entries) == 2, "there is room for two"
+    assert max(at_once) <= scheduler.prefixes.limit
 
 
 def test_none_is_kept_when_there_is_no_memory_for_it() -> None:

@@ -18,7 +18,8 @@ from masked import masked_engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.deer import DEER
-from shoal.train.drafter import DrafterModule, DrafterShape, mask_token, write
+from shoal.train.drafter import DrafterModule, DrafterShape, mask_token
+from shoal.train.export import model as write_model
 from shoal.train.loop import Trainer, Training
 from shoal.train.part import Base, TextBatch, acceptance
 from tiny_corpus import PROMPTS, made
@@ -130,7 +131,8 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
 
 def written(folder: Path, one: DrafterModule | None = None) -> str:
-    write(folder, target("llama"), one or module())
+    one = one or module()
+    write_model(folder, target("llama"), one, one.checkpoint())
     return str(folder)
 
 

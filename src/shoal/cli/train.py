@@ -1,10 +1,12 @@
 """Train a small part beside a model, on the model's own answers: it guesses ahead, and the model confirms.
 
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
-point, the same command goes on where it was. Nothing of the model itself is trained.
+point, the same command goes on where it was. Nothing of the model itself is trained, but by `heal`.
 
 `dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV.
 `drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
+`heal` writes the model itself anew, with low-rank adapters that were trained to make up for layers that a depth plan
+drops, or for what `shoal prune` left out.
 `diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
 """
 
@@ -22,6 +24,7 @@ from shoal.cli.parser import Parser
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shoal.depth.plan import DepthPlan
     from shoal.engine.engine import Engine
     from shoal.train.corpus import Corpus, CorpusWish
     from shoal.train.drafter import DrafterShape
@@ -33,27 +36,30 @@ EXAMPLES = """examples:
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
+  shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
+  shoal train heal --model M.gguf --out healed --data DATA --student pruned
   shoal train diffusion --out canvas --threads 1
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
-DRAFTER, SCRATCH, CONTEXT = "drafter", "diffusion", "dynamic_context"
+DRAFTER, SCRATCH, CONTEXT, HEAL, FULL = "drafter", "diffusion", "dynamic_context", "heal", "full"
 _BATCH, _RATE = 2048, 3e-3
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": KINDS,
          **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
-         **dict.fromkeys(("keep", "gate_layer"), (CONTEXT,))}
+         **dict.fromkeys(("keep", "gate_layer"), (CONTEXT,)),
+         **dict.fromkeys(("under", "student", "rank"), (HEAL,))}
 """Options that not all kinds have."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, SCRATCH), help="eagle: a layer that goes on from "
-                        "the model's last states; medusa: a head for each of the next places; drafter: a small model "
-                        "that fills masks, for deer; dynamic_context: a gate for the KV; diffusion: a small model from "
-                        "scratch")
+    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, HEAL, SCRATCH), help="eagle: a layer that goes on "
+                        "from the model's last states; medusa: a head for each of the next places; drafter: a small "
+                        "model that fills masks, for deer; dynamic_context: a gate for the KV; heal: the model, for "
+                        "fewer layers or weights; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -94,6 +100,11 @@ def add_arguments(parser: Parser) -> None:
                       "tokens that is to stay")
     what.add_argument("--gate-layer", metavar="L", type=int, default=2, help="dynamic_context: the gate reads what "
                       "enters this layer, and less is kept from it on")
+    what.add_argument("--under", metavar="METHOD,...", help="heal: methods that drop layers, with options as in `shoal "
+                      "bench`, taken in turn; `full` among them keeps the full depth what it was")
+    what.add_argument("--student", metavar="DIR", help="heal: a smaller model that was cut out of --model, instead of "
+                      "--model itself")
+    what.add_argument("--rank", metavar="R", type=int, default=16, help="heal: of the adapters")
     what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
                       "text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
@@ -134,23 +145,24 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     import torch
 
-    from shoal.train import corpus, drafter, export
+    from shoal.train import corpus, export
     from shoal.train.loop import Trainer, Training
-    from shoal.train.part import ShippedModule
 
     wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
     if shape is not None:
         shape.check(engine)
+    plans = _plans(args, engine) if args.part == HEAL else None
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     if not answers.whole:  # a run begins when its answers are there, and keeps to them
         _tell("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
-    module = _module(args, engine, answers, shape)
+    module = _module(args, engine, answers, shape, plans)
     half = engine.stack.dtype == torch.bfloat16
-    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half)
+    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half,
+                   **({"muon": False} if args.part == HEAL else {}))
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
@@ -159,18 +171,39 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
         found.accepted.append(trainer.validate())
     facts = {**export.trained(module, answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
              "command": " ".join(args.words)}
+    card, worth, use = _written(args, engine, module, facts)
+    left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
+    _tell(f"use it: shoal generate {use}")
+    return _report(args, card)
+
+
+def _written(
+    args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
+) -> tuple[dict[str, Any], str, str]:
+    """The card of what was written, what it is worth in words, and the options that use it."""
+    from shoal.train import drafter, export, heal
+    from shoal.train.part import ShippedModule
+
+    if isinstance(module, heal.HealModule):
+        card = export.model(args.out, engine, module, module.checkpoint(), **facts)
+        method = (args.under or FULL).split(",")[0]
+        first = card["plans"][method]
+        worth = (f"under {method} {first['after']['kept_words']:.1%} of the words are the model's own, "
+                 f"{first['before']['kept_words']:.1%} before healing,")
+        return card, worth, f"--model {args.out} --method {method}"
+    model = f"--model {args.model or Path(engine.model_name).name} --method"
     if isinstance(module, drafter.DrafterModule):
-        card, use = drafter.write(args.out, engine, module, **facts), f"deer --draft {args.out} --length {args.block}"
+        card = export.model(args.out, engine, module, module.checkpoint(), **facts)
+        use = f"{model} deer --draft {args.out} --length {args.block}"
     else:
         assert isinstance(module, ShippedModule)
         card = export.export(args.out, engine, module, args.weights, **facts)
-        use = f"{args.part} --part {args.out}"
-    left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-    what = f"{card['tokens_per_forward']} tokens per forward" if module.guesses else (
-        f"{card['kept']:.0%} of the tokens stay, {card['gate']['kept_words']:.1%} of the words the same")
-    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {what} on answers that it was not trained on{left}")
-    _tell(f"use it: shoal generate --model {args.model or card['model']} --method {use}")
-    return _report(args, card)
+        use = f"{model} {args.part} --part {args.out}"
+    if module.guesses:
+        return card, f"{card['tokens_per_forward']} tokens per forward", use
+    kept = f"{card['kept']:.0%} of the tokens stay, {card['gate']['kept_words']:.1%} of the words the same"
+    return card, kept, use
 
 
 def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
@@ -181,9 +214,12 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers below 1, and options that the kind has no use for."""
-    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths"):
+    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "rank"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.part == HEAL and args.under is None and args.student is None:
+        raise ValueError("there is nothing to heal: name methods that drop layers by --under, or a smaller model by "
+                         "--student")
     if not 0 < args.keep < 1:
         raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, the share of tokens that stays")
     if args.rate is not None and not args.rate > 0:
@@ -234,17 +270,23 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
     return prompts.encoded(texts, engine.tokenizer)
 
 
-def _module(args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None) -> TrainedModule:
+def _module(
+    args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None,
+    plans: dict[str, DepthPlan] | None,
+) -> TrainedModule:
     """The part with its first weights."""
     from shoal.train.context_gate import ContextGateModule, check_lengths
     from shoal.train.drafter import DrafterModule, mask_token
     from shoal.train.eagle import EagleModule
+    from shoal.train.heal import HealModule
     from shoal.train.medusa import MedusaModule
     from shoal.train.part import Base, PartModule
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
+    if plans is not None:
+        return HealModule(Base(engine.stack), _plain(args, args.student), plans, args.rank, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     if args.part == CONTEXT:
         check_lengths(answers)
@@ -253,10 +295,26 @@ def _module(args: argparse.Namespace, engine: Engine, answers: Corpus, shape: Dr
     return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)
 
 
-def _plain(args: argparse.Namespace) -> Any:
-    """The model with transformers' modules, in float32."""
-    plain = {**vars(args), "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
-    return common.load_engine(argparse.Namespace(**plain)).model
+def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
+    """The depths at which the model, or the smaller one, is healed, by the words that name them."""
+    from shoal.cli.method_list import methods_from
+
+    if args.student is not None:
+        engine = common.load_engine(argparse.Namespace(**{**vars(args), "model": args.student}))
+    plans = {}
+    for word, method in methods_from(args.under or FULL).items():
+        recipe = engine.recipe(method, args.max_new_tokens)
+        if beside := [part for part in recipe.parts if part != "plan"]:
+            raise ValueError(f"--under names {word}, which does more than leave out layers ({beside[0]}); name methods "
+                             "that fill the plan alone, such as d3")
+        plans[word] = recipe.plan
+    return plans
+
+
+def _plain(args: argparse.Namespace, model: str | None = None) -> Any:
+    """The model with transformers' modules, in float32; or another one."""
+    plain = {"model": model or args.model, "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
+    return common.load_engine(argparse.Namespace(**{**vars(args), **plain})).model
 
 
 def _tell(words: str) -> None:

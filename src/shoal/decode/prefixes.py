@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.heap import give_back
 from shoal.model.kv import KVCache
-from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+from shoal.model.kv_copy import RowCopy, copy_in, look
 
 _HOLES = 2**26
 """Bytes that are dropped, or a quarter of the limit, before memory is given back, which takes some milliseconds."""
@@ -62,15 +62,15 @@ class Prefixes:
         """Remember what a row holds; `tokens` are at least those at its positions."""
         if not self.limit or self._known(tokens[: cache.first_shallow(row)]):
             return
-        held = copy_out(cache, row)
-        if held is None or held.bytes > self.limit:
+        seen = look(cache, row)
+        if seen is None or seen.bytes > self.limit:
             return
-        new, before = _Entry(list(tokens[: held.length]), held), self.bytes + held.bytes
-        self._entries = [entry for entry in self._entries if _common(entry.tokens, new.tokens) < len(entry.tokens)]
-        self._entries.append(new)
-        while self.bytes > self.limit:
+        words, before = list(tokens[: seen.length]), self.bytes
+        self._entries = [entry for entry in self._entries if _common(entry.tokens, words) < len(entry.tokens)]
+        while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
         self._note_dropped(before - self.bytes)
+        self._entries.append(_Entry(words, seen.copied()))
 
     def _note_dropped(self, size: int) -> None:
         """What was dropped leaves holes of many sizes, into which new rows seldom fit; now and then they are closed."""

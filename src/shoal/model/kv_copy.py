@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -42,6 +42,11 @@ class RowCopy:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
 
+    def copied(self) -> RowCopy:
+        """The same in memory of its own."""
+        layers = (replace(one, keys=one.keys.clone(), values=one.values.clone()) for one in self.layers)
+        return RowCopy(tuple(layers), self.length)
+
     def restorable(self, length: int) -> bool:
         """Whether decoding could go on from `length` positions: a sliding window keeps only the last ones."""
         return length <= self.length and all(layer.restorable(length) for layer in self.layers)
@@ -49,16 +54,22 @@ class RowCopy:
 
 def copy_out(cache: KVCache, row: int) -> RowCopy | None:
     """The positions of a row that ran every layer; None where a layer has given up what a next token would see."""
+    seen = look(cache, row)
+    return None if seen is None else seen.copied()
+
+
+def look(cache: KVCache, row: int) -> RowCopy | None:
+    """The same before it is copied: it is the cache's memory, and changes with it."""
     length = cache.first_shallow(row)
     if length == 0 or not all(layer.restorable(row, length) for layer in cache.layers):
         return None
-    return RowCopy(tuple(_layer_out(layer, row, length) for layer in cache.layers), length)
+    return RowCopy(tuple(_look(layer, row, length) for layer in cache.layers), length)
 
 
-def _layer_out(layer: KVLayer, row: int, length: int) -> LayerCopy:
+def _look(layer: KVLayer, row: int, length: int) -> LayerCopy:
     assert layer.keys is not None and layer.values is not None
     start = layer.starts[row]
-    keys, values = (store[row, :, : length - start].clone() for store in (layer.keys, layer.values))
+    keys, values = (store[row, :, : length - start] for store in (layer.keys, layer.values))
     return LayerCopy(keys, values, start, layer.window)
 
 

@@ -11,22 +11,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shoal import __version__
 from shoal.decode.recipe import MOST_GUESSES
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.masked import OWN
-from shoal.train import files
 from shoal.train.corpus import Corpus
 from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
-CARD = "training.json"
 _FADE = 0.8
 """Weight of a place's loss relative to that of the place before."""
 
@@ -248,16 +244,3 @@ def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
         raise ValueError("the tokenizer has no special token that no text holds; say which token no text holds, by "
                          "--mask-token")
     return int(max(free))
-
-
-def write(folder: Path, engine: Engine, module: DrafterModule, **facts: Any) -> dict[str, Any]:
-    """Write the model, its tokenizer if there is one, then the card; returns the card."""
-    folder.mkdir(parents=True, exist_ok=True)
-    module.checkpoint().save_pretrained(folder)
-    if engine.tokenizer is not None:
-        engine.tokenizer.save_pretrained(folder)
-    card = {"part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
-            "model": Path(engine.model_name).name, "shoal": __version__,
-            "bytes": (folder / "model.safetensors").stat().st_size, **facts}
-    files.write_json(folder / CARD, card)
-    return card

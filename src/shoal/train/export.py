@@ -1,4 +1,7 @@
-"""A trained part as the folder that methods read: its tensors, small, and a card that says what they are."""
+"""A trained part as the folder that methods read: its tensors, small, and a card that says what they are.
+
+What was trained as a model of its own is written as one, with such a card beside it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from shoal.train.corpus import Corpus
 from shoal.train.loop import TrainingRun
 from shoal.train.part import ShippedModule, TrainedModule
 
+MODEL_CARD = "training.json"
 Weights = Literal["int8", "int6", "bfloat16", "float32"]
 _LARGEST = {"int8": 127, "int6": 31}
 """Of the whole numbers; those of 6 bits lie in bytes, and take three quarters of the room in a compressed package."""
@@ -47,6 +51,19 @@ def export(
         "shoal": __version__, **facts,
     }
     files.write_json(folder / CARD, card)
+    return card
+
+
+def model(folder: Path, engine: Engine, module: TrainedModule, made: Any, **facts: Any) -> dict[str, Any]:
+    """Write a model of transformers, and the engine's tokenizer if there is one, then the card; returns the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save_pretrained(folder)
+    if engine.tokenizer is not None:
+        engine.tokenizer.save_pretrained(folder)
+    card = {"part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
+            "model": Path(engine.model_name).name, "shoal": __version__,
+            "bytes": sum(one.stat().st_size for one in folder.glob("*.safetensors")), **facts}
+    files.write_json(folder / MODEL_CARD, card)
     return card
 
 

@@ -84,7 +84,7 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         }
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
-        w->chunk.next = w->chunk.next_end;
+        w->chunk.coming = 0;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
     }
@@ -109,7 +109,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
         for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
-        w->chunk.next = from, w->chunk.next_end = end;
+        w->chunk.next = from, w->chunk.coming = (int)(end - from);
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
     }

@@ -68,7 +68,8 @@ typedef struct {
     float *tops[MOST_QUERIES];       /* where the largest scores of a few queries are noted by column; or NULL */
     int begins[MOST_QUERIES];        /* whether nothing was noted there yet */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
-    const int32_t *next, *next_end;  /* columns of the next chunk, where they do not follow those of this one; else equal */
+    const int32_t *next;             /* columns that come next, where they do not follow those of this chunk */
+    int coming;                      /* how many of them there are, 0 where they follow */
     int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
     float cap;
 } Chunk;
@@ -188,9 +189,9 @@ INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) 
 /* Lines from all over the cache are nothing that processors fetch by themselves. */
 INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
     const int64_t line = (int64_t)s->dim * form_bytes(s->form);
-    for (const int32_t *column = c->next + first; column < c->next_end && column < c->next + first + 16; column++)
+    for (int i = first; i < min_int(first + 16, c->coming); i++)
         for (int side = 0; side < 2; side++) {
-            const char *at = lines_ahead(s, side, max_int(*column, 0) * line, *column);
+            const char *at = lines_ahead(s, side, max_int(c->next[i], 0) * line, c->next[i]);
             for (int64_t byte = 0; byte < line; byte += 64) fetch_far(at + byte);
         }
 }

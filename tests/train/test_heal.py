@@ -1,0 +1,146 @@
+"""Adapters that heal: what the model reads under a plan, its loss by hand, that it learns, and what is written."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import shoal
+from backends import reference
+from drive import decode, gap, oracle_logits
+from oracle import prefix_counts, prefix_oracle
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods.d3 import D3
+from shoal.train import export
+from shoal.train.corpus import batches
+from shoal.train.heal import HealModule
+from shoal.train.loop import Trainer, Training
+from shoal.train.part import Base, TextBatch
+from shoal.types import ModelInfo
+from tiny_corpus import made
+from trained_parts import target
+
+LAYERS, NEW = 6, 24
+PLAN = D3(alpha=0.9, core=2).recipe(ModelInfo(LAYERS, max_new_tokens=NEW)).plan
+PLANS = {"d3": PLAN, "full": DepthPlan.full(LAYERS)}
+LATE = DepthPlan.whole_layers([NEVER, NEVER, NEVER, 3, NEVER, NEVER])
+HOW = Training(epochs=12, batch=256, rate=3e-2, muon=False)
+peft = pytest.importorskip("peft", reason="shoal train heal needs the package peft")
+
+
+def module(family: str = "llama", plans: dict[str, DepthPlan] = PLANS, rank: int = 4) -> HealModule:
+    engine = target(family)
+    return HealModule(Base(engine.stack), copy.deepcopy(engine.model).float(), plans, rank)
+
+
+def shaken(one: HealModule) -> HealModule:
+    dice = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in one.adapters:
+            weight += 0.1 * torch.randn(weight.shape, generator=dice)
+    return one
+
+
+def batch(family: str = "llama") -> TextBatch:
+    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        states = reference(family).model(tokens).last_hidden_state
+    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
+
+
+def note(found: list[Any], module: Any, args: Any) -> None:
+    found.append(args[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "hybrid", "qwen3"])
+def test_texts_are_read_as_the_plan_writes_them(family: str) -> None:
+    """Against the oracle's pass, in which each layer processes a prefix of the positions; adapters begin as nothing."""
+    one, texts = module(family), batch(family)
+    assert any(len(PLAN.layers(step)) < LAYERS for step in range(12))
+    with torch.no_grad():
+        read = one.read(texts, PLAN)
+    for row, (prompt, length) in enumerate(zip(texts.prompts.tolist(), texts.lengths.tolist(), strict=True)):
+        model, found = reference(family), list[Any]()
+        handle = model.get_output_embeddings().register_forward_pre_hook(partial(note, found))
+        prefix_oracle(model, texts.tokens[row : row + 1, :length], prefix_counts(PLAN.attention, prompt, length))
+        handle.remove()
+        assert gap(read[row, :length].double(), found[0][0].double()) < 1e-3
+
+
+def test_the_loss_is_the_cross_entropy_with_the_models_own_law() -> None:
+    one, texts = shaken(module()), batch()
+    with torch.no_grad():
+        loss, (guessed,) = one.loss(texts)
+        read = one.read(texts, PLAN)
+    rows, wanted = reference("llama").get_output_embeddings().weight.double(), list[float]()
+    for row, (prompt, length) in enumerate(zip(texts.prompts.tolist(), texts.lengths.tolist(), strict=True)):
+        for place in range(prompt, length - 1):
+            law, own = (linear(one[row, place].double(), rows) for one in (read, texts.states))
+            wanted.append(-float(own.softmax(-1) @ law.log_softmax(-1)))
+            assert bool(guessed.right[row, place]) == (int(law.argmax()) == int(texts.tokens[row, place + 1]))
+    assert int(guessed.asked.sum()) == len(wanted) and abs(loss.item() - sum(wanted) / len(wanted)) < 1e-4
+
+
+def test_healing_brings_the_law_under_the_plan_nearer(tmp_path: Path) -> None:
+    """On what it was trained on: random models have nothing in common from text to text."""
+    one, answers = module(plans={"late": LATE, "full": PLANS["full"]}), made(tmp_path / "answers")
+    Trainer(one, answers, HOW, tmp_path).train()
+    texts = [TextBatch.of(some) for some in batches(answers.answers(0, validation=False), 256)]
+    facts = one.facts(texts)
+    under, whole = facts["plans"]["late"], facts["plans"]["full"]
+    assert under["after"]["distance"] < 0.5 * under["before"]["distance"]
+    assert under["after"]["kept_words"] > under["before"]["kept_words"]
+    assert whole["before"]["distance"] < 1e-4 and whole["after"]["distance"] < under["before"]["distance"]
+    assert facts["places"] == sum(int(some.guessed_from(0, 1).sum()) for some in texts)
+
+
+def test_what_is_written_decodes_as_the_adapters_said(tmp_path: Path) -> None:
+    one = shaken(module())
+    card = export.model(tmp_path / "healed", target("llama"), one, one.checkpoint(torch.float32), note="words")
+    assert card["part"] == "heal" and card["note"] == "words" and card["fingerprints"] == [target("llama").fingerprint]
+    engine, ids = shoal.load(str(tmp_path / "healed"), dtype="float32"), list(range(7, 13))
+    run = decode(None, [ids], Recipe(PLAN), NEW, stack=engine.stack)
+    text = torch.tensor([[*ids, *run.tokens[0][:-1]]])
+    texts = TextBatch(text, torch.zeros(1), torch.tensor([len(ids)]), torch.tensor([text.shape[1]]))
+    with torch.no_grad():
+        said = one.read(texts, PLAN)[0, len(ids) - 1 :] @ one.head.rows.T
+    assert gap(run.logits(0).float(), said) < 1e-3
+    plain = oracle_logits(reference("llama"), ids, PLAN, run.tokens[0])
+    assert gap(plain.float(), said) > 1, "the adapters changed nothing"
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    answers, ends, how = made(tmp_path / "answers"), [], Training(epochs=1, batch=256, rate=3e-2, muon=False)
+    for name, asked in (("whole", itertools.repeat(False)), ("stopped", iter([False, False, True]))):
+        (tmp_path / name).mkdir()
+        Trainer(module(), answers, how, tmp_path / name).train(asked.__next__)
+        again = module()
+        Trainer(again, answers, how, tmp_path / name).train()
+        ends.append(torch.cat([one.detach().flatten() for one in again.adapters]))
+    assert torch.equal(*ends)
+
+
+def test_what_cannot_be_healed() -> None:
+    apart = DepthPlan(PLAN.attention, tuple(reversed(PLAN.mlp)))
+    with pytest.raises(Unsupported, match="it drops parts of layers"):
+        module(plans={"apart": apart})
+    with pytest.raises(ValueError, match="other plans 4 layers, and what is healed has 6"):
+        module(plans={"other": DepthPlan.full(4)})
+    with pytest.raises(ValueError, match="--rank is 0; it must be at least 1"):
+        module(rank=0)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Unsupported, match=r"pip install 'shoal\[train\]'"):
+        module()
