@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 import shoal.engine.engine as engine_module
 import shoal.engine.kv_peak as kv_peak
 import shoal.model.kv_memory as kv_memory
-from backends import BACKENDS, NATIVE, Backend
-from drive import prompt
+from backends import BACKENDS, NATIVE, Backend, on_backends
+from drive import make_run, prompt
 from shoal.engine.engine import Engine
 from shoal.engine.kv_peak import KVPeak, peak_of
 from shoal.engine.request import Request
@@ -33,6 +34,7 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.model.kv import KVCache
+from shoal.model.kv_layer import KVLayer
 
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), D3(alpha=0.8, core=2), STREAM, [STREAM, KVInt8()],
@@ -150,3 +152,28 @@ def backed(tensor: Tensor) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), flags) == 0
     return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
+
+
+@on_backends("llama")
+@pytest.mark.parametrize("method", ["full", KVInt8()])
+def test_while_storage_grows_one_layers_old_storage_is_there(
+    backend: Backend, name: str, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache twice in memory would not be what was predicted, nor what a limit allows."""
+    replaced: list[weakref.ref[Tensor]] = []
+    replace, most = KVLayer.replace, [0]
+
+    def noted(self: KVLayer, keys: Tensor | None, values: Tensor | None) -> None:
+        held = [one for one in (self.keys, self.values) if one is not None and one.numel()]
+        replaced.extend(map(weakref.ref, held))
+        del held
+        replace(self, keys, values)
+        most[0] = max(most[0], sum(one() is not None for one in replaced))
+
+    monkeypatch.setattr(KVLayer, "replace", noted)
+    engine = engine_of(backend, name)
+    run = make_run(None, [prompt(9, 1), prompt(4, 2)], engine.recipe(method, 60), 60, stack=engine.stack)
+    for _ in run.steps():
+        pass
+    assert (len(replaced) > 0) == (method == "full"), "storage grew"
+    assert most[0] == 0

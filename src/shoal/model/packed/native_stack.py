@@ -250,15 +250,18 @@ class NativeStack(PackedStack):
         )
 
     def _binding(self, cache: KVCache) -> native.KVBinding:
-        """The addresses of the cache's storage, looked up anew when any of it was replaced."""
+        """The addresses of the cache's storage, looked up anew when any of it was replaced.
+
+        They keep nothing alive: else, while layer after layer moves to larger storage, all of the old would be there.
+        """
         version = sum(layer.version for layer in cache.layers)
         known = self._bindings.get(cache)
         if known is None or known[0] != version:
             stores = cache.layers
             beside = any(store.beside for store in stores)
             own = [[_own(store, row) for row in range(cache.rows)] for store in stores] if beside else None
-            known = version, self._model.bind([s.keys for s in stores], [s.values for s in stores], own)
-            self._bindings[cache] = known
+            bound = self._model.bind([s.keys for s in stores], [s.values for s in stores], own)
+            known = self._bindings[cache] = version, bound.unowned()
         return known[1]
 
     def _extend_tables(self, positions: int) -> None:

@@ -140,6 +140,11 @@ class KVBinding:
         self._own_tensors = own
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
 
+    def unowned(self) -> KVBinding:
+        """The same, which keeps no tensor alive: for a caller that does as long as it uses this."""
+        self._tensors, self._own_tensors = ((), ()), None
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class OwnColumns:
