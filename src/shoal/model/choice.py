@@ -28,7 +28,8 @@ class Labels:
     Attributes:
         dims: as given.
         buffers: per layer, for columns in groups of 16, [kv_heads, groups, width, 16] in `dtype`; none before they are
-            wanted. Column c stands at c + start % 16, start being the positions that are not stored any more.
+            wanted. Column c stands at c + start % 16, start being the positions that are not stored any more. What has
+            16 bits lies in pairs, [width / 2, 16, 2], and one that is left over behind them.
     """
 
     def __init__(self, dims: Tensor) -> None:

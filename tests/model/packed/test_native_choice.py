@@ -13,6 +13,7 @@ import shoal.model.packed.native.model as native_model
 from native_twin import Case, make_twin, storage
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch, NativeModel
+from shoal.model.packed.native.choices import ChoicesAtWork
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -181,3 +182,44 @@ def test_of_many_columns_the_largest_are_read(spread: str, count: int) -> None:
     assert torch.equal(found, model.forward(batch, kv, threads=1, choices=[choice] * TOKENS))
     if count < MANY // 2 and spread != "all the same":
         assert not torch.allclose(found, model.forward(batch, kv), rtol=1e-4, atol=1e-4), "all columns would do"
+
+
+@pytest.mark.parametrize("heads", [2, 10])
+@pytest.mark.parametrize("width", [1, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_labels_find_the_largest(
+    dtype: torch.dtype, width: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the products of some dimensions, of bf16 with queries in bf16; labels are kept from token to token."""
+    case = Case(layers=1, heads=heads, windows=(None,), positions=MANY + 64, kv_dtype=dtype)
+    model, dice = make_twin(case).native, torch.Generator().manual_seed(width)
+    keys, values = storage(case, 1, MANY + 64)
+    keys[0][0, :, :MANY] = torch.randn(HEADS, MANY, case.head_dim, generator=dice).to(dtype)
+    kv, dims = model.bind(keys, values), torch.stack([torch.randperm(16, generator=dice)[:width] for _ in range(HEADS)])
+    label_sets = torch.zeros(HEADS, MANY // 16 + 4, width, 16, dtype=dtype)
+    at_work: list[ChoicesAtWork] = []
+
+    def noted(*args: Any) -> ChoicesAtWork:
+        at_work.append(ChoicesAtWork(*args))
+        return at_work[-1]
+
+    monkeypatch.setattr(native_model, "ChoicesAtWork", noted)
+    shown: list[Tensor] = []
+
+    def look(entry: int, queries: Tensor) -> Chosen:
+        shown.append(queries.clone())
+        return [None] * TOKENS
+
+    for base, known in ((MANY, 0), (MANY + TOKENS, MANY)):
+        batch = NativeBatch.chain(range(10, 10 + TOKENS), base, range(TOKENS))
+        model.forward(batch, kv, threads=2, choose=look)
+        one = native.ColumnChoice(300, b"\3", base + TOKENS,
+                                  native.ColumnLabels(dims.int()[None], [label_sets], [known]))
+        model.forward(batch, kv, threads=2, choices=[one] * TOKENS)
+        found = [memory[2] for memory in at_work[-1]._memory]
+        of_queries = dims.repeat_interleave(heads // HEADS, 0).expand(TOKENS, -1, -1)
+        some = shown[-1].to(dtype).gather(2, of_queries)
+        stored = keys[0][0, :, : base + TOKENS]
+        labelled = stored.gather(2, dims[:, None].expand(-1, stored.shape[1], -1))
+        for mine, expected in zip(found, newest_largest(some, labelled, 300), strict=True):
+            assert torch.equal(mine, expected)

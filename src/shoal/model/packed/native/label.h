@@ -49,8 +49,13 @@ static Labels labels_of(const Run *r, const Task *task, const ShoalChoice *c) {
     return l;
 }
 
+INLINE char *group_at(const Labels *l, int place) { return l->labels + (int64_t)(place / 16) * l->width * 16 * l->bytes; }
+
+/* Halves lie in pairs, those of one column side by side; what is left over lies by itself. */
 INLINE char *label_at(const Labels *l, int place, int number) {
-    return l->labels + ((int64_t)(place / 16) * l->width + number) * 16 * l->bytes + place % 16 * l->bytes;
+    char *group = group_at(l, place);
+    if (l->bytes == 4 || (number ^ 1) >= l->width) return group + number * 16 * l->bytes + place % 16 * l->bytes;
+    return group + number / 2 * 64 + place % 16 * 4 + number % 2 * 2;
 }
 
 static void fill_labels(const Labels *l, const Source *source, int first, int last) {
@@ -63,22 +68,37 @@ static void fill_labels(const Labels *l, const Source *source, int first, int la
         }
 }
 
-/* Scores of a token's columns low..high-1, the largest of its query heads': `q` [heads][width]. */
-static void score_columns(const Labels *l, const float *q, int heads, int low, int high, float *scores) {
+INLINE int words_of_label(const Labels *l) { return l->bytes == 2 ? (l->width + 1) / 2 : l->width; }
+
+/* Word number j of the labels of 16 columns. */
+INLINE Vi label_words(const Labels *l, const char *group, int j, const int halves) {
+    if (!halves || 2 * j + 1 < l->width) return vi_loadu(group + 64 * j);
+    return vi_shift_right(vi_bits(load_bf16((const uint16_t *)(group + 64 * j), 0xffff)), 16);
+}
+
+/* Scores of 16 columns, the largest of the query heads'. */
+INLINE Vf score_group(const Labels *l, const char *q, int heads, const char *group, const int halves) {
+    const int words = words_of_label(l);
+    Vf top = vf_all(-INFINITY);
+    for (int first = 0; first < heads; first += QUERIES) { /* a few at a time, so that no sum waits for itself */
+        const char *of[QUERIES];
+        Vf sum[QUERIES];
+        UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero(), of[h] = q + min_int(first + h, heads - 1) * 4 * words;
+        for (int j = 0; j < words; j++) {
+            const Vi label = label_words(l, group, j, halves);
+            UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(of[h] + 4 * j), halves);
+        }
+        UNROLL for (int h = 0; h < QUERIES; h++) top = vf_max(top, sum[h]);
+    }
+    return top;
+}
+
+/* Scores of a token's columns low..high-1; `q` [heads][words]. */
+static void score_columns(const Labels *l, const char *q, int heads, int low, int high, float *scores) {
     for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16) {
         float tops[16] ALIGNED;
-        Vf top = vf_all(-INFINITY);
-        for (int first = 0; first < heads; first += QUERIES) { /* a few at a time, so that no sum waits for itself */
-            const float *of[QUERIES];
-            Vf sum[QUERIES];
-            UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero(), of[h] = q + min_int(first + h, heads - 1) * l->width;
-            for (int j = 0; j < l->width; j++) {
-                const char *at = label_at(l, place, j);
-                const Vf label = l->bytes == 2 ? load_bf16((const uint16_t *)at, 0xffff) : vf_loadu(at);
-                UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_fma(vf_all(of[h][j]), label, sum[h]);
-            }
-            UNROLL for (int h = 0; h < QUERIES; h++) top = vf_max(top, sum[h]);
-        }
+        const char *group = group_at(l, place);
+        const Vf top = l->bytes == 2 ? score_group(l, q, heads, group, 1) : score_group(l, q, heads, group, 0);
         if (place >= low + l->shift && place + 16 <= high + l->shift) {
             vf_store_some(scores + place - l->shift, 0xffff, top);
             continue;
@@ -105,13 +125,16 @@ static void score_labels(Worker *w, const Task *task) {
             const Source source = source_of(r, task);
             fill_labels(&labels, &source, max_int(task->low, c->known[task->entry]), task->high);
         }
-        float line[MAX_HEAD_DIM] ALIGNED, *q = (float *)w->queries;
+        float line[MAX_HEAD_DIM] ALIGNED, some[MAX_HEAD_DIM + 1];
+        const int words = words_of_label(&labels), halves = labels.bytes == 2;
+        some[c->width] = 0; /* of a half that is left over */
         for (int h = 0; h < group; h++) {
             ready_head(m, task->layer, r->qkv + i * r->qkv_line, task->head * group + h, m->heads, task->layer->q_norm, r->b->position[t], line);
-            for (int j = 0; j < c->width; j++) q[h * c->width + j] = line[labels.dims[j]];
+            for (int j = 0; j < c->width; j++) some[j] = line[labels.dims[j]];
+            store_line(w->queries + h * 4 * words, some, halves ? 2 * words : words, halves ? DTYPE_BF16 : DTYPE_FP32);
         }
         float *scores = c->scores + (int64_t)task->head * c->room + CHUNK;
-        score_columns(&labels, q, group, task->low, min_int(task->high, own + 1), scores);
+        score_columns(&labels, w->queries, group, task->low, min_int(task->high, own + 1), scores);
     }
 }
 

@@ -81,8 +81,9 @@ typedef struct {
     int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
     int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
     const int32_t *dims;  /* [active_count][kv_heads][width] */
-    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], as keys are stored, or in bf16 for bytes. Column
-                             c has place c + (positions not stored any more) % 16; tokens of one row share them */
+    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], as keys are stored, or in bf16 for bytes: these in
+                             pairs, [width / 2][16][2], and one that is left over [16]. Column c has place c + (positions not stored any
+                             more) % 16; tokens of one row share them */
     const int32_t *known; /* [active_count]: columns whose labels are there; those of the others are filled in */
     int32_t label_room;
 } ShoalChoice;
