@@ -136,6 +136,10 @@ def test_what_cannot_be_healed() -> None:
         module(plans={"apart": apart})
     with pytest.raises(ValueError, match="other plans 4 layers, and what is healed has 6"):
         module(plans={"other": DepthPlan.full(4)})
+    engine, narrow = target("llama"), copy.deepcopy(target("llama").model)
+    narrow.config.hidden_size //= 2
+    with pytest.raises(ValueError, match="has states of 16 numbers, and the model of 32"):
+        HealModule(Base(engine.stack), narrow, PLANS)
     with pytest.raises(ValueError, match="--rank is 0; it must be at least 1"):
         module(rank=0)
 

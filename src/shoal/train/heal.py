@@ -38,7 +38,7 @@ class HealModule(TrainedModule):
         seed: of their first weights, and of which plan a step takes.
 
     Raises:
-        ValueError: a plan has not as many layers as the model, or the rank is below 1.
+        ValueError: a plan has not as many layers as the model, the states are of another size, or the rank is below 1.
         Unsupported: a plan drops parts of layers, or the package peft is missing.
     """
 
@@ -50,7 +50,11 @@ class HealModule(TrainedModule):
         self, base: Base, model: Any, plans: Mapping[str, DepthPlan], rank: int = 16, seed: int = 0
     ) -> None:
         super().__init__()
-        layers = model.config.get_text_config().num_hidden_layers
+        config = model.config.get_text_config()
+        layers, hidden = config.num_hidden_layers, base.rows([0]).shape[1]
+        if config.hidden_size != hidden:
+            raise ValueError(f"what is healed has states of {config.hidden_size} numbers, and the model of {hidden}; "
+                             "give --student a model that `shoal prune` cut out of it")
         for name, plan in plans.items():
             if plan.num_layers != layers:
                 raise ValueError(f"{name} plans {plan.num_layers} layers, and what is healed has {layers}")
@@ -64,7 +68,7 @@ class HealModule(TrainedModule):
             layer.register_forward_hook(partial(self._leave, number), with_kwargs=True)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
         self.adapters = nn.ParameterList(trained)
-        self.head = CutHead(base, range(model.config.get_text_config().vocab_size))
+        self.head = CutHead(base, range(config.vocab_size))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
