@@ -204,7 +204,9 @@ class ControlGroup:
         root = Path("/sys/fs/cgroup")
         self._old = (root / "memory/memory.limit_in_bytes").exists()
         self._folder = (root / "memory" if self._old else root) / name
-        self._folder.mkdir(exist_ok=True)
+        if self._folder.exists():
+            self._folder.rmdir()  # with the peak of an earlier run
+        self._folder.mkdir()
         (self._folder / ("memory.limit_in_bytes" if self._old else "memory.max")).write_text(str(limit))
 
     def take(self, pid: int) -> None:
