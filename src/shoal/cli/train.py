@@ -162,7 +162,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     module = _module(args, engine, answers, shape, plans)
     half = engine.stack.dtype == torch.bfloat16
     how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half,
-                   **({"muon": False} if args.part == HEAL else {}))
+                   muon=Training.muon and args.part != HEAL)
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
@@ -298,7 +298,9 @@ def _module(
 def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
     """The depths at which the model, or the smaller one, is healed, by the words that name them."""
     from shoal.cli.method_list import methods_from
+    from shoal.train.heal import require_peft
 
+    require_peft()  # before minutes of answers
     if args.student is not None:
         engine = common.load_engine(argparse.Namespace(**{**vars(args), "model": args.student}))
     plans = {}

@@ -157,14 +157,20 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
     """
     if rank < 1:
         raise ValueError(f"--rank is {rank}; it must be at least 1")
-    try:
-        import peft
-    except ImportError:
-        raise Unsupported("shoal train heal", "its adapters are those of the package peft, which is missing",
-                          "Install it: pip install 'shoal[train]'") from None
+    peft = require_peft()
     names = sorted({name.rpartition(".")[2] for name, module in model.model.layers.named_modules()
                     if isinstance(module, nn.Linear)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wish = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM")
         return peft.get_peft_model(model.requires_grad_(False), wish).train(False)
+
+
+def require_peft() -> Any:
+    """The package; Unsupported where it is missing."""
+    try:
+        import peft
+    except ImportError:
+        raise Unsupported("shoal train heal", "its adapters are those of the package peft, which is missing",
+                          "Install it: pip install 'shoal[train]'") from None
+    return peft
