@@ -148,9 +148,10 @@ METHODS: dict[str, Any] = {
     "snapkv": {"method": "snapkv", "method_args": {"budget": 30, "window": 21}},
     "random": {"method": "snapkv", "method_args": {"budget": 30, "window": 21, "random": 3}},
     "centroid_kv": {"method": "centroid_kv", "method_args": {"chunk": 8, "window": 5, "every": 6}},
+    "mustafar": {"method": "mustafar", "method_args": {"sparsity": 0.7, "window": 7, "every": 5}},
     "tidal + kv_int8": [{"method": "tidal", "method_args": {"k": 9}}, "kv_int8"],
 }
-LESS = ("kv_int8", "d3", "streaming_llm", "snapkv", "random", "centroid_kv", "tidal + kv_int8")
+LESS = ("kv_int8", "d3", "streaming_llm", "snapkv", "random", "centroid_kv", "mustafar", "tidal + kv_int8")
 """Those that store less of a prompt."""
 COMMON = prompt(90, 5)
 PROMPTS = [[*COMMON, *prompt(size, 20 + size)] for size in (4, 9, 26, 13)]

@@ -155,9 +155,10 @@ class Keep(Part[Keeper], Protocol):
 
     One that keeps other columns in each layer says so by a class attribute `differs`, and a `Select` whose layers share
     what they choose by `across_layers`: the two are refused beside each other. One that leaves a prompt as the model
-    stores it, up to its last token, says so by `dense_prompt`, as a `Select` does that chooses for answers alone, and
-    by `listens` how many positions at its end are to be read with it; one whose work follows from the row's length
-    alone, whatever the prompt's, by `by_length`; one that leaves columns with a bias on their scores, by `weighs`.
+    stores it, up to its last token, says so by `dense_prompt`, as a `Select` does that chooses for answers alone and a
+    `Store` whose form columns take later, and by `listens` how many positions at its end are to be read with it; one
+    whose work follows from the row's length alone, whatever the prompt's, by `by_length`; one that leaves columns with
+    a bias on their scores, by `weighs`.
     """
 
     def most_columns(self, length: int) -> int:

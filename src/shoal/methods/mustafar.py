@@ -66,6 +66,8 @@ class Mustafar(Method):
 class Settling:
     """The part `keep`: all columns stay, and those that have left the window settle; see `Mustafar`."""
 
+    dense_prompt: ClassVar[bool] = True
+
     knobs: Mustafar
 
     def begin(self, stack: Any, cache: Any) -> Settler:
@@ -97,6 +99,8 @@ class Settler(Keeper):
 @dataclass(frozen=True)
 class Bitmaps:
     """The part `store`: a form for the settled columns of some layers."""
+
+    dense_prompt: ClassVar[bool] = True
 
     sparsity: float
     layers: frozenset[int]

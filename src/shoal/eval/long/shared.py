@@ -29,8 +29,8 @@ _PARTS = ("plan", "keep", "store", "select")
 
 def dense_prompt(recipe: Recipe) -> bool:
     """Whether a prompt is read, and stored up to its last token, as the model itself does."""
-    parts = (part for part in (recipe.keep, recipe.select) if part is not None)
-    return recipe.store is None and all(getattr(part, "dense_prompt", False) for part in parts)
+    parts = (part for part in (recipe.keep, recipe.store, recipe.select) if part is not None)
+    return all(getattr(part, "dense_prompt", False) for part in parts)
 
 
 def shareable(recipe: Recipe) -> bool:
