@@ -35,6 +35,7 @@ from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
+from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
@@ -148,6 +149,8 @@ MATRIX: tuple[Method, ...] = (
     Jacobi(n=5),
     StreamingLLM(window=None),
     StreamingLLM(window=4, sinks=1, every=3),
+    KVInt4(first=6),
+    KVInt4(),
     KVInt8(first=6),
     KVInt8(),
     TopKOracle(k=None),

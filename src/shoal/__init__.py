@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shoal.methods.foreal import FoReaL
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
+    from shoal.methods.kv_int4 import KVInt4
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.medusa import Medusa
@@ -103,6 +104,7 @@ __all__ = [
     "Grammar",
     "Jacobi",
     "JsonSchema",
+    "KVInt4",
     "KVInt8",
     "LayerSkip",
     "Medusa",
@@ -172,6 +174,7 @@ _HOME = {
     "Grammar": "shoal.engine.constraint",
     "Jacobi": "shoal.methods.jacobi",
     "JsonSchema": "shoal.engine.constraint",
+    "KVInt4": "shoal.methods.kv_int4",
     "KVInt8": "shoal.methods.kv_int8",
     "LayerSkip": "shoal.methods.layerskip",
     "Medusa": "shoal.methods.medusa",

@@ -24,6 +24,7 @@ from shoal.engine.load import engine_for
 from shoal.engine.request import chat_ids
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
+from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import Int8, KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
@@ -85,6 +86,24 @@ class Rounded(Reading):
         return ((values.float() / step).round() * step).to(values.dtype)
 
 
+@dataclass(frozen=True)
+class Halved(Reading):
+    """Each block of 32 numbers in 16 steps, of which the number of largest magnitude is the lowest."""
+
+    first: int
+
+    def found(self, layer: int, values: Tensor) -> Tensor:
+        if layer < self.first:
+            return values
+        blocks = values.float().split(32, -1)
+        return torch.cat([self._steps(block) for block in blocks], -1).to(values.dtype)
+
+    def _steps(self, block: Tensor) -> Tensor:
+        most, least = block.amax(-1, keepdim=True), block.amin(-1, keepdim=True)
+        step = torch.where(most > -least, -most / 8, -least / 8).half().float()
+        return (block / step).round().clamp(-8, 7) * step
+
+
 def sliding(name: str) -> tuple[int, ...]:
     kinds = getattr(reference(name).config, "layer_types", None) or ["full_attention"] * LAYERS
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -137,6 +156,16 @@ def test_what_is_stored_is_rounded(backend: Backend, name: str, plan: DepthPlan)
     check(run, [Rounded(1)] * len(PROMPTS), name, max(backend.exact, 1e-10) if backend != NATIVE else 0.2)
     plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
     assert gap(run.logits(3).to(plain.dtype), plain) > 1e-3, "rounding was too fine to matter"
+
+
+@plans
+@on_backends(*FAMILIES)
+def test_what_is_stored_is_in_sixteen_steps(backend: Backend, name: str, plan: DepthPlan) -> None:
+    recipe = replace(KVInt4(first=1).recipe(INFO), plan=plan)
+    run = run_of(backend, name, recipe)
+    check(run, [Halved(1)] * len(PROMPTS), name, max(backend.exact, 1e-10) if backend != NATIVE else 0.2)
+    plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
+    assert gap(run.logits(3).to(plain.dtype), plain) > 1e-2, "rounding was too fine to matter"
 
 
 def whole(method: Method) -> Recipe:
