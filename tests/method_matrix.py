@@ -32,6 +32,7 @@ from shoal.methods.eagle import Eagle
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.entropy_adaptive import EntropyAdaptive
 from shoal.methods.fast_dllm import FastDLLM
+from shoal.methods.first import First
 from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
@@ -163,6 +164,9 @@ MATRIX: tuple[Method, ...] = (
     DoubleSparsity(CHANNELS, k=2, width=2, first=0),
     CentroidKV(removed=0.0),
     CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2),
+    First(part_for("first", "llama"), threshold=None),
+    First(part_for("first", "llama"), layers=4, core=2),
+    First(part_for("first", "llama"), inner=D3(alpha=0.9, core=2)),
     DynamicContext(part_for("dynamic_context", "llama"), threshold=None),
     DynamicContext(part_for("dynamic_context", "llama"), every=2),
     Mustafar(sparsity=0.0),

@@ -19,6 +19,7 @@ from shoal.engine.load import engine_for
 from shoal.train.context_gate import ContextGateModule
 from shoal.train.eagle import EagleModule, default_shape
 from shoal.train.export import export
+from shoal.train.layer_routers import LayerRouterModule
 from shoal.train.medusa import MedusaModule
 from shoal.train.part import Base, ShippedModule
 
@@ -54,7 +55,13 @@ def context(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> C
     return module
 
 
-MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "dynamic_context": context}
+def routers(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> LayerRouterModule:
+    module = LayerRouterModule(Base(engine.stack), copy.deepcopy(engine.model), 0.9, ids, {})
+    _shake(module, noise)
+    return module
+
+
+MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "dynamic_context": context, "first": routers}
 
 
 def hidden_of(engine: Engine) -> int:

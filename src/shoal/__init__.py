@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shoal.methods.early_exit import EarlyExit
     from shoal.methods.entropy_adaptive import EntropyAdaptive
     from shoal.methods.fast_dllm import FastDLLM
+    from shoal.methods.first import First
     from shoal.methods.foreal import FoReaL
     from shoal.methods.full import Full
     from shoal.methods.jacobi import Jacobi
@@ -99,6 +100,7 @@ __all__ = [
     "Engine",
     "EntropyAdaptive",
     "FastDLLM",
+    "First",
     "FoReaL",
     "Full",
     "Grammar",
@@ -169,6 +171,7 @@ _HOME = {
     "Engine": "shoal.engine.engine",
     "EntropyAdaptive": "shoal.methods.entropy_adaptive",
     "FastDLLM": "shoal.methods.fast_dllm",
+    "First": "shoal.methods.first",
     "FoReaL": "shoal.methods.foreal",
     "Full": "shoal.methods.full",
     "Grammar": "shoal.engine.constraint",

@@ -104,7 +104,7 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
     (("heal", "--under", "full", "--rank", "0"), "--rank is 0; it must be at least 1"),
     (("eagle", "--student", "x"), "--student belongs to heal; leave it out for eagle"),
     (("dynamic_context", "--keep", "1.5"), "--keep is 1.5; it must be above 0 and below 1"),
-    (("eagle", "--keep", "0.4"), "--keep belongs to dynamic_context; leave it out for eagle"),
+    (("eagle", "--keep", "0.4"), "--keep belongs to dynamic_context and first; leave it out for eagle"),
     (("dynamic_context", "--depths", "3"), "--depths belongs to eagle and medusa; leave it out for dynamic_context"),
 ])
 def test_options_of_the_gate_are_checked(

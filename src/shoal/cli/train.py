@@ -3,7 +3,8 @@
 The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
 point, the same command goes on where it was. Nothing of the model itself is trained, but by `heal`.
 
-`dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV.
+`dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV. Nor does `first`:
+routers that say, when a prompt has been read, which layers the answer runs.
 `drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
 `heal` writes the model itself anew, with low-rank adapters that were trained to make up for layers that a depth plan
 drops, or for what `shoal prune` left out.
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
+  shoal train first --model M.gguf --out routers --answers part/answers --prompts asked.txt --under d3:mean=0.8
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
@@ -42,24 +44,26 @@ EXAMPLES = """examples:
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
-DRAFTER, SCRATCH, CONTEXT, HEAL, FULL = "drafter", "diffusion", "dynamic_context", "heal", "full"
+DRAFTER, SCRATCH, CONTEXT, ROUTERS, HEAL, FULL = "drafter", "diffusion", "dynamic_context", "first", "heal", "full"
+_KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE = 2048, 3e-3
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": KINDS,
-         **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT)),
+         **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT, ROUTERS)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
-         **dict.fromkeys(("keep", "gate_layer"), (CONTEXT,)),
-         **dict.fromkeys(("under", "student", "rank"), (HEAL,))}
+         "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
+         **dict.fromkeys(("student", "rank"), (HEAL,))}
 """Options that not all kinds have."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, HEAL, SCRATCH), help="eagle: a layer that goes on "
-                        "from the model's last states; medusa: a head for each of the next places; drafter: a small "
-                        "model that fills masks, for deer; dynamic_context: a gate for the KV; heal: the model, for "
-                        "fewer layers or weights; diffusion: a small model from scratch")
+    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, ROUTERS, HEAL, SCRATCH), help="eagle: a layer that "
+                        "goes on from the model's last states; medusa: a head for each of the next places; drafter: a "
+                        "small model that fills masks, for deer; dynamic_context: a gate for the KV; first: routers "
+                        "that choose layers; heal: the model, for fewer layers or weights; diffusion: a small model "
+                        "from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -96,12 +100,13 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--block", metavar="N", type=int, default=8, help="drafter: masks that it fills at a time")
     what.add_argument("--window", metavar="N", type=int, default=64, help="drafter: last tokens of a text that it "
                       "reads")
-    what.add_argument("--keep", metavar="R", type=float, default=0.5, help="dynamic_context: the share of an answer's "
-                      "tokens that is to stay")
+    what.add_argument("--keep", metavar="R", type=float, help="dynamic_context: the share of an answer's tokens that "
+                      "is to stay, 0.5 if none; first: of the layers that are to run on average, 0.8")
     what.add_argument("--gate-layer", metavar="L", type=int, default=2, help="dynamic_context: the gate reads what "
                       "enters this layer, and less is kept from it on")
     what.add_argument("--under", metavar="METHOD,...", help="heal: methods that drop layers, with options as in `shoal "
-                      "bench`, taken in turn; `full` among them keeps the full depth what it was")
+                      "bench`, taken in turn; `full` among them keeps the full depth what it was. first: methods that "
+                      "the routers are compared with")
     what.add_argument("--student", metavar="DIR", help="heal: a smaller model that was cut out of --model, instead of "
                       "--model itself")
     what.add_argument("--rank", metavar="R", type=int, default=16, help="heal: of the adapters")
@@ -152,7 +157,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     engine = common.load_engine(args)
     if shape is not None:
         shape.check(engine)
-    plans = _plans(args, engine) if args.part == HEAL else None
+    plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     if not answers.whole:  # a run begins when its answers are there, and keeps to them
@@ -162,7 +167,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     module = _module(args, engine, answers, shape, plans)
     half = engine.stack.dtype == torch.bfloat16
     how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half,
-                   muon=Training.muon and args.part != HEAL)
+                   muon=Training.muon and args.part not in (HEAL, ROUTERS))
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
         _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
@@ -202,6 +207,9 @@ def _written(
         use = f"{model} {args.part} --part {args.out}"
     if module.guesses:
         return card, f"{card['tokens_per_forward']} tokens per forward", use
+    if args.part == ROUTERS:
+        worth = card["ways"]["routed"]
+        return card, f"{worth['layers']} layers run, {worth['kept_words']:.1%} of the words the same", use
     kept = f"{card['kept']:.0%} of the tokens stay, {card['gate']['kept_words']:.1%} of the words the same"
     return card, kept, use
 
@@ -220,8 +228,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.part == HEAL and args.under is None and args.student is None:
         raise ValueError("there is nothing to heal: name methods that drop layers by --under, or a smaller model by "
                          "--student")
-    if not 0 < args.keep < 1:
-        raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, the share of tokens that stays")
+    if args.keep is not None and not 0 < args.keep < 1:
+        raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, a share of tokens or of layers")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate is {args.rate}; it must be above 0")
     parser = Parser(add_help=False)
@@ -279,37 +287,47 @@ def _module(
     from shoal.train.drafter import DrafterModule, mask_token
     from shoal.train.eagle import EagleModule
     from shoal.train.heal import HealModule
+    from shoal.train.layer_routers import LayerRouterModule
     from shoal.train.medusa import MedusaModule
     from shoal.train.part import Base, PartModule
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
-    if plans is not None:
+    if plans is not None and args.part == HEAL:
         return HealModule(Base(engine.stack), _plain(args, args.student), plans, args.rank, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
+    keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:
         check_lengths(answers)
-        return ContextGateModule(Base(engine.stack), _plain(args), args.gate_layer, args.keep, ids, args.seed)
+        return ContextGateModule(Base(engine.stack), _plain(args), args.gate_layer, keep, ids, args.seed)
+    if plans is not None:
+        return LayerRouterModule(Base(engine.stack), _plain(args), keep, ids, plans, args.seed)
     kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
     return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)
 
 
 def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
-    """The depths at which the model, or the smaller one, is healed, by the words that name them."""
-    from shoal.cli.method_list import methods_from
-    from shoal.train.heal import require_peft
+    """The depths that --under names, by its words: those at which the model, or the smaller one, is healed, or rivals.
 
-    require_peft()  # before minutes of answers
+    What cannot be trained under is refused here, before minutes of answers.
+    """
+    from shoal.cli.method_list import methods_from
+    from shoal.train.heal import check_plans, require_peft
+
+    if args.part == HEAL:
+        require_peft()
     if args.student is not None:
         engine = common.load_engine(argparse.Namespace(**{**vars(args), "model": args.student}))
     plans = {}
-    for word, method in methods_from(args.under or FULL).items():
+    named = args.under or (FULL if args.part == HEAL else "")
+    for word, method in (methods_from(named) if named else {}).items():
         recipe = engine.recipe(method, args.max_new_tokens)
         if beside := [part for part in recipe.parts if part != "plan"]:
             raise ValueError(f"--under names {word}, which does more than leave out layers ({beside[0]}); name methods "
                              "that fill the plan alone, such as d3")
         plans[word] = recipe.plan
+    check_plans(plans, engine.stack.num_layers)
     return plans
 
 

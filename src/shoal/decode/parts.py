@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Controller, Keep, Keeper, Part, Proposer, Select, StepReport, Worker
+from shoal.decode.worker import Controller, Keep, Keeper, Part, Planner, Proposer, Select, StepReport, Worker
 from shoal.model.kv import KVCache
 from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack
 
@@ -147,6 +147,10 @@ class PartsAtWork:
         return cast("W", self._workers[id(part)])
 
 
+def _planner(row: Row) -> Planner | None:
+    return row.recipe.planner
+
+
 def _proposer(row: Row) -> Proposer | None:
     return row.recipe.proposer
 
@@ -180,4 +184,6 @@ def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
     return [place for place, row in enumerate(rows) if id(row) in ids]
 
 
-_PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (_proposer, _controller, _keep, _select)
+_PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (
+    _planner, _proposer, _controller, _keep, _select
+)

@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from shoal.decode.sampling import Allowed
     from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
-    from shoal.decode.worker import Controller, Keep, Proposer, Select, Worker
+    from shoal.decode.worker import Controller, Keep, Planner, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
     WaitedFor = Branch | Future[Any]
     """What a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]
-PARTS = ("plan", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop", "constraint")
+PARTS = (
+    "plan", "planner", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop", "constraint"
+)
 """The parts of a recipe that methods fill: each answers one question."""
-_UNSCORED = ("keep", "store", "select", "search", "constraint")
+_UNSCORED = ("planner", "keep", "store", "select", "search", "constraint")
 """Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
 MOST_GUESSES = 64
 """Most nodes of a forward beside the root that a proposer may come up with."""
@@ -136,6 +138,7 @@ class Recipe:
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: who is to see what guessing brings (None: nobody).
         self_metered: whether the proposer sees to it itself that guessing brings something.
+        planner: who settles the plan anew when the prompt has been read (None: it is settled).
 
     Raises:
         Unsupported: the loop has no place for a part.
@@ -154,6 +157,7 @@ class Recipe:
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False
+    planner: Planner | None = None
 
     def __post_init__(self) -> None:
         if getattr(self.select, "across_layers", False) and getattr(self.keep, "differs", False):
@@ -176,7 +180,7 @@ class Recipe:
         lossy = (self.rule is not None and not self.rule.exact) or (self.loop is not None and not self.loop.exact)
         if self.alters_kv or self.search is not None or lossy:
             return "none"
-        return "full" if self.plan.is_full else "plan"
+        return "full" if self.plan.is_full and self.planner is None else "plan"
 
     @property
     def excludes(self) -> tuple[str, ...]:
@@ -221,4 +225,6 @@ class Recipe:
         return tuple(name for name in PARTS if self._fills(name))
 
     def _fills(self, name: str) -> bool:
-        return not self.plan.is_full if name == "plan" else getattr(self, name) is not None
+        if name == "plan":
+            return not self.plan.is_full or self.planner is not None
+        return getattr(self, name) is not None

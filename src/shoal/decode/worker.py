@@ -142,6 +142,8 @@ class Selector(Worker):
     """A part `select` at work: its `query_hooks` choose the columns."""
 
 
+Planner = Part[Worker]
+"""Settles which layers a row runs: told that its prompt has been read, it replaces the plan of the row's recipe."""
 Proposer = Part[Drafter]
 """Guesses tokens ahead."""
 Controller = Part[DraftLengthPolicy]

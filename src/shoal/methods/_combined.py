@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 QUESTIONS: Mapping[str, str] = MappingProxyType({
     "plan": "which layers run",
+    "planner": "which layers run, by the prompt",
     "proposer": "which tokens are guessed ahead",
     "rule": "which tokens are kept",
     "controller": "how much is guessed",
@@ -33,7 +34,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "baseline": (),
-    "depth": ("plan",),
+    "depth": ("plan", "planner"),
     "choice": ("rule",),
     "drafting": ("proposer", "controller"),
     "KV eviction": ("keep",),

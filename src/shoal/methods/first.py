@@ -1,0 +1,149 @@
+"""FiRST: routers read the prompt and say which layers its answer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import StepReport, Worker
+from shoal.depth.budget import Constant, as_layers
+from shoal.depth.order import ascending, core_for
+from shoal.depth.plan import DepthPlan
+from shoal.depth.schedule import lay_out
+from shoal.methods._trained import part_of
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.router import LayerRouters
+    from shoal.model.stack import HiddenStateHook, SequenceChunk
+
+
+@dataclass(frozen=True)
+class First(Method):
+    """Every answer runs the layers that small trained routers choose, once, when its prompt has been read.
+
+    A layer's router reads the state of the prompt's last token that enters the layer. The prompt itself runs all
+    layers, so what is chosen misses no KV. Some layers at both ends always run. In the paper adapters make up for the
+    layers that are gone; here the model stays as it is (`shoal train heal` is apart). Part: `shoal train first`.
+
+    Attributes:
+        part: the folder that `shoal train first` wrote; None for the part that comes with Shoal for the model.
+        layers: number of layers that run, those with the largest scores; a float is a share of L. None for those
+            whose score is at least `threshold`.
+        threshold: see `layers`; None runs all of them, whatever the scores.
+        core: number of layers that always run; None for max(4, L/8).
+        inner: instead of one depth for the whole answer, a schedule with an order, such as d3: layers go in the order
+            of their scores, the lowest first.
+    """
+
+    name: ClassVar[str] = "first"
+    paper: ClassVar[str] = "arXiv 2410.12513"
+    needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
+    reads: ClassVar[tuple[str, ...]] = ("part",)
+
+    part: str | None = None
+    layers: float | int | None = None
+    threshold: float | None = 0.0
+    core: int | None = None
+    inner: Method | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None and not self.layers > 0:
+            raise ValueError(f"layers is {self.layers}; it must be above 0: a number of layers, or a share of them")
+        if self.inner is None:
+            return
+        if "order" not in self.inner.knobs():
+            raise ValueError(f"inner of first is {self.inner.name}, which has no order in which layers go; give one "
+                             "that has, such as d3")
+        if self.layers is not None or self.core is not None:
+            raise ValueError("layers and core say what inner says as well; leave them out, or inner")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """All layers, or the schedule in its own order, until the routers have spoken.
+
+        Raises:
+            ValueError: there is no part, or it cannot be read, or is of another kind, or layers are out of range.
+            Unsupported: the part was trained for another model.
+        """
+        if (self.inner, self.layers, self.threshold) == (None, None, None):
+            return Recipe(DepthPlan.full(info.num_layers))
+        first = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
+        if self.layers is not None:
+            first = Recipe(self.plan([0.0] * info.num_layers, info))
+        return replace(first, planner=Routed(self, info, self._routers(info)))
+
+    def plan(self, scores: Sequence[float], info: ModelInfo) -> DepthPlan:
+        """The layers that an answer runs whose prompt was given these scores, one for each layer."""
+        num_layers = info.num_layers
+        core = core_for(num_layers, self.core if self.inner is None else getattr(self.inner, "core", None))
+        flex = core.flex(num_layers)
+        order = ascending(scores, flex, num_layers)
+        if self.inner is not None:
+            return replace(self.inner, order=order).recipe(info).plan  # type: ignore[call-arg]
+        if self.layers is None:
+            kept = core.size + sum(scores[layer] >= (self.threshold or 0.0) for layer in flex)
+        else:
+            kept = as_layers(self.layers, num_layers)
+        return lay_out(Constant(kept), order, num_layers, info.max_new_tokens, info.max_new_tokens)
+
+    def _routers(self, info: ModelInfo) -> LayerRouters | None:
+        """The routers, the same ones for all requests; None where nothing is to run."""
+        if info.tensors is None:
+            return None
+        from shoal.model.router import LayerRouters
+
+        part, key = part_of(self.name, self.part, info), (self.name, self.part)
+        known = info.memory.get(key)
+        if known is None or known[0] is not part.tensors:
+            known = info.memory[key] = part.tensors, LayerRouters(part, info.num_layers)
+        routers: LayerRouters = known[1]
+        return routers
+
+
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """The part `planner`; see `First`."""
+
+    knobs: First
+    info: ModelInfo
+    routers: LayerRouters | None
+
+    def begin(self, stack: Any, cache: Any) -> Router:
+        """What settles the plans of a batch's rows."""
+        assert self.routers is not None
+        return Router(self, self.routers)
+
+
+class Router(Worker):
+    """See `Routed`."""
+
+    def __init__(self, part: Routed, routers: LayerRouters) -> None:
+        self._part, self._routers = part, routers
+        self._seen: dict[int, dict[int, Tensor]] = {}
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """Sees the last tokens of prompts that end."""
+        ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(id(row), {}))
+                  for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
+                  if not row.emitted and chunk.wanted]
+        if not ending:
+            return None
+
+        def hook(layer: int, hidden: Tensor) -> None:
+            for place, last, seen in ending:
+                seen[layer] = hidden[place][last].clone()  # the forward's memory is used again
+
+        return hook
+
+    def observe(self, report: StepReport) -> None:
+        """Settle the plans of rows whose prompts have been read."""
+        for row in report.rows if report.prompt else ():
+            scores = self._routers.scores(self._seen.pop(id(row)))
+            row.recipe = replace(row.recipe, plan=self._part.knobs.plan(scores, self._part.info))

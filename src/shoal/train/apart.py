@@ -1,0 +1,73 @@
+"""How far a model's law, read in another way, is from the model's own, answer by answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, linear
+
+from shoal.eval.clustered import clustered_difference
+from shoal.train.part import TextBatch
+
+_PIECE = 512
+"""Places whose laws over all tokens are in memory at once."""
+
+
+@dataclass
+class Apart:
+    """What was found so far; a place is where a token of an answer is predicted.
+
+    Attributes:
+        nats: per place the Kullback-Leibler divergence of the other law from the model's own.
+        same: per place 1 where the likeliest word is the model's own, else 0.
+        answers: per place, whose it is.
+    """
+
+    nats: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(self, batch: TextBatch, states: Tensor, rows: Tensor, among: Tensor | None = None) -> None:
+        """Count the answers of a batch.
+
+        Args:
+            batch: with the model's own states.
+            states: [B, T, D], what the head reads in the other way.
+            rows: [V, D], the head's.
+            among: bool [B], which answers; None for all.
+        """
+        asked = batch.guessed_from(0, 1)
+        if among is not None:
+            asked &= among[:, None]
+        first = 1 + max(self.answers, default=-1)
+        self.answers += (first + torch.arange(len(asked))[:, None].expand_as(asked)[asked]).tolist()
+        for mine, whole in zip(states[asked].split(_PIECE), batch.states[asked].split(_PIECE), strict=True):
+            law, own = (linear(one.float(), rows).log_softmax(-1) for one in (mine, whole))
+            self.nats += kl_div(law, own, log_target=True, reduction="none").sum(-1).tolist()
+            self.same += (law.argmax(-1) == own.argmax(-1)).float().tolist()
+
+    def told(self) -> dict[str, Any]:
+        """`distance` in nats and `kept_words`, means over places, with 95 % intervals of a bootstrap over answers."""
+        distance, kept = (_mean(values, self.answers) for values in (self.nats, self.same))
+        return {"distance": distance[0], "distance_interval": distance[1:], "kept_words": kept[0],
+                "kept_words_interval": kept[1:]}
+
+    def beyond(self, other: Apart) -> list[float]:
+        """By how much this distance exceeds another one on the same places: mean, and both ends of its interval."""
+        return _difference(other.nats, self.nats, self.answers)
+
+
+def _mean(values: Sequence[float], answers: Sequence[int]) -> list[float]:
+    return _difference([0.0] * len(values), values, answers)
+
+
+def _difference(base: Sequence[float], values: Sequence[float], answers: Sequence[int]) -> list[float]:
+    if not values:
+        return [0.0, 0.0, 0.0]
+    found = clustered_difference(base, values, answers)
+    return [round(number, 4) for number in (found.mean, found.low, found.high)]

@@ -1,0 +1,59 @@
+"""Texts read through a frozen model whose layers leave out tokens: what training for fewer layers is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Share = Callable[[int, Tensor], Tensor | None]
+"""Of a layer's number and the states [B, T, D] that enter it: how much of the layer each token takes, [B, T] from 0,
+which leaves it out, to 1; None for all of it."""
+
+
+class LayerReading:
+    """Reads texts through a model's layers.
+
+    Tokens that leave a layer out must be the last ones of their texts from some place on, and stay so in the layer:
+    then nobody who runs it sees them there, as in decoding, where they leave nothing.
+
+    Args:
+        body: the layers of a model of transformers with what stands around them, without its head.
+    """
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+        self._share: Share | None = None
+        self._shares: dict[int, Tensor | None] = {}
+        for number, layer in enumerate(body.layers):
+            layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
+            layer.register_forward_hook(partial(self._leave, number), with_kwargs=True)
+
+    def read(self, tokens: Tensor, share: Share | None = None) -> Tensor:
+        """What the head reads [B, T, D], float32, behind tokens int64 [B, T]."""
+        self._share = share
+        try:
+            found: Tensor = self._body(input_ids=tokens, use_cache=False).last_hidden_state
+        finally:
+            self._share = None
+            self._shares.clear()
+        return found.float()
+
+    def _enter(self, layer: int, module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        if self._share is not None:
+            self._shares[layer] = self._share(layer, args[0] if args else options["hidden_states"])
+
+    def _leave(
+        self, layer: int, module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Any
+    ) -> Any:
+        share = self._shares.get(layer)
+        if share is None:
+            return out
+        before = args[0] if args else options["hidden_states"]
+        after, *rest = out if isinstance(out, tuple) else (out,)
+        share = share[..., None]
+        mixed = torch.where(share == 1, after, torch.where(share == 0, before, torch.lerp(before, after, share)))
+        return (mixed, *rest) if isinstance(out, tuple) else mixed
