@@ -40,6 +40,7 @@ from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.medusa import Medusa
+from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.momentum import Momentum
 from shoal.methods.mustafar import Mustafar
 from shoal.methods.prompt_lookup import PromptLookup
@@ -109,6 +110,9 @@ MATRIX: tuple[Method, ...] = (
     DraftModel(draft_of("llama"), branching=(2, 2), rule="rejection"),
     DraftModel(draft_of("hybrid"), length=3, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("llama")),
+    MirrorSD(draft_of("llama"), k=0),
+    MirrorSD(draft_of("llama"), exit_layer=5, k=3, length=3),
+    MirrorSD(draft_of("hybrid"), k=2, inner=D3(alpha=0.9, core=2)),
     VocabTrim(draft_of("llama"), tokens=tuple(range(0, 97, 2))),
     VocabTrim(draft_of("hybrid"), tokens=tuple(range(60)), keep=50, inner=D3(alpha=0.9, core=2)),
     RSD(draft_of("hybrid"), branching=(2, 1), inner=D3(alpha=0.9, core=2)),

@@ -20,6 +20,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"method": "prompt_lookup"},
     "layerskip": {"method": {"method": "layerskip", "method_args": {"exit_layer": 2}}},
     "vocabtrim": {"method": {"method": "vocabtrim", "method_args": {"draft": "BESIDE", "tokens": list(range(40))}}},
+    "mirror_sd": {"method": {"method": "mirror_sd", "method_args": {"draft": "BESIDE", "k": 2}}},
     "rapid": {"method": {"method": "rapid", "method_args": {"context": 6, "chunk": 2, "begin": 1, "end": 2}}},
     "sampled": {"temperature": 1.0, "seed": 11},
     "best_of": {"method": {"method": "best_of", "method_args": {"n": 3}}, "temperature": 1.0, "seed": 11},

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shoal.methods.kv_int8 import KVInt8
     from shoal.methods.layerskip import LayerSkip
     from shoal.methods.medusa import Medusa
+    from shoal.methods.mirror_sd import MirrorSD
     from shoal.methods.momentum import Momentum
     from shoal.methods.mustafar import Mustafar
     from shoal.methods.prompt_lookup import PromptLookup
@@ -111,6 +112,7 @@ __all__ = [
     "LayerSkip",
     "Medusa",
     "Method",
+    "MirrorSD",
     "ModelInfo",
     "Momentum",
     "Monitor",
@@ -182,6 +184,7 @@ _HOME = {
     "LayerSkip": "shoal.methods.layerskip",
     "Medusa": "shoal.methods.medusa",
     "Method": "shoal.methods.base",
+    "MirrorSD": "shoal.methods.mirror_sd",
     "ModelInfo": "shoal.types",
     "Momentum": "shoal.methods.momentum",
     "Monitor": "shoal.engine.monitor",

@@ -173,6 +173,43 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRound:
+    """A forward of the target beside which the next draft was prepared, and what became of it; see `mirror_sd`.
+
+    Seconds are those of the step, which a row shares with the others of its batch.
+
+    Attributes:
+        foreseen: whether the exit layer's guesses held the token that came, after the guesses that were kept.
+        reused: whether a branch for that outcome was there.
+        branches: how many there were.
+        before, after: seconds of the target below the exit layer, and from there on, head included: the forward's time
+            by the share of layers.
+        message: of what the exit layer says: norm, head, and the choice of tokens.
+        pool: of drafting all branches.
+        redraft: of drafting once the outcome was known.
+    """
+
+    foreseen: bool
+    reused: bool
+    branches: int
+    before: float
+    after: float
+    message: float = 0.0
+    pool: float = 0.0
+    redraft: float = 0.0
+
+    @property
+    def in_turn(self) -> float:
+        """Seconds by one processor, which does all of it in turn."""
+        return self.before + self.after + self.message + self.pool + self.redraft
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds by two processors as fast as this one: the pool is drafted while the target's upper layers run."""
+        return self.before + self.message + max(self.after, self.pool) + self.redraft
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What a generation cost. Token counts and layer counts are of one row; seconds are of the whole call.
 
@@ -198,6 +235,7 @@ class Stats:
         thrown_away: tokens that a search has decoded and that are not in the answer.
         judge_calls: questions that were put to a judge.
         put_tokens: tokens of the answer that a method has put there, not the model.
+        draft_rounds: of a method that drafts while the target runs, every forward after which a draft was wanted.
     """
 
     prompt_tokens: int
@@ -230,6 +268,7 @@ class Stats:
     thrown_away: int = 0
     judge_calls: int = 0
     put_tokens: int = 0
+    draft_rounds: tuple[DraftRound, ...] = ()
 
     @property
     def beside(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.types import Sampling
@@ -58,6 +59,8 @@ def drafting(family: str) -> dict[str, Method]:
         "draft_model": DraftModel(draft(family)),
         "draft_model tree": DraftModel(draft(family), branching=(3, 1, 2)),
         "draft_model on d3": DraftModel(draft(family), inner=D3(alpha=0.93, core=2)),
+        "mirror_sd": MirrorSD(draft(family), exit_layer=5, k=3, length=3),
+        "mirror_sd on d3": MirrorSD(draft(family), k=2, inner=D3(alpha=0.93, core=2)),
         "deer": DEER(masked_model(), length=3),
         "rsd beam": RSD(draft(family), rule="match"),
         "rsd branching": RSD(draft(family), branching=(2, 2), rule="match"),

@@ -24,6 +24,7 @@ from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
+from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rapid import Rapid
 from shoal.methods.rsd import RSD
@@ -101,6 +102,7 @@ EXACT = {
     "beam, match": RSD(draft(), beam=3, length=3, rule="match"),
     "cut head": VocabTrim(draft(), tokens=(1, 3, 4), length=3, rule="rejection"),
     "less context": Rapid(draft(), length=3, context=3, chunk=1, begin=0, end=1, rule="rejection"),
+    "made ahead": MirrorSD(draft(), exit_layer=1, k=2, length=3, rule="rejection"),
     "masked": DEER(canvas(), length=3, rule="rejection"),
     "masked, match": DEER(canvas(), length=3),
     "masked, few words": DEER(canvas(), length=3, window=2, rule="rejection"),

@@ -15,6 +15,7 @@ from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
+from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.methods.vocabtrim import VocabTrim
@@ -24,6 +25,7 @@ METHODS = {
     "prompt_lookup": PromptLookup(min_ngram=1),
     "aded": ADED(),
     "draft_model": DraftModel(draft_of("llama")),
+    "mirror_sd": MirrorSD(draft_of("llama"), k=2),
     "rsd": RSD(draft_of("llama"), rule="match"),
     "vocabtrim": VocabTrim(draft_of("llama"), tokens=tuple(range(60))),
 }

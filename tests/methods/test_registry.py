@@ -34,6 +34,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
 from shoal.methods.layerskip import LayerSkip
+from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.prophet import Prophet
 from shoal.methods.rapid import Rapid
@@ -59,6 +60,7 @@ SHIPPED = {
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
     "rsd": RSD,
+    "mirror_sd": MirrorSD,
     "rapid": Rapid,
     "deer": DEER,
     "vocabtrim": VocabTrim,
@@ -92,6 +94,7 @@ CONFIGURED = [
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
     VocabTrim("some/model", tokens=(3, 5, 1), keep=2),
     RSD("some/model", beam=2, inner=D3(alpha=0.9)),
+    MirrorSD("some/model", exit_layer=3, k=0, length=2, inner=D3(alpha=0.9)),
     Rapid("some/model", context=600, eta=5.0),
     DEER("some/model", length=32, rule="rejection"),
     LayerSkip(3, 5, stop=0.4, rule="rejection"),

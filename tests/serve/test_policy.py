@@ -101,7 +101,7 @@ def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:
     own |= {"tidal", "snapkv", "centroid_kv", "mustafar"}
     assert own <= set(policy.allowed(Settings()))
     assert policy.choose("topk_oracle", {"k": 8}, Settings()) == TopKOracle(k=8)
-    assert not {"draft_model", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))
+    assert not {"draft_model", "mirror_sd", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))
 
 
 def test_requests_are_decoded_by_auto_and_may_turn_it_off_but_load_nothing_through_it() -> None:

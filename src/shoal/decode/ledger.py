@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from shoal.types import DraftRound
+
 
 @dataclass(slots=True)
 class RowLedger:
@@ -33,6 +35,7 @@ class RowLedger:
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
         accepted_at: how often one of them was kept.
+        draft_rounds: forwards beside which the next draft was prepared.
     """
 
     prefill_tokens: int = 0
@@ -55,6 +58,7 @@ class RowLedger:
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+    draft_rounds: list[DraftRound] = field(default_factory=list)
 
     def read(self, layers: float) -> None:
         """Note a forward after the prefill through so many layers and the head."""

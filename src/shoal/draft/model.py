@@ -62,7 +62,7 @@ def check_context(stack: Stack, name: str, longest: int) -> None:
         )
 
 
-class _Growth(Growth):
+class TreeUnderWay(Growth):
     """One row's tree under way.
 
     Attributes:
@@ -76,6 +76,12 @@ class _Growth(Growth):
         super().__init__(row.tokens[-1])
         self.row, self.slot, self.levels = row, slot, levels
         self.level, self.leaves = 0, [Leaf(0)]
+
+    def take(self, guesses: Sequence[tuple[int, Tensor | None]]) -> None:
+        """Guesses, one after another, that are there already, each with what it was drawn from; no other is wanted."""
+        for token, probs in guesses[: self.levels]:
+            self.add(token, len(self.tokens) - 1, probs)
+        self.leaves = []
 
     @property
     def goes_on(self) -> bool:
@@ -114,7 +120,7 @@ class ModelDrafter(Drafter):
         check_context(self._stack, self._name, max(self._length(row) + row.stop.room for row in rows))
         self._keep(rows)
         allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
-        grown = [_Growth(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
+        grown = [self._begun(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
         busy = [one for one in grown if one.goes_on and self._readable(one)]
         if busy:
             self._grow(busy)
@@ -122,7 +128,11 @@ class ModelDrafter(Drafter):
         self._drafts = [trees[id(row)] for row in self._rows]
         return [trees[id(row)] for row in rows]
 
-    def _readable(self, one: _Growth) -> bool:
+    def _begun(self, row: Row, slot: int, levels: int) -> TreeUnderWay:
+        """A tree without guesses."""
+        return TreeUnderWay(row, slot, levels)
+
+    def _readable(self, one: TreeUnderWay) -> bool:
         """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""
         return max(self._text(one.row, self._cache.positions[one.slot])) < self._stack.vocab_size
 
@@ -173,7 +183,7 @@ class ModelDrafter(Drafter):
             node = child
         self._cache.commit(slot, path)
 
-    def _grow(self, grown: list[_Growth]) -> None:
+    def _grow(self, grown: list[TreeUnderWay]) -> None:
         """The first level follows what the model had not read, further ones the level before."""
         try:
             grow(grown, self._after, self._extend)
@@ -182,13 +192,13 @@ class ModelDrafter(Drafter):
                 self._cache.rollback(one.slot)
             raise
 
-    def _after(self, grown: list[_Growth]) -> Tensor:
+    def _after(self, grown: list[TreeUnderWay]) -> Tensor:
         """Logits [leaves of all, V] after the last level, which all have at one depth."""
         if not grown[0].level:
             return self._read(grown)
-        return self._forward([self._feed(one) for one in grown], grown)
+        return self._forward([self._feed(one) for one in grown], [one.row for one in grown])
 
-    def _read(self, grown: list[_Growth]) -> Tensor:
+    def _read(self, grown: list[TreeUnderWay]) -> Tensor:
         """Run what the model has not seen of each row, the row's last token included; logits [rows, V] after it."""
         last: dict[int, Tensor] = {}
         while waiting := [one for one in grown if one.slot not in last]:
@@ -198,14 +208,14 @@ class ModelDrafter(Drafter):
                 first = self._cache.positions[one.slot]
                 tokens = self._text(one.row, first)[:most]
                 chunks.append(SequenceChunk(one.slot, tokens, [0] * len(tokens), self._plan))
-            logits = self._forward(chunks, waiting)
+            logits = self._forward(chunks, [one.row for one in waiting])
             for one, chunk, values in zip(waiting, chunks, logits, strict=True):
                 self._cache.commit(one.slot, range(len(chunk.tokens)))
                 if self._cache.positions[one.slot] == self._length(one.row):
                     last[one.slot] = values
         return torch.stack([last[one.slot] for one in grown])
 
-    def _feed(self, one: _Growth) -> SequenceChunk:
+    def _feed(self, one: TreeUnderWay) -> SequenceChunk:
         """The level's nodes; they and those before them are a forest below the committed tokens."""
         first = one.leaves[0].node
         tokens = one.tokens[first:]
@@ -222,13 +232,13 @@ class ModelDrafter(Drafter):
             fed=first - 1,
         )
 
-    def _forward(self, chunks: Sequence[SequenceChunk], grown: Sequence[_Growth]) -> Tensor:
-        """Logits [sum of wanted, V] in the target's vocabulary."""
+    def _forward(self, chunks: Sequence[SequenceChunk], rows: Sequence[Row]) -> Tensor:
+        """Logits [sum of wanted, V] in the target's vocabulary, for some rows."""
         logits = (
             self._stack.forward(chunks, self._cache) if self._head is None else self._by_own_head(chunks, self._head)
         )
-        for one in grown:
-            one.row.ledger.draft_forwards += 1
+        for row in rows:
+            row.ledger.draft_forwards += 1
         missing = self._vocabulary - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -246,7 +256,7 @@ class ModelDrafter(Drafter):
         whole = part.new_full((len(part), self._stack.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._ids, part)
 
-    def _extend(self, grown: list[_Growth], logits: Tensor) -> None:
+    def _extend(self, grown: list[TreeUnderWay], logits: Tensor) -> None:
         """Draw the children of every leaf."""
         places = [Place(one.row, one.words[leaf.node], at) for one in grown for at, leaf in enumerate(one.leaves)]
         guesses = choose(places, logits, self._shape.width(grown[0].level))
@@ -257,7 +267,7 @@ class ModelDrafter(Drafter):
             self._settle(one, guesses[own], places[own])
             first += count
 
-    def _settle(self, one: _Growth, guesses: Sequence[Guesses], places: Sequence[Place]) -> None:
+    def _settle(self, one: TreeUnderWay, guesses: Sequence[Guesses], places: Sequence[Place]) -> None:
         """Add the children that the shape keeps; they are the next leaves."""
 
         def noise(leaf: int, rank: int) -> float | None:

@@ -66,6 +66,7 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         thrown_away=max(0, ledger.searched - new) if ledger.branches else 0,
         judge_calls=ledger.judged,
         put_tokens=ledger.put,
+        draft_rounds=tuple(ledger.draft_rounds),
     )
 
 

@@ -1,0 +1,110 @@
+"""What mirror_sd has ready, and what two processors would gain from it, by exit layer and tokens asked for.
+
+    python benchmarks/mirror.py --model M --draft SMALL --data DATA [--items 6] [--new-tokens 64] [--length 4]
+        [--k 1,4] [--exits 0.5,0.75] [--threads 1] [--json OUT]
+
+Greedy answers to HumanEval's first tasks, which begin with the given signature, one at a time; the settings take turns
+task by task, `k 0` being draft_model with a ledger. Seconds are compared within a setting's own ledger alone
+(`shoal.types.DraftRound`): all are given in units of the target's forwards there. The last line on stdout is the result
+as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.bench import report
+from shoal.cli import env
+from shoal.engine.checkpoint import shown_name
+from shoal.engine.engine import Engine
+from shoal.eval.items import encode
+from shoal.eval.sources.code import humaneval
+from shoal.methods.base import Method
+from shoal.methods.draft_model import DraftModel
+from shoal.methods.full import Full
+from shoal.methods.mirror_sd import MirrorSD
+from shoal.types import DraftRound, Result
+
+_SECONDS = ("before", "after", "message", "pool", "redraft")
+_SUMS = ("in_turn", "overlapped")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--length", type=int, default=4)
+    parser.add_argument("--k", default="1,4")
+    parser.add_argument("--exits", default="0.5,0.75", help="as shares of the layers")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = shoal.load(args.model)
+    methods = settings(engine, args)
+    answers: dict[str, list[Result]] = {label: [] for label in methods}
+    tasks = humaneval(args.data, "evaluation")[: args.items]
+    for place, item in enumerate(encode(tasks, engine.tokenizer, None, None)):
+        for label, method in methods.items():
+            answers[label].append(engine.generate(list(item.prompt), method=method, max_new_tokens=args.new_tokens))
+        print(f"{place + 1} of {args.items}", file=sys.stderr)
+    rows = {label: row_of(found, answers["full"]) for label, found in answers.items()}
+    report.publish({
+        **report.heading(env.collect(), ["benchmarks/mirror.py", *sys.argv[1:]]),
+        "model": shown_name(engine.model_name), "draft": Path(args.draft).name, "layers": engine.stack.num_layers,
+        "head_layers": engine.stack.head_layers, "computes_in": str(engine.stack.dtype).removeprefix("torch."),
+        "length": args.length, "new_tokens": args.new_tokens, "items": args.items, "rows": rows,
+    }, args.json)
+
+
+def settings(engine: Engine, args: argparse.Namespace) -> Mapping[str, Method]:
+    """Plain decoding, `draft_model`, and mirror_sd by exit layer and k."""
+    found: dict[str, Method] = {"full": Full(), "draft_model": DraftModel(args.draft, length=args.length),
+                                "k 0": MirrorSD(args.draft, k=0, length=args.length)}
+    for share in map(float, args.exits.split(",")):
+        exit_layer = max(1, round(share * engine.stack.num_layers))
+        for k in map(int, args.k.split(",")):
+            found[f"exit {exit_layer}, k {k}"] = MirrorSD(args.draft, exit_layer, k, args.length)
+    return found
+
+
+def row_of(answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
+    """Work of one setting, and what its ledger says."""
+    stats = [one.stats for one in answers]
+    rounds = [one for some in stats for one in some.draft_rounds]
+    forwards = sum((one.new_tokens - 1) / one.tokens_per_forward for one in stats)
+    drafted = sum(one.drafted for one in stats)
+    return {
+        "equal_to_plain": sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)), "n": len(answers),
+        "tokens_per_forward": sum(one.new_tokens - 1 for one in stats) / forwards,
+        "drafted": drafted, "accepted": sum(one.accepted for one in stats),
+        **({"ledger": ledger(rounds)} if rounds else {}),
+    }
+
+
+def ledger(rounds: Sequence[DraftRound]) -> dict[str, Any]:
+    """Rates, and seconds in units of the target's forwards; `pool_hidden` is for a drafter that is fast enough."""
+    target = sum(one.before + one.after for one in rounds)
+    units = {name: sum(getattr(one, name) for one in rounds) / target for name in (*_SECONDS, *_SUMS)}
+    return {
+        "rounds": len(rounds),
+        "foreseen": fmean(one.foreseen for one in rounds), "reused": fmean(one.reused for one in rounds),
+        "branches": fmean(one.branches for one in rounds),
+        **units, "pool_hidden": units["in_turn"] - units["pool"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Drafts for several outcomes of one verification, as branches of one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shoal.depth.plan import DepthPlan
+from shoal.draft.choose import Guesses, Place
+from shoal.draft.growth import Growth
+from shoal.model.stack import SequenceChunk
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+
+Outcome = tuple[int, ...]
+"""The tokens that a verification brings: guesses that are kept, and one more."""
+Chain = Sequence[tuple[int, Tensor | None]]
+"""Guesses one after another, each with the probabilities [V] that it was drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A branch that is wanted.
+
+    Attributes:
+        outcome: for which; of the draft's own branch the whole window, after which comes what the draft itself says.
+        length: most guesses.
+        own: whether it is the draft's own.
+    """
+
+    outcome: Outcome
+    length: int
+    own: bool = False
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A branch under way: the node from which it goes on, and its guesses; of the own one the first is an outcome's."""
+
+    wish: Wish
+    leaf: int
+    guesses: list[tuple[int, Tensor | None]] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        """Guesses in all."""
+        return self.wish.length + self.wish.own
+
+
+class Branches(Growth):
+    """A window as the draft model reads it, with branches below its nodes, which all grow at the same time.
+
+    Args:
+        row: as it stood when the window was fed.
+        slot: its place in the draft model's cache.
+        tokens: of the window: the row's last token and a chain of guesses.
+        held: how many of these the cache holds, committed or as scratch.
+        committed: how many of those are committed, 0 or 1.
+        foreseen: outcomes for which the draft's own branch is not wanted.
+        wishes: the branches, the draft's own one first.
+    """
+
+    def __init__(
+        self, row: Row, slot: int, tokens: Sequence[int], held: int, committed: int, foreseen: Collection[Outcome],
+        wishes: Sequence[Wish],
+    ) -> None:
+        super().__init__(tokens[0])
+        for token in tokens[1:]:
+            self.add(token, len(self.tokens) - 1)
+        self.row, self.slot = row, slot
+        self._held, self._committed, self._foreseen = held, committed, foreseen
+        self._branches = [_Branch(wish, self._leaf(wish)) for wish in wishes]
+        self._alive = list(self._branches)
+
+    def _leaf(self, wish: Wish) -> int:
+        """The window's end, or a node for what follows a part of the window."""
+        return len(wish.outcome) if wish.own else self.add(wish.outcome[-1], len(wish.outcome) - 1)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a branch wants another guess."""
+        return bool(self._alive)
+
+    def chunk(self, plan: DepthPlan) -> SequenceChunk:
+        """The nodes that were not fed, which are taken as fed then; the last ones are where branches go on, in turn."""
+        first, committed = self._held, self._committed
+        tokens, self._held = self.tokens[first:], len(self.tokens)
+        parents = [parent - committed for parent in self.parents[committed:]]
+        depths = [len(words) - committed for words in self.words[committed:]]
+        return SequenceChunk(
+            self.slot, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(self._alive), fed=first - committed
+        )
+
+    def places(self) -> list[Place]:
+        """Where guesses are wanted: with the numbers of a draft that has but one guess at each depth."""
+        return [Place(self.row, self.words[branch.leaf], 0) for branch in self._alive]
+
+    def extend(self, guesses: Sequence[Guesses]) -> None:
+        """Give each branch that goes on its next guess, if there is one."""
+        pairs = zip(self._alive, guesses, strict=True)
+        self._alive = [branch for branch, guess in pairs if guess.tokens and self._goes_on(branch, guess)]
+
+    def _goes_on(self, branch: _Branch, guess: Guesses) -> bool:
+        token, wish = guess.tokens[0], branch.wish
+        if wish.own and not branch.guesses and (*wish.outcome, token) in self._foreseen:
+            return False
+        branch.guesses.append((token, guess.probs))
+        if len(branch.guesses) == branch.wanted:
+            return False
+        branch.leaf = self.add(token, branch.leaf)
+        return True
+
+    def pool(self) -> dict[Outcome, Chain]:
+        """What has grown, by outcome; a branch without guesses is none."""
+        found: dict[Outcome, Chain] = {}
+        for branch in self._branches:
+            named, guesses = int(branch.wish.own), branch.guesses
+            if len(guesses) > named:
+                outcome = (*branch.wish.outcome, *(token for token, _ in guesses[:named]))
+                found[outcome] = guesses[named:]
+        return found

@@ -1,0 +1,282 @@
+"""Drafts for outcomes that are not known yet: Mirror Speculative Decoding (arXiv 2510.13161).
+
+While the target verifies a window, one of its middle layers says, through the final norm and the head, which tokens may
+follow each beginning of the window. The draft model has a branch for each of these outcomes, and for the one that it
+would bring about itself. If the right one is among them, the next draft is there when the verification ends.
+
+Here the two models run in turn; `shoal.types.DraftRound` says what two processors would take. A branch is drawn with
+the numbers that a draft made afterwards would take, so the guesses are those of `draft_model` however good the exit
+layer is: what differs is when they are made.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.decode.worker import StepReport
+from shoal.draft.branches import Branches, Chain, Outcome, Wish
+from shoal.draft.choose import Place, choose
+from shoal.draft.growth import grow
+from shoal.draft.model import ModelDrafter, ModelProposer
+from shoal.model.packed.native import MAX_NODES
+from shoal.types import DraftRound
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.decode.tree import TokenTree
+    from shoal.draft.model import TreeUnderWay
+    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+
+Pool = Mapping[Outcome, Chain]
+"""The branches of a row."""
+
+
+@dataclass(frozen=True)
+class MirrorProposer:
+    """Chains of a second model, drafted for several outcomes of the verification before.
+
+    Attributes:
+        model: the second model and the length of its chains.
+        exit_layer: layers of the target that run before it is asked, 1..L.
+        k: tokens that are asked for after each node of the window; 0 drafts nothing ahead.
+    """
+
+    model: ModelProposer
+    exit_layer: int
+    k: int
+
+    def begin(self, stack: Any, cache: Any) -> MirrorDrafter:
+        """A drafter with an empty cache of its own."""
+        return MirrorDrafter(self, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What the target was fed of a row that decodes.
+
+    Attributes:
+        row, length: the row, and how many tokens it had.
+        place: of the row among those of the forward.
+        chunk: what was fed; its last nodes are the row's last token and a chain of guesses.
+    """
+
+    row: Row
+    length: int
+    place: int
+    chunk: SequenceChunk
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The row's last token and the guesses."""
+        return self.chunk.tokens[-self.chunk.wanted :]
+
+    @property
+    def guesses(self) -> Outcome:
+        """The guesses."""
+        return tuple(self.tokens[1:])
+
+    @property
+    def outcome(self) -> Outcome:
+        """What came of it."""
+        return tuple(self.row.tokens[self.length :])
+
+    def before(self) -> Row:
+        """The row as it stood when the window was fed."""
+        return replace(self.row, tokens=self.row.tokens[: self.length])
+
+    def room(self, tokens: int) -> int:
+        """Guesses that the row has room for after an outcome of so many tokens: one less than it may emit then."""
+        return self.row.stop.room + len(self.row.tokens) - self.length - tokens - 1
+
+
+class MirrorDrafter(ModelDrafter):
+    """See the module. After a verification first the branches are drafted, as if its outcome were not known.
+
+    Of a row the draft model's cache holds a beginning of its tokens as committed, and as scratch the window, then
+    branches. The last token is not read where it came from a branch: it is fed with the next window.
+
+    Args:
+        proposer: how to draft.
+        target: the model that verifies.
+    """
+
+    def __init__(self, proposer: MirrorProposer, target: Stack) -> None:
+        stack = target if proposer.model.stack is None else proposer.model.stack
+        super().__init__(proposer.model, stack, target.vocab_size)
+        self._target, self._exit_layer, self._k = target, proposer.exit_layer, proposer.k
+        self._windows: list[_Window] = []
+        self._states: Tensor | None = None
+        self._lengths: dict[int, int] = {}
+        self._ready: dict[int, Chain] = {}
+        self._since = self._target_seconds = 0.0
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """Keep what enters the exit layer, of rows that verify."""
+        if not rows[0].emitted:
+            return None
+        self._states, self._since = None, time.perf_counter()
+        self._windows = [
+            _Window(row, len(row.tokens), place, chunk)
+            for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
+            if chunk.wanted and chunk.steps[-chunk.wanted] == row.emitted  # else it reads what was forced upon it
+        ]
+        return self._see if self._k else None
+
+    def _see(self, layer: int, hidden: Tensor) -> None:
+        if layer == self._exit_layer:
+            self._states = hidden
+
+    def observe(self, report: StepReport) -> None:
+        """The forward has ended."""
+        if not report.prompt:
+            self._target_seconds = time.perf_counter() - self._since
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """See `ModelDrafter`; a chain that is ready is not drafted again."""
+        rounds = self._look_back(rows)
+        start = time.perf_counter()
+        try:
+            trees = super().propose(rows, limits)
+        finally:
+            self._ready = {}
+        seconds = time.perf_counter() - start
+        self._lengths = {id(row): len(row.tokens) for row in self._rows}
+        for row, limit in zip(rows, limits, strict=True):
+            if limit and id(row) in rounds:
+                row.ledger.draft_rounds.append(replace(rounds[id(row)], redraft=seconds))
+        return trees
+
+    def _begun(self, row: Row, slot: int, levels: int) -> TreeUnderWay:
+        """The branch that is ready, if there is one."""
+        one = super()._begun(row, slot, levels)
+        if id(row) in self._ready:
+            one.take(self._ready[id(row)])
+        return one
+
+    def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:
+        """Of the window, which stands before all other scratch, what was kept."""
+        known, scratch = self._cache.positions[slot], self._cache.layers[0].scratch[slot]
+        unread = self._lengths[id(row)] - known
+        fed = tree.tokens[1 - min(unread, 1) :][:scratch]
+        kept = takewhile(lambda pair: pair[0] == pair[1], zip(fed, row.tokens[known:-1], strict=False))
+        self._cache.commit(slot, range(len(list(kept))))
+
+    def _look_back(self, rows: Sequence[Row]) -> dict[int, DraftRound]:
+        """Draft for what was foreseen of the last windows, and see whether it came; by the rows' identities."""
+        verified = self._verified(rows)
+        start = time.perf_counter()
+        foreseen = self._foreseen([window for _, window in verified])
+        told = time.perf_counter()
+        pools = self._draft_ahead(verified, foreseen)
+        drafted = time.perf_counter()
+        rounds = {}
+        for (_, window), outcomes, pool in zip(verified, foreseen, pools, strict=True):
+            outcome, key = window.outcome, id(window.row)
+            if outcome in pool:
+                self._ready[key] = pool[outcome]
+            before, after = self._split(window)
+            rounds[key] = DraftRound(
+                outcome in outcomes, outcome in pool, len(pool), before, after, told - start, drafted - told
+            )
+        return rounds
+
+    def _verified(self, rows: Sequence[Row]) -> list[tuple[int, _Window]]:
+        """Slots, ascending, and windows of the rows that go on, where they follow the last draft."""
+        fed = {id(window.row): window for window in self._windows}
+        wanted, self._windows = {id(row) for row in rows}, []
+        seated = [(slot, fed[id(row)]) for slot, row in enumerate(self._rows) if id(row) in wanted & fed.keys()]
+        return [(slot, one) for slot, one in seated if one.outcome and one.length == self._lengths[id(one.row)]]
+
+    def _foreseen(self, windows: Sequence[_Window]) -> list[list[Outcome]]:
+        """The outcomes of each window that the exit layer holds likely: for each node so many tokens after it.
+
+        A sampled row gets draws without replacement, the first with the number by which its rule draws a guess.
+        """
+        if self._states is None or not windows:
+            return [[] for _ in windows]
+        states = [self._states[one.place, : len(one.chunk.tokens)][-one.chunk.wanted :] for one in windows]
+        places = [place for one in windows for place in _places(one)]
+        told = iter(choose(places, self._target.exit_logits(torch.cat(states)), self._k))
+        found = []
+        for window in windows:
+            window.row.ledger.heads_read += 1
+            after = [(window.guesses[:count], next(told)) for count in range(len(window.tokens))]
+            found.append([(*words, token) for words, guess in after for token in guess.tokens])
+        return found
+
+    def _split(self, window: _Window) -> tuple[float, float]:
+        """Seconds of the target's forward before and after the exit layer, as its layers and its head share them."""
+        layers = window.row.recipe.plan.layers(window.chunk.steps[-window.chunk.wanted])
+        share = bisect_left(layers, self._exit_layer) / (len(layers) + self._target.head_layers)
+        return share * self._target_seconds, (1 - share) * self._target_seconds
+
+    def _draft_ahead(
+        self, verified: Sequence[tuple[int, _Window]], foreseen: Sequence[Sequence[Outcome]]
+    ) -> list[Pool]:
+        """The branches of each window; as many at a time as the kernels take in one tree."""
+        pools: list[dict[Outcome, Chain]] = [{} for _ in verified]
+        waiting = [self._parts(*one, outcomes) for one, outcomes in zip(verified, foreseen, strict=True)]
+        try:
+            while any(waiting):
+                turn = [place for place, parts in enumerate(waiting) if parts]
+                trees = [self._tree(*verified[place], foreseen[place], waiting[place].pop(0)) for place in turn]
+                grow(trees, self._after_branches, _extend)
+                for place, tree in zip(turn, trees, strict=True):
+                    pools[place] |= tree.pool()
+                    if waiting[place]:
+                        self._cache.rollback(tree.slot)
+        except BaseException:
+            for slot, _ in verified:
+                self._cache.rollback(slot)
+            raise
+        return list(pools)
+
+    def _parts(self, slot: int, window: _Window, foreseen: Sequence[Outcome]) -> list[list[Wish]]:
+        """The branches that are wanted, in parts that fit in a tree each."""
+        unread = window.length - self._cache.positions[slot]
+        if not foreseen or unread > 1 or max(window.tokens) >= self._stack.vocab_size:
+            return []
+        guesses, wishes = window.guesses, list[Wish]()
+        if len(guesses) >= 1 - unread + self._cache.layers[0].scratch[slot]:  # its last node is still to be fed
+            wishes.append(self._wish(window, guesses, own=True))
+        wishes += [
+            self._wish(window, outcome) for outcome in foreseen
+            if outcome != guesses[: len(outcome)] and outcome[-1] < self._stack.vocab_size
+        ]
+        wishes = [wish for wish in wishes if wish.length > 0]
+        most = max(1, (MAX_NODES - len(window.tokens)) // self._shape.length)
+        return [wishes[first : first + most] for first in range(0, len(wishes), most)]
+
+    def _wish(self, window: _Window, outcome: Outcome, own: bool = False) -> Wish:
+        return Wish(outcome, min(self._shape.length, window.room(len(outcome) + own)), own)
+
+    def _tree(self, slot: int, window: _Window, foreseen: Sequence[Outcome], wishes: Sequence[Wish]) -> Branches:
+        committed = 1 - (window.length - self._cache.positions[slot])
+        held = committed + self._cache.layers[0].scratch[slot]
+        return Branches(window.before(), slot, window.tokens, held, committed, foreseen, wishes)
+
+    def _after_branches(self, trees: Sequence[Branches]) -> Tensor:
+        """Logits [branches of all that go on, V]."""
+        return self._forward([tree.chunk(self._plan) for tree in trees], [tree.row for tree in trees])
+
+
+def _places(window: _Window) -> Iterator[Place]:
+    """After each node of a window."""
+    row, guesses = window.before(), window.guesses
+    return (Place(row, guesses[:count], 0) for count in range(len(guesses) + 1))
+
+
+def _extend(trees: Sequence[Branches], logits: Tensor) -> None:
+    """A guess for every branch."""
+    places = [tree.places() for tree in trees]
+    guesses = iter(choose([place for some in places for place in some], logits, 1))
+    for tree, some in zip(trees, places, strict=True):
+        tree.extend([next(guesses) for _ in some])

@@ -1,0 +1,68 @@
+"""Mirror speculative decoding: the smaller model drafts for outcomes of a verification that is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.draft.draft import check_least, check_length
+from shoal.draft.shape import Branching
+from shoal.methods._second_model import Absent, SecondModelMethod
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.worker import Proposer
+
+
+@dataclass(frozen=True, repr=False)
+class MirrorSD(SecondModelMethod):
+    """A smaller model drafts for the likely outcomes of a verification, so that the next draft is there when it ends.
+
+    The outcomes come from one of the target's middle layers, through the final norm and the head. The guesses are those
+    of `draft_model`. Both models run in turn here, where drafting for several outcomes costs time and gains none;
+    `result.stats.draft_rounds` says of every forward what two processors would take. The paper's drafter that makes
+    several tokens per forward is left out, as it has to be trained.
+
+    Attributes:
+        exit_layer: layers of the target that run before it is asked, 1..L; None for half of them. L asks the target
+            itself.
+        k: tokens that are asked for after each node of the window, one draft each; 0 drafts nothing ahead.
+        length: tokens to guess at a time.
+    """
+
+    name: ClassVar[str] = "mirror_sd"
+    paper: ClassVar[str] = "arXiv 2510.13161"
+
+    exit_layer: int | None = None
+    k: int = 4
+    length: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.length)
+        check_least("k", self.k, 0)
+        if self.exit_layer is not None:
+            check_least("exit_layer", self.exit_layer, 1)
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The draft model's guesses, some of them made ahead, confirmed by the target.
+
+        Raises:
+            ValueError: the model has fewer layers than `exit_layer`; or see `PairedMethod.draft_engine`.
+        """
+        num_layers = info.num_layers
+        exit_layer = max(1, num_layers // 2) if self.exit_layer is None else self.exit_layer
+        if exit_layer > num_layers:
+            raise ValueError(f"exit_layer is {exit_layer}, but the model has {num_layers} layers; use 1..{num_layers}")
+        return self.verified(self._ahead(info, exit_layer), info)
+
+    def _ahead(self, info: ModelInfo, exit_layer: int) -> Proposer:
+        model = self.proposing(info, Branching((1,) * self.length))
+        if isinstance(model, Absent):
+            return model
+        from shoal.draft.mirror import MirrorProposer
+        from shoal.draft.model import ModelProposer
+
+        assert isinstance(model, ModelProposer)
+        return MirrorProposer(model, exit_layer, self.k)
