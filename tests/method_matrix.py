@@ -43,6 +43,7 @@ from shoal.methods.medusa import Medusa
 from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.momentum import Momentum
 from shoal.methods.mustafar import Mustafar
+from shoal.methods.ppd import PPD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.prophet import Prophet
 from shoal.methods.random_switching import RandomSwitching
@@ -134,6 +135,8 @@ MATRIX: tuple[Method, ...] = (
     Eagle(part_for("eagle", "llama"), width=2, nodes=5, inner=D3(alpha=0.9, core=2)),
     Medusa(part_for("medusa", "llama")),
     Medusa(part_for("medusa", "llama"), nodes=6, inner=D3(alpha=0.9, core=2)),
+    PPD(part_for("ppd", "llama")),
+    PPD(part_for("ppd", "llama"), nodes=9, inner=D3(alpha=0.9, core=2)),
     Momentum(alpha=0.0),
     Momentum(alpha=0.3, candidates=7),
     AdaDec(lookahead=0),

@@ -22,6 +22,7 @@ from shoal.train.export import export
 from shoal.train.layer_routers import LayerRouterModule
 from shoal.train.medusa import MedusaModule
 from shoal.train.part import Base, ShippedModule
+from shoal.train.ppd import PromptModule
 
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)
@@ -61,7 +62,13 @@ def routers(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> L
     return module
 
 
-MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "dynamic_context": context, "first": routers}
+def ppd(engine: Engine, noise: float = 0.3) -> PromptModule:
+    module = PromptModule(Base(engine.stack), copy.deepcopy(engine.model), depths=3)
+    _shake(module, noise)
+    return module
+
+
+MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "ppd": ppd, "dynamic_context": context, "first": routers}
 
 
 def hidden_of(engine: Engine) -> int:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shoal.methods.mirror_sd import MirrorSD
     from shoal.methods.momentum import Momentum
     from shoal.methods.mustafar import Mustafar
+    from shoal.methods.ppd import PPD
     from shoal.methods.prompt_lookup import PromptLookup
     from shoal.methods.prophet import Prophet
     from shoal.methods.random_switching import RandomSwitching
@@ -118,6 +119,7 @@ __all__ = [
     "Monitor",
     "Mustafar",
     "NarrowMLPs",
+    "PPD",
     "PromptLookup",
     "Prophet",
     "PythonMembers",
@@ -190,6 +192,7 @@ _HOME = {
     "Monitor": "shoal.engine.monitor",
     "Mustafar": "shoal.methods.mustafar",
     "NarrowMLPs": "shoal.model.narrow",
+    "PPD": "shoal.methods.ppd",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "Prophet": "shoal.methods.prophet",
     "PythonMembers": "shoal.engine.members",

@@ -147,3 +147,25 @@ def test_rows_are_told_apart() -> None:
 def test_bad_knobs(knobs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(knobs))):
         Goodput(**knobs)
+
+
+def test_a_step_that_gets_guesses_ready_is_tried_again() -> None:
+    """Asides without a guess tell nothing: neither the first trial nor a probe has taken place."""
+    policy, row = Goodput(most=4).begin(None, None), SimpleNamespace()
+    ready = TokenTree((7,), (-1,), None, (0,), [0.0])
+    plain, outcome = TokenTree.chain([7]), Outcome((0,), 1)
+
+    def step(tree: TokenTree, seconds: float = 1.0) -> None:
+        policy.observe(StepReport([row], [tree], [outcome], 0.0, seconds))  # type: ignore[list-item]
+
+    asked = []
+    for tree in (plain, plain, ready, TokenTree.chain([7, 1, 1, 1, 1])):
+        asked += policy.limits([row])  # type: ignore[list-item]
+        step(tree, 1.0 if len(tree) == 1 else 50.0)
+    assert asked == [0, 0, 4, 4]
+    asked = []
+    for _ in range(200):
+        asked += policy.limits([row])  # type: ignore[list-item]
+        step(ready if asked[-1] and asked[-2:-1] != [1] else plain)
+    probes = [place for place, limit in enumerate(asked) if limit]
+    assert probes and all(second - first == 1 for first, second in zip(probes[::2], probes[1::2], strict=False))

@@ -20,6 +20,7 @@ from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.methods.medusa import Medusa
+from shoal.methods.ppd import PPD
 from shoal.types import Sampling
 from train_twin import agrees
 from trained_parts import ECHOED, eagle, part_for, target
@@ -37,7 +38,8 @@ SAMPLINGS = {
 
 
 def methods(family: str) -> dict[str, Method]:
-    layer, heads, d3 = part_for("eagle", family), part_for("medusa", family), D3(alpha=0.93, core=2)
+    layer, heads, vectors = (part_for(kind, family) for kind in ("eagle", "medusa", "ppd"))
+    d3 = D3(alpha=0.93, core=2)
     return {
         "eagle": Eagle(layer, stop=0.0),
         "eagle that stops": Eagle(layer, stop=0.4),
@@ -46,6 +48,9 @@ def methods(family: str) -> dict[str, Method]:
         "medusa": Medusa(heads),
         "medusa tree": Medusa(heads, nodes=7),
         "medusa on d3": Medusa(heads, length=2, inner=d3),
+        "ppd": PPD(vectors),
+        "ppd tree": PPD(vectors, nodes=12),
+        "ppd on d3": PPD(vectors, length=2, inner=d3),
     }
 
 

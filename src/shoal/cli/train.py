@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
   shoal train eagle --model M.gguf --out part --data DATA --tokens 500000 --minutes 30
   shoal train medusa --model M.gguf --out heads --answers part/answers --prompts asked.txt,more.jsonl
+  shoal train ppd --model M.gguf --out prompts --answers part/answers --prompts asked.txt,more.jsonl --batch 512
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
   shoal train first --model M.gguf --out routers --answers part/answers --prompts asked.txt --under d3:mean=0.8
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
@@ -44,12 +45,13 @@ EXAMPLES = """examples:
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
-DRAFTER, SCRATCH, CONTEXT, ROUTERS, HEAL, FULL = "drafter", "diffusion", "dynamic_context", "first", "heal", "full"
+PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
+HEAL, FULL = "heal", "full"
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
-_BATCH, _RATE = 2048, 3e-3
+_BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
-_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": KINDS,
+_ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS),
          **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT, ROUTERS)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
@@ -59,11 +61,11 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": KINDS,
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, DRAFTER, CONTEXT, ROUTERS, HEAL, SCRATCH), help="eagle: a layer that "
-                        "goes on from the model's last states; medusa: a head for each of the next places; drafter: a "
-                        "small model that fills masks, for deer; dynamic_context: a gate for the KV; first: routers "
-                        "that choose layers; heal: the model, for fewer layers or weights; diffusion: a small model "
-                        "from scratch")
+    parser.add_argument("part", choices=(*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, HEAL, SCRATCH), help="eagle: a "
+                        "layer that goes on from the model's last states; medusa: a head for each of the next places; "
+                        "ppd: vectors that stand for the next words; drafter: a small model that fills masks, for "
+                        "deer; dynamic_context: a gate for the KV; first: routers that choose layers; heal: the "
+                        "model, for fewer layers or weights; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -84,7 +86,7 @@ def add_arguments(parser: Parser) -> None:
                      "same texts")
     how.add_argument("--batch", metavar="N", type=int, help="tokens of a step, 2048 if none; diffusion: texts, 64")
     how.add_argument("--rate", metavar="R", type=float, help="highest learning rate of matrices by Muon, AdamW takes a "
-                     "third; 0.003 if none, diffusion: 0.006")
+                     "third; 0.003 if none, diffusion: 0.006, ppd: 0.03")
     how.add_argument("--minutes", metavar="T", type=float, help="leave off then; the same command goes on")
     how.add_argument("--seed", metavar="S", type=int, default=0, help="of prompts, draws and first weights")
     how.add_argument("--threads", metavar="N", type=int, help="CPU threads; as torch chooses if none")
@@ -92,7 +94,7 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--vocabulary", metavar="N", type=int, default=8192, help="tokens that are guessed: those that "
                       "the answers use most")
     what.add_argument("--depths", metavar="N", type=int, help="eagle: guesses in a row that are trained, 3 if none; "
-                      "medusa: heads, 4 if none")
+                      "medusa: heads, 4 if none; ppd: vectors, 3 if none")
     what.add_argument("--weights", choices=("int8", "int6", "bfloat16", "float32"), default="int8", help="how it is "
                       "stored")
     what.add_argument("--layers", metavar="N", type=int, default=2, help="drafter: layers of the model, first and "
@@ -166,7 +168,8 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers, shape, plans)
     half = engine.stack.dtype == torch.bfloat16
-    how = Training(args.epochs, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half,
+    rate = _PROMPTS_RATE if args.part == PROMPTS else _RATE
+    how = Training(args.epochs, args.batch or _BATCH, args.rate or rate, seed=args.seed, half=half,
                    muon=Training.muon and args.part not in (HEAL, ROUTERS))
     trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
@@ -203,7 +206,8 @@ def _written(
         use = f"{model} deer --draft {args.out} --length {args.block}"
     else:
         assert isinstance(module, ShippedModule)
-        card = export.export(args.out, engine, module, args.weights, **facts)
+        weights: export.Weights = "float32" if args.part == PROMPTS else args.weights
+        card = export.export(args.out, engine, module, weights, **facts)
         use = f"{model} {args.part} --part {args.out}"
     if module.guesses:
         return card, f"{card['tokens_per_forward']} tokens per forward", use
@@ -290,12 +294,15 @@ def _module(
     from shoal.train.layer_routers import LayerRouterModule
     from shoal.train.medusa import MedusaModule
     from shoal.train.part import Base, PartModule
+    from shoal.train.ppd import PromptModule
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
         return HealModule(Base(engine.stack), _plain(args, args.student), plans, args.rank, args.seed)
+    if args.part == PROMPTS:
+        return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:

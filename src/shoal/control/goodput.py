@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 _FIRST_PROBE, _RAREST_PROBE = 16, 128
+_MEASURED = 3
+"""The first steps, of which the last one guesses."""
 _PLANNED = 4
 """Ticks between two choices of lengths: choosing takes as long as a good part of a small model's forward."""
 
@@ -60,6 +62,10 @@ class _RowState:
         self.idle, self.pause = 0, min(2 * self.pause, _RAREST_PROBE)
         return True
 
+    def try_again(self) -> None:
+        """The next step is a probe, if nothing is guessed in it."""
+        self.idle = self.pause - 1
+
     def awake(self) -> None:
         """Guessing pays again."""
         self.idle, self.pause = 0, _FIRST_PROBE
@@ -80,8 +86,8 @@ class GoodputPolicy(DraftLengthPolicy):
         before = list(self._states)
         self._states = {id(row): self._states.get(id(row)) or _RowState(self._fade) for row in rows}
         self._steps += 1
-        if self._steps <= 3:
-            return [0 if self._steps < 3 else self._most] * len(rows)
+        if self._steps <= _MEASURED:
+            return [0 if self._steps < _MEASURED else self._most] * len(rows)
         states = [self._states[id(row)] for row in rows]
         if self._planned <= 0 or before != list(self._states):
             self._plan(states)
@@ -103,6 +109,7 @@ class GoodputPolicy(DraftLengthPolicy):
         """Times of guessing and verifying, and what was kept."""
         if report.prompt:
             return
+        self._again(report)
         if self._steps > 1 and report.target_seconds is not None:  # the first step pays for warming up
             self._target.observe(sum(len(tree) for tree in report.trees), report.target_seconds)
         longest = max(tree.depths[-1] for tree in report.trees)
@@ -116,6 +123,16 @@ class GoodputPolicy(DraftLengthPolicy):
                 self._planned = min(self._planned, _PLANNED if any(self._lengths) else 0)
                 kept = len(outcome.path) - 1
                 state.acceptance.observe(kept, kept + bool(tree.children(outcome.path[-1])))
+
+
+    def _again(self, report: StepReport) -> None:
+        """A step that could only get guesses ready tells nothing of them: let the next one guess in its place."""
+        ready = [row for row, tree in zip(report.rows, report.trees, strict=True) if len(tree) == 1 and tree.asides]
+        if ready and self._steps == _MEASURED:
+            self._steps -= 1
+        for row in ready:
+            if id(row) in self._states:
+                self._states[id(row)].try_again()
 
 
 def best_lengths(rates: Sequence[float], most: int, target: LinearLatency, draft: LinearLatency) -> list[int]:

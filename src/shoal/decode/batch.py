@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shoal.decode.accept import Outcome
 from shoal.decode.ledger import Clock
@@ -361,8 +362,13 @@ def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
     tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
     steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
+    if tree.asides:
+        parents, depths = tree.fed
+        tokens = (*tokens, *tokens[-1:] * len(tree.asides))
+        steps = list(accumulate((row.emitted + depth for depth in depths), max))  # they may not fall
     chunk = SequenceChunk(
-        row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest
+        row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
+        vectors=tree.vectors,
     )
     return _Share(row, chunk, tree, before)
 

@@ -7,7 +7,7 @@ model's own next token. A tree with the root alone is the plain decoding step, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,11 +21,16 @@ class TokenTree:
         parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
         draft_probs: for each node the draft distribution [V] that it was drawn from, or None where the guess was
             deterministic.
+        asides: what is fed behind the nodes and never kept, as vectors in place of tokens: of each the index of its
+            parent, a node or, counted on from there, an aside before it. No node sees one.
+        vectors: [asides, D], what enters the first layer in their places; None where there are none.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_probs: tuple[Any, ...] | None = None
+    asides: tuple[int, ...] = ()
+    vectors: Any = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
@@ -35,6 +40,11 @@ class TokenTree:
                 raise ValueError(f"node {node} has parent {parent}: nodes must stand in breadth-first order")
         if self.draft_probs is not None and len(self.draft_probs) != len(self.tokens):
             raise ValueError(f"{len(self.draft_probs)} draft distributions for {len(self.tokens)} nodes")
+        if len(self.asides) != (0 if self.vectors is None else len(self.vectors)):
+            raise ValueError(f"there are {len(self.asides)} asides; each needs a vector, and there is none without")
+        for place, parent in enumerate(self.asides, start=len(self.tokens)):
+            if not 0 <= parent < place:
+                raise ValueError(f"aside {place} has parent {parent}: it must be a node or an aside before it")
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
@@ -57,15 +67,37 @@ class TokenTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
+    @cached_property
+    def fed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Parents and depths of nodes and asides together."""
+        depths = list(self.depths)
+        for parent in self.asides:
+            depths.append(depths[parent] + 1)
+        return (*self.parents, *self.asides), tuple(depths)
+
     def cut(self, depth: int) -> TokenTree:
-        """The nodes at most `depth` away from the root."""
+        """The nodes at most `depth` away from the root, each with its asides."""
         if len(self.tokens) == 1:
             return self
         size = sum(d <= depth for d in self.depths)
         if size == len(self):
             return self
         size = max(size, 1)
-        return TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
+        left = TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
+        return left if self.vectors is None else left.with_asides(*self._asides_of(size))
+
+    def _asides_of(self, size: int) -> tuple[list[int], Any]:
+        """Parents and vectors of the asides that stand behind the first `size` nodes, were there no others."""
+        places, kept = {node: node for node in range(size)}, list[int]()
+        for place, parent in enumerate(self.asides):
+            if parent in places:
+                places[len(self) + place] = size + len(kept)
+                kept.append(place)
+        return [places[self.asides[place]] for place in kept], self.vectors[kept]
+
+    def with_asides(self, parents: Sequence[int], vectors: Any) -> TokenTree:
+        """The same nodes with these asides, which may be none."""
+        return replace(self, asides=tuple(parents), vectors=vectors if parents else None)
 
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""

@@ -21,6 +21,9 @@ def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
         return 0, 0
     if recipe.loop is not None:
         return recipe.scratch, recipe.scratch
+    fed = getattr(recipe.proposer, "most_fed", None)
+    if fed is not None:
+        return fed, fed
     one: Any = _member(method)
     branching, nodes = getattr(one, "branching", None), getattr(one, "nodes", None)
     if branching is not None:

@@ -29,6 +29,7 @@ from shoal.model.stack import (
     SequenceChunk,
     Start,
     check_lengths,
+    lay_vectors,
     layer_work,
     mark_shallow,
 )
@@ -130,7 +131,10 @@ class HFStack:
         width = max(len(chunk.tokens) for chunk in chunks)
         ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
         places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
-        return self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
+        x = self.parts.embed(torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device))
+        for states, chunk in zip(x, chunks, strict=True):
+            lay_vectors(states, [chunk])
+        return x
 
     @torch.no_grad()
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -287,8 +291,8 @@ class _PaddedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        ends = zip(self.hidden, self.chunks, self.sizes, strict=True)
-        return torch.cat([states[end - chunk.wanted : end] for states, chunk, end in ends])
+        pairs = zip(self.hidden, self.chunks, strict=True)
+        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for states, chunk in pairs])
 
     def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
         """A table that all layers with the same nodes share."""

@@ -15,7 +15,6 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +25,7 @@ from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView
 from shoal.model.reading import Asker, row_mask
-from shoal.model.stack import LayerWork, SequenceChunk
+from shoal.model.stack import LayerWork, SequenceChunk, lay_vectors
 from shoal.model.twin import twin_of
 
 if TYPE_CHECKING:
@@ -130,6 +129,7 @@ class PrepackedCall:
         if hidden is None:
             ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=stack.device)
             self.hidden = stack.parts.embed(ids, self._places)
+            lay_vectors(self.hidden[0], chunks)
         else:
             self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
         self._memo: dict[Any, Any] = {}
@@ -187,5 +187,5 @@ class PrepackedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        ends = zip(self.chunks, accumulate(self.sizes), strict=True)
-        return torch.cat([self.hidden[0, end - chunk.wanted : end] for chunk, end in ends])
+        pairs = zip(self.chunks, self.hidden[0].split(self.sizes), strict=True)
+        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for chunk, states in pairs])

@@ -44,12 +44,14 @@ class SequenceChunk:
         steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.
         parents, depths: tree structure, or None for a chain.
-        wanted: how many of the last tokens need logits.
+        wanted: how many of the last tokens, those of `vectors` apart, need logits.
         query_hook: what sees the tokens' queries and may choose what they read; None where nobody does.
         fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
             tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
         mutual: whether the nodes of a chain see those after them too, as the tokens of a masked block do.
         likeliest: whether nobody asks for logits but the largest of each token; others may be -inf.
+        vectors: [n, D], what enters the first layer at the last n tokens, whose ids count for nothing; they give no
+            logits. None where there are none.
     """
 
     row: int
@@ -63,6 +65,12 @@ class SequenceChunk:
     query_hook: QueryHook | None = None
     mutual: bool = False
     likeliest: bool = False
+    vectors: Tensor | None = None
+
+    @property
+    def words(self) -> int:
+        """How many of the tokens are fed by their ids, those at the front."""
+        return len(self.tokens) - (0 if self.vectors is None else len(self.vectors))
 
     @property
     def nodes(self) -> range:
@@ -184,7 +192,7 @@ class Stack(Protocol):
         layers below it are taken as done; they store nothing.
 
         Returns:
-            Logits [sum of wanted, V]: of the last `wanted` nodes of each chunk, one after the other.
+            Logits [sum of wanted, V]: of the last `wanted` nodes of each chunk, `vectors` apart, one after the other.
         """
         ...
 
@@ -215,6 +223,16 @@ class Stack(Protocol):
             Unsupported: the head is no plain matrix.
         """
         ...
+
+
+def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
+    """Put the chunks' `vectors` in their places among what enters the first layer, [tokens of all chunks, D]."""
+    first = 0
+    for chunk in chunks:
+        last = first + len(chunk.tokens)
+        if chunk.vectors is not None:
+            x[first + chunk.words : last] = chunk.vectors.to(x)
+        first = last
 
 
 def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:

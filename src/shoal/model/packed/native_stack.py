@@ -30,7 +30,7 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.reading import Asker
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, mark_shallow, missing_kv
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, lay_vectors, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,7 +129,7 @@ class NativeStack(PackedStack):
         choices = _choices(chunks, work, batch, cache, self.dtype)
         asked = choices is None and any(chunk.query_hook for chunk in chunks)
         choose = _chooser(self.dtype, chunks, work, cache) if asked else None
-        vectors = None if start is None else _vectors(start.hidden, chunks)
+        vectors = self._entering(chunks, batch) if start is None else _vectors(start.hidden, chunks)
         logits = self._model.forward(
             batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors,
             likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted),
@@ -242,12 +242,21 @@ class NativeStack(PackedStack):
             positions.extend(chunk.positions(cache.positions[chunk.row]))
             nodes.extend(chunk.nodes)
             ancestors.extend(_ancestors(chunk))
-            wanted.extend(range(len(ids) - chunk.wanted, len(ids)))
+            last = len(ids) - len(chunk.tokens) + chunk.words
+            wanted.extend(range(last - chunk.wanted, last))
         rows = [chunk.row for chunk in chunks for _ in chunk.tokens]
         bases = [cache.positions[row] for row in rows]
         return native.NativeBatch(
             ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
         )
+
+    def _entering(self, chunks: Sequence[SequenceChunk], batch: native.NativeBatch) -> Tensor | None:
+        """What enters the first layer [tokens, D] where some of it is given; None where the kernels look it all up."""
+        if all(chunk.vectors is None for chunk in chunks):
+            return None
+        x = self.embed(torch.tensor(batch.ids), torch.tensor(batch.positions)).float().contiguous()
+        lay_vectors(x, chunks)
+        return x
 
     def _binding(self, cache: KVCache) -> native.KVBinding:
         """The addresses of the cache's storage, looked up anew when any of it was replaced.

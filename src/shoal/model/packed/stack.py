@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,16 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Weights
 from shoal.model.reading import Asker, row_mask
-from shoal.model.stack import HiddenStateHook, LayerWork, SequenceChunk, Start, check_lengths, layer_work, mark_shallow
+from shoal.model.stack import (
+    HiddenStateHook,
+    LayerWork,
+    SequenceChunk,
+    Start,
+    check_lengths,
+    lay_vectors,
+    layer_work,
+    mark_shallow,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,6 +156,7 @@ class _Pass:
         where = torch.tensor(places, device=stack.device)
         self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
         self.x = stack.embed(ids, where)
+        lay_vectors(self.x, chunks)
         self.sizes = [len(chunk.tokens) for chunk in chunks]
         self._asker = Asker(cache, stack.device)
 
@@ -221,5 +230,5 @@ class _Pass:
 
     def wanted(self) -> Tensor:
         """The stream at the tokens whose logits are wanted."""
-        ends = zip(self.chunks, accumulate(self.sizes), strict=True)
-        return torch.cat([self.x[end - chunk.wanted : end] for chunk, end in ends])
+        pairs = zip(self.chunks, self.x.split(self.sizes), strict=True)
+        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for chunk, states in pairs])

@@ -1,0 +1,181 @@
+"""Parallel prompt decoding: trained vectors behind the last words stand for the next ones (arXiv 2405.18628).
+
+They go along in the forward that verifies, behind each node at which the accepted path may end: prompt j there sees
+the text, the path to its node and the prompts before it, and what the model's head says of it is a guess of the token
+j after the next one. No word sees a prompt, and prompts are never kept, so words come out as they would without them.
+
+Behind a prompt of a request nothing is known yet, so the first step only gets guesses ready. The paper's ensembles of
+virtual tokens are left out: each prompt is one vector, as in its released models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.decode.row import Row
+from shoal.decode.sampling import biased
+from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Drafter, StepReport
+from shoal.draft.part_file import TrainedPart
+from shoal.draft.prompt_tree import PromptTree, PromptTrees
+from shoal.errors import Unsupported
+from shoal.model.kv import KVCache
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+
+PROMPTS = "prompts.{}"
+"""Tensors of a part: [D] per prompt, what enters the first layer."""
+MOST_PROMPTS = 6
+"""A chain of so many guesses, with as many prompts behind each of its nodes, is the longest that a forward takes."""
+
+
+@dataclass(eq=False)
+class PromptProposer:
+    """The part `proposer`; see the module.
+
+    Attributes:
+        part: of kind `ppd`.
+        trees: what is fed in each state; no more states than the part has prompts, and one.
+    """
+
+    part: TrainedPart
+    trees: PromptTrees
+
+    def __post_init__(self) -> None:
+        hidden = self.part.size("hidden")
+        count = len(self.trees.states) - 1
+        self._vectors = torch.stack([self.part.take(PROMPTS.format(place), hidden) for place in range(count)])
+
+    @property
+    def most_fed(self) -> int:
+        """Most nodes of a forward beside the root, prompts included."""
+        return max(tree.fed for tree in self.trees.states)
+
+    def begin(self, stack: Stack, cache: KVCache) -> PromptDrafter:
+        """A drafter.
+
+        Raises:
+            Unsupported: the model's states are of another size.
+        """
+        found = stack.embed(torch.zeros(1, dtype=torch.int64, device=stack.device),
+                            torch.zeros(1, dtype=torch.int64, device=stack.device)).shape[-1]
+        if found != self._vectors.shape[1]:
+            why = f"it is for states of {self._vectors.shape[1]} numbers; the model's have {found}"
+            raise Unsupported(f"the trained part {self.part.name!r}", why, "Train one for this model with shoal train")
+        return PromptDrafter(self.trees, self._vectors.to(stack.device), stack)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What prompts have said of a row.
+
+    Attributes:
+        row: the row; kept, so that no other one gets its id.
+        fed: last states [prompts, D] of all prompts that its last forward was fed; None where it had none.
+        states: [prompts, D], of those behind the node where the accepted path ended.
+    """
+
+    row: Row
+    fed: Tensor | None
+    states: Tensor | None = None
+
+
+class PromptDrafter(Drafter):
+    """See the module. Sampled rows get the same guesses as greedy ones.
+
+    Args:
+        trees: what is fed in each state.
+        vectors: [prompts, D].
+        stack: the target.
+    """
+
+    def __init__(self, trees: PromptTrees, vectors: Tensor, stack: Stack) -> None:
+        self._trees, self._vectors, self._stack = trees, vectors, stack
+        self._ready: dict[int, _Ready] = {}
+
+    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """See `Worker.watch`; what was known of these rows was of the step before."""
+        self._ready = {key: one for key, one in self._ready.items() if one.row.finish_reason is None}
+        for row in rows:
+            self._ready.pop(id(row), None)
+        if all(chunk.vectors is None for chunk in chunks):
+            return None
+
+        def hook(layer: int, hidden: Tensor) -> None:
+            if layer == self._stack.num_layers:
+                for row, chunk, states in zip(rows, chunks, hidden, strict=True):
+                    if chunk.vectors is not None:
+                        self._ready[id(row)] = _Ready(row, states[chunk.words : len(chunk.tokens)].clone())
+
+        return hook
+
+    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+        """See `Worker.fork`."""
+        one = self._ready.get(id(row))
+        if one is not None:
+            self._ready.update((id(twin), _Ready(twin, None, one.states)) for twin in twins)
+
+    def observe(self, report: StepReport) -> None:
+        """Keep what the prompts said behind the node where the accepted path ended."""
+        for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
+            one = self._ready.get(id(row))
+            if one is not None and one.fed is not None:
+                one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per row, with prompts behind its nodes; the root alone where nothing may be guessed."""
+        known = {place: states for place, (row, limit) in enumerate(zip(rows, limits, strict=True))
+                 if limit and (states := self._states(row, limit)) is not None}
+        tables: dict[int, list[list[int]]] = {}
+        if known:
+            logits = self._stack.exit_logits(torch.cat(list(known.values())))
+            parts = logits.split([len(states) for states in known.values()])
+            tables = {place: self._best(rows[place], part) for place, part in zip(known, parts, strict=True)}
+        for place in known:
+            rows[place].ledger.draft_forwards += 1
+        return [self._tree(row, tables.get(place, ()), limit) if limit else TokenTree.chain(row.tokens[-1:])
+                for place, (row, limit) in enumerate(zip(rows, limits, strict=True))]
+
+    def _states(self, row: Row, limit: int) -> Tensor | None:
+        """States [n, D] of the prompts from which the row's guesses come, at most `limit`; None where there is none."""
+        one = self._ready.get(id(row))
+        if one is None or one.row is not row or one.states is None or not len(one.states):
+            return None
+        return one.states[:limit]
+
+    def _best(self, row: Row, logits: Tensor) -> list[list[int]]:
+        """The likeliest tokens by each line of logits [n, V], as many as a tree may ask for."""
+        ranks = 1 + max(max(tree.guesses.ranks) for tree in self._trees.states)
+        found: list[list[int]] = biased(logits, row.sampling).topk(min(ranks, logits.shape[-1])).indices.tolist()
+        return found
+
+    def _tree(self, row: Row, table: Sequence[Sequence[int]], limit: int) -> TokenTree:
+        """The guesses of a row, with prompts that stand no further on than its last word can be fed."""
+        state = self._trees.states[min(len(table), len(self._trees.states) - 1)].capped(limit)
+        guesses = state.guesses.filled(row.tokens[-1], table, len(table))
+        parents, places = _asides(guesses, state, row.room - 1)
+        return guesses.with_asides(parents, self._vectors[places])
+
+
+def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[int], list[int]]:
+    """Of each prompt behind the nodes: its parent, and which of the prompts it is; node by node."""
+    parents, places, size = list[int](), list[int](), len(guesses)
+    for node, count in enumerate(state.prompts):
+        for place in range(min(count, deepest - guesses.depths[node])):
+            parents.append(size + len(parents) - 1 if place else node)
+            places.append(place)
+    return parents, places
+
+
+def _behind(tree: TokenTree, node: int) -> list[int]:
+    """Which of a tree's asides stand behind a node, one behind the other."""
+    found = list[int]()
+    for place, parent in enumerate(tree.asides):
+        if parent == node:
+            found.append(place)
+            node = len(tree) + place
+    return found

@@ -1,0 +1,62 @@
+"""PPD: trained prompts behind the last words guess several places ahead, in the forward that verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.methods._trained import TrainedMethod
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.draft.part_file import TrainedPart
+    from shoal.draft.ppd import PromptProposer
+
+_MOST = 60
+
+
+@dataclass(frozen=True)
+class PPD(TrainedMethod):
+    """Trained vectors are fed behind the last words in place of the next ones; the model guesses what they stand for.
+
+    The part is a few vectors, trained once by `shoal train ppd` inside the model on its own answers. They share the
+    forward that verifies the guesses before, and no word sees them. There are no layers to draft with, but every node
+    at which the accepted guesses may end needs prompts of its own. See `draft/ppd.py` for what is left out of the
+    paper, where each prompt may be several vectors.
+
+    Attributes:
+        length: most places to guess ahead; None for as many as there are prompts.
+        nodes: instead of each prompt's best guess and all prompts behind it, so many guesses and prompts together:
+            those that bring most tokens per step, by how often guesses were right when the part was validated.
+    """
+
+    name: ClassVar[str] = "ppd"
+    paper: ClassVar[str] = "arXiv 2405.18628"
+
+    length: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"length is {self.length}; it must be at least 1 token, or None for all prompts")
+        if self.nodes is not None and not 1 <= self.nodes <= _MOST:
+            raise ValueError(f"nodes is {self.nodes}; it must be 1 to {_MOST} guesses and prompts, or None for a chain")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """The guesses of the prompts, confirmed by the target."""
+        return self.verified(self.guessing(info, self._proposer), info)
+
+    def _proposer(self, part: TrainedPart) -> PromptProposer:
+        from shoal.draft.ppd import MOST_PROMPTS, PromptProposer
+        from shoal.draft.prompt_tree import PromptTrees
+
+        length = min(part.size("prompts"), self.length or MOST_PROMPTS, MOST_PROMPTS)
+        if self.nodes is None:
+            return PromptProposer(part, PromptTrees.chain(length))
+        shares = part.card.get("ranks")
+        if not shares:
+            raise ValueError(f"the card of the trained part {part.name!r} does not say how often guesses of each rank "
+                             "were right; leave nodes out, or train the part anew")
+        return PromptProposer(part, PromptTrees.best(shares[:length], self.nodes))

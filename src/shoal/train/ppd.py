@@ -1,0 +1,194 @@
+"""The prompts of `shoal.draft.ppd` under training, inside the frozen model.
+
+The model reads the answers once without gradients. Behind places drawn in them stand the prompts, each set with a mask
+of its own: a prompt sees the text up to its place and the prompts of its set before it, and nothing sees a prompt but
+those. So the text is read as ever, and gradients run through the prompts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.draft.ppd import MOST_PROMPTS, PROMPTS
+from shoal.model.probe import find_layers
+from shoal.model.windows import layers_of, windows_of
+from shoal.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
+
+_FADE = 0.8
+"""Weight of a prompt's loss relative to that of the prompt before, as published."""
+_RANKS = 8
+"""Guesses of a prompt of which it is counted how often they are right."""
+_EVERY = 4
+"""One place in so many of an answer gets prompts in a step."""
+
+
+@dataclass(frozen=True)
+class _Sets:
+    """Where prompts stand.
+
+    Attributes:
+        places: int64 [B, K], of the token before each set.
+        kept: bool [B, K], which of the sets count; the others fill up.
+    """
+
+    places: Tensor
+    kept: Tensor
+
+
+class PromptModule(ShippedModule):
+    """Vectors that stand for the next words (Parallel Prompt Decoding, arXiv 2405.18628, section 3).
+
+    Args:
+        base: the model's embedding and head.
+        model: the model with transformers' modules; its weights stay.
+        depths: prompts, one after the other.
+        seed: of the first vectors, and of the places.
+
+    Raises:
+        ValueError: there are more prompts than a step may feed.
+    """
+
+    kind: ClassVar[str] = "ppd"
+    steps: Tensor
+
+    def __init__(self, base: Base, model: Any, depths: int = 3, seed: int = 0) -> None:
+        super().__init__()
+        if not 1 <= depths <= MOST_PROMPTS:
+            raise ValueError(f"--depths is {depths}; it must be 1 to {MOST_PROMPTS} prompts")
+        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, whose parameters are not trained
+        self._seed = seed
+        words = torch.arange(model.config.vocab_size)
+        self.head = CutHead(base, words.tolist())
+        self.prompts = nn.ParameterList(_begun(base.embed(words), depths, seed))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """See `TrainedModule`; places follow from the step's number, without gradients they are evenly spaced."""
+        sets = self._sets(batch, self._drawn(batch) if torch.is_grad_enabled() else None)
+        outputs, total, found = self.outputs(batch.tokens, sets.places), torch.zeros(()), []
+        for depth in range(len(self.prompts)):
+            rows, columns = self._asked(batch, sets, depth)
+            guessed = torch.zeros(2, *batch.tokens.shape, dtype=torch.bool)
+            if len(rows):
+                places = sets.places[rows, columns]
+                wanted = self.head.wanted(batch.states[rows, places + depth + 1])
+                loss, words = self.head.distilled(outputs[rows, columns, depth], wanted)
+                total = total + _FADE**depth * loss
+                guessed[:, rows, places] = torch.stack([words == batch.tokens[rows, places + depth + 2],
+                                                        torch.ones_like(rows, dtype=torch.bool)])
+            found.append(Guessed(*guessed))
+        return total, found
+
+    def _drawn(self, batch: TextBatch) -> Tensor:
+        """Numbers [B, T] by which places are chosen."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
+        self.steps += 1
+        return torch.rand(batch.tokens.shape, generator=generator)
+
+    def _sets(self, batch: TextBatch, drawn: Tensor | None) -> _Sets:
+        """One place in `_EVERY` behind which an answer goes on far enough, those of the largest numbers drawn."""
+        fits = batch.guessed_from(0, 2)
+        if drawn is None:
+            drawn = ((fits.cumsum(1) - 1) % _EVERY == 0).float()
+        counts = -(-fits.sum(1) // _EVERY)
+        most = max(1, int(counts.max()))
+        places = torch.where(fits, drawn, -1.0).topk(most).indices
+        return _Sets(places, torch.arange(most) < counts[:, None])
+
+    def _asked(self, batch: TextBatch, sets: _Sets, depth: int) -> tuple[Tensor, Tensor]:
+        """Texts and sets, int64 [n] each, whose prompt at that depth stands for a token that there is."""
+        rows, columns = (sets.kept & (sets.places + depth + 2 < batch.lengths[:, None])).nonzero(as_tuple=True)
+        return rows, columns
+
+    def outputs(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """What the head reads at each prompt.
+
+        Args:
+            tokens: int64 [B, T], texts.
+            places: int64 [B, K], of the token before each set of prompts.
+
+        Returns:
+            [B, K, prompts, D], float32.
+        """
+        from transformers import DynamicCache
+
+        core, (sets, count) = self._model[0].base_model, (places.shape[1], len(self.prompts))
+        past = DynamicCache()  # without a config, so that layers with a window keep what lies before it too
+        with torch.no_grad():
+            core(input_ids=tokens, past_key_values=past, use_cache=True)
+        ahead = places[:, :, None] + 1 + torch.arange(count)
+        fed = torch.stack(list(self.prompts)).repeat(sets, 1).expand(len(tokens), -1, -1)
+
+        def put(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+            if args:
+                return (fed.to(args[0]), *args[1:]), options
+            return args, {**options, "hidden_states": fed.to(options["hidden_states"])}
+
+        first = find_layers(self._model[0], layers_of(core.config))[0]
+        handle = first.register_forward_pre_hook(put, with_kwargs=True)
+        try:
+            hidden = core(
+                input_ids=tokens.new_zeros(len(tokens), sets * count), position_ids=ahead.flatten(1),
+                attention_mask=self._masks(tokens.shape[1], places), past_key_values=past, use_cache=True,
+            ).last_hidden_state
+        finally:
+            handle.remove()
+        found: Tensor = hidden.float().view(len(tokens), sets, count, -1)
+        return found
+
+    def _masks(self, length: int, places: Tensor) -> Any:
+        """Which of `length` tokens and of all prompts each prompt sees, in the form that the model takes."""
+        config, windows = self._model[0].config, windows_of(self._model[0].config)
+        by_window = {window: self._mask(length, places, window) for window in windows}
+        types = getattr(config, "layer_types", None)
+        return by_window[windows[0]] if types is None else dict(zip(types, map(by_window.get, windows), strict=True))
+
+    def _mask(self, length: int, places: Tensor, window: int | None) -> Tensor:
+        """Of layers with that window, [B, 1, prompts, columns]: bool, or to be added where attention takes that."""
+        (texts, sets), count = places.shape, len(self.prompts)
+        behind = torch.arange(length) - places[:, :, None]
+        text = (behind <= 0).repeat_interleave(count, 1)
+        own = torch.ones(count, count, dtype=torch.bool).tril()
+        if window is not None:
+            far = 1 + torch.arange(count)[:, None] - behind[:, :, None]
+            text, own = text & (far < window).flatten(1, 2), own.triu(1 - window)
+        seen = torch.cat([text, torch.block_diag(*[own] * sets).expand(texts, -1, -1)], -1)[:, None]
+        if self._model[0].config._attn_implementation == "sdpa":
+            return seen
+        dtype = self._model[0].dtype
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+    @torch.no_grad()
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """How often each prompt's guess of each rank was right, `ranks`: from that follows what a step feeds."""
+        right, asked = torch.zeros(len(self.prompts), _RANKS), torch.zeros(len(self.prompts), 1)
+        for batch in held_out:
+            sets = self._sets(batch, None)
+            outputs = self.outputs(batch.tokens, sets.places)
+            for depth in range(len(self.prompts)):
+                rows, columns = self._asked(batch, sets, depth)
+                best = self.head.best(outputs[rows, columns, depth], _RANKS)
+                came = batch.tokens[rows, sets.places[rows, columns] + depth + 2]
+                right[depth, : best.shape[1]] += (best == came[:, None]).sum(0)
+                asked[depth] += len(rows)
+        return {"ranks": [[round(share, 4) for share in shares] for shares in (right / asked.clamp(min=1)).tolist()]}
+
+    def exported(self) -> dict[str, Tensor]:
+        """See `ShippedModule`; vectors of their own, so that they are stored as they are."""
+        return {PROMPTS.format(place): prompt.detach() for place, prompt in enumerate(self.prompts)}
+
+    def shape(self) -> dict[str, int]:
+        """See `TrainedModule`."""
+        return {"prompts": len(self.prompts), "hidden": len(self.prompts[0])}
+
+
+def _begun(table: Tensor, count: int, seed: int) -> list[nn.Parameter]:
+    """The mean of all words' embeddings [V, D], with noise as wide as these are spread."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, table.shape[1], generator=generator) * table.std(0)
+    return [nn.Parameter(one) for one in table.mean(0) + noise]

@@ -1,0 +1,198 @@
+"""Prompts: what a step feeds, what it brings in the long run, and that guesses are those of an uncached forward."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backends import BACKENDS, HF, Backend
+from drive import decode, prompt
+from shoal.decode.batch import _guesses
+from shoal.decode.recipe import Recipe
+from shoal.decode.tree import TokenTree
+from shoal.depth.plan import DepthPlan
+from shoal.draft import part_file
+from shoal.draft.medusa import RankTree
+from shoal.draft.part_file import CARD
+from shoal.draft.ppd import PromptProposer, _asides, _behind
+from shoal.draft.prompt_tree import PromptTree, PromptTrees
+from shoal.engine.shorter import guesses, shorter
+from shoal.errors import Unsupported
+from shoal.methods.medusa import Medusa
+from shoal.methods.ppd import PPD
+from shoal.types import Sampling
+from trained_parts import ECHOED, part_for, ppd, target
+from watched import Watched
+
+SHARES = [[0.6, 0.2, 0.1], [0.4, 0.2, 0.05], [0.3, 0.1, 0.05]]
+ECHO = dict.fromkeys(ECHOED, 12.0)
+
+
+def played(trees: PromptTrees, steps: int, seed: int) -> float:
+    """Tokens per step of a text in which the prompt of each depth is right by a draw of its own."""
+    dice, state, tokens = random.Random(seed), 0, 0
+    for _ in range(steps):
+        tree = trees.states[state]
+        ranks = [dice.choices([0, 1, 2, None], [*SHARES[depth], 1 - sum(SHARES[depth])])[0] for depth in range(3)]
+        node, depth = 0, 0
+        while True:
+            below = [child for child, parent in enumerate(tree.guesses.parents) if parent == node]
+            found = [child for child in below if tree.guesses.ranks[child] == ranks[depth]]
+            if not found:
+                break
+            node, depth = found[0], depth + 1
+            if depth == 3:
+                break
+        state, tokens = tree.prompts[node], tokens + 1 + depth
+    return tokens / steps
+
+
+@pytest.mark.parametrize("trees", [
+    PromptTrees.chain(1), PromptTrees.chain(3), PromptTrees.best(SHARES, 4), PromptTrees.best(SHARES, 12),
+    PromptTrees.best(SHARES, 40),
+    PromptTrees((PromptTree(RankTree.chain(0), (1,)), PromptTree(RankTree.chain(1), (0, 1)))),
+], ids=["chain of 1", "chain of 3", "4 nodes", "12 nodes", "40 nodes", "two states by turns"])
+def test_tokens_per_step_are_what_a_played_text_brings(trees: PromptTrees) -> None:
+    assert trees.tokens_per_step(SHARES) == pytest.approx(played(trees, 60_000, 1), rel=0.01)
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+def test_the_best_trees_are_those_of_brute_force(nodes: int, depth: int) -> None:
+    """Over all splits of the nodes between likeliest guesses and prompts anywhere."""
+    shares = [[0.7, 0.1, 0.1], [0.9, 0.02, 0.01]][:depth]
+    options = []
+    for state in range(depth + 1):
+        own = []
+        for count in range(min(nodes, 3) + 1 if state else 1):
+            tree = RankTree.likeliest(shares[:state], count) if count else RankTree.chain(0)
+            own += [PromptTree(tree, prompts) for prompts in itertools.product(range(depth + 1), repeat=count + 1)
+                    if sum(prompts) + count <= nodes]
+        options.append(own)
+    best = max(PromptTrees(pair).tokens_per_step(shares) for pair in itertools.product(*options))
+    assert PromptTrees.best(shares, nodes).tokens_per_step(shares) == pytest.approx(best, rel=1e-6)
+
+
+def test_more_nodes_bring_more_and_no_state_feeds_more_than_that() -> None:
+    found = [PromptTrees.best(SHARES, nodes) for nodes in (2, 5, 9, 15, 30, 60)]
+    brought = [trees.tokens_per_step(SHARES) for trees in found]
+    assert brought == sorted(brought) and brought[0] < brought[-1]
+    for nodes, trees in zip((2, 5, 9, 15, 30, 60), found, strict=True):
+        assert max(tree.fed for tree in trees.states) <= nodes
+        assert all(max(tree.guesses.filled(0, [[1, 2, 3]] * 3, 3).depths) <= state
+                   for state, tree in enumerate(trees.states))
+    assert found[3].tokens_per_step(SHARES) > PromptTrees.chain(3).tokens_per_step(SHARES)  # 15 nodes as well
+
+
+def test_prompts_stand_behind_their_nodes_one_behind_the_other() -> None:
+    words = TokenTree((9, 4, 5, 6), (-1, 0, 0, 1))
+    state = PromptTree(RankTree((-1, 0, 0, 1), (0, 0, 1, 0)), (1, 3, 0, 2))
+    parents, places = _asides(words, state, 9)
+    assert (parents, places) == ([0, 1, 5, 6, 3, 8], [0, 0, 1, 2, 0, 1])
+    fed = words.with_asides(parents, torch.zeros(6, 2))
+    assert fed.fed == ((-1, 0, 0, 1, 0, 1, 5, 6, 3, 8), (0, 1, 1, 2, 1, 2, 3, 4, 3, 4))
+    assert [_behind(fed, node) for node in range(4)] == [[0], [1, 2, 3], [], [4, 5]]
+    assert _asides(words, state, 2) == ([0, 1], [0, 0])
+    assert _asides(words, state, 0) == ([], [])
+    short = fed.cut(1)
+    assert short.tokens == (9, 4, 5) and short.asides == (0, 1, 4, 5) and len(short.vectors) == 4
+    assert fed.cut(2) is fed and words.with_asides([], torch.zeros(0, 2)).vectors is None
+
+
+@pytest.mark.parametrize("asides, vectors, message", [
+    ((0,), None, "each needs a vector"), ((0, 1), torch.zeros(1, 2), "each needs a vector"),
+    ((2,), torch.zeros(1, 2), "aside 2 has parent 2"), ((-1,), torch.zeros(1, 2), "aside 2 has parent -1"),
+])
+def test_asides_that_hang_on_nothing_are_refused(asides: tuple[int, ...], vectors: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenTree((1, 2), (-1, 0), None, asides, vectors)
+
+
+@pytest.mark.parametrize("trees", [PromptTrees.chain(3), PromptTrees.best(SHARES, 14)], ids=["chain", "tree"])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_guesses_are_those_of_an_uncached_forward(backend: Backend, trees: PromptTrees) -> None:
+    """Text and prompts one after the other, through transformers' own forward."""
+    engine, stack = target("llama"), backend.stack("llama")
+    part = part_file.read(part_for("ppd", "llama"), "ppd", engine.info())
+    proposer = Watched(PromptProposer(part, trees))
+    ids, recipe = [prompt(20, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer)
+    run = decode(None, ids, recipe, stack=stack, new=16, sampling=Sampling(logit_bias=ECHO), watch=False)
+    vectors = torch.stack([one.detach() for one in ppd(engine).prompts]).double()
+    seen = 0
+    for tree in proposer.trees:
+        depth = max(tree.depths)
+        texts = [row.tokens[:end] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
+                 if row.tokens[end] == tree.tokens[0]]
+        seen += any(tree.tokens[1:] == guessed(tree, text, vectors[:depth]) for text in texts) if depth else 0
+    assert seen == sum(len(tree) > 1 for tree in proposer.trees) > 4
+
+
+@torch.no_grad()
+def guessed(tree: TokenTree, text: list[int], vectors: torch.Tensor) -> tuple[int, ...]:
+    """What the nodes of a tree carry where prompts stand behind this text, the root's token not among it."""
+    model = target("llama").model
+    fed = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])[None]
+    logits = model(inputs_embeds=fed).logits[0, len(text) :]
+    for token, value in ECHO.items():
+        logits[:, token] += value
+    best = logits.topk(3).indices.tolist()
+    siblings = [tree.children(parent).index(node) for node, parent in enumerate(tree.parents) if node]
+    return tuple(best[depth - 1][rank] for depth, rank in zip(tree.depths[1:], siblings, strict=True))
+
+
+def test_a_part_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    engine, folder = target("llama"), part_for("ppd", "llama")
+    with pytest.raises(ValueError, match="is of kind 'ppd'; medusa needs one of kind 'medusa'"):
+        engine.generate(prompt(5, 1), method=Medusa(folder), max_new_tokens=4)
+    with pytest.raises(ValueError, match="is of kind 'medusa'; ppd needs one of kind 'ppd'"):
+        engine.generate(prompt(5, 1), method=PPD(part_for("medusa", "llama")), max_new_tokens=4)
+    with pytest.raises(Unsupported, match="it was trained for a model with the fingerprint"):
+        target("gpt2").generate(prompt(5, 1), method=PPD(folder), max_new_tokens=4)
+    copy = Path(shutil.copytree(folder, tmp_path / "part"))
+    card = json.loads((copy / CARD).read_text("utf-8"))
+    for change, message in (({"hidden": 33}, "asks for \\[33\\]"), ({"prompts": 0}, "prompts is 0")):
+        (copy / CARD).write_text(json.dumps(card | {"shape": card["shape"] | change}), "utf-8")
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompt(5, 1), method=PPD(str(copy)), max_new_tokens=4)
+    (copy / CARD).write_text(json.dumps({key: value for key, value in card.items() if key != "ranks"}), "utf-8")
+    with pytest.raises(ValueError, match="how often guesses of each rank were right"):
+        engine.generate(prompt(5, 1), method=PPD(str(copy), nodes=5), max_new_tokens=4)
+    wide = PromptProposer(part_file.read(folder, "ppd", engine.info()), PromptTrees.chain(2))
+    wide._vectors = torch.zeros(2, 33)
+    with pytest.raises(Unsupported, match="it is for states of 33 numbers; the model's have 32"):
+        wide.begin(HF.stack("llama"), None)  # type: ignore[arg-type]
+    for knobs in ({"length": 0}, {"nodes": 0}, {"nodes": 61}):
+        with pytest.raises(ValueError, match="it must be"):
+            PPD(folder, **knobs)
+
+
+def test_memory_is_counted_for_prompts_too() -> None:
+    info = target("llama").info()
+    for knobs, most in (({}, 15), ({"length": 2}, 8), ({"nodes": 9}, 9)):
+        method = PPD(part_for("ppd", "llama"), **knobs)
+        assert guesses(method, method.recipe(info)) == (most, most)
+    method = PPD(part_for("ppd", "llama"), nodes=9)
+    assert [getattr(one, "nodes", None) for one in shorter(method)] == [9, 4, 2, 1, None]
+
+
+def test_under_a_controller_that_measures_prompts_get_to_guess() -> None:
+    """The step that only gets guesses ready is no trial, whatever the clock says."""
+    method = PPD(part_for("ppd", "llama"), control="goodput")
+    out = target("llama").generate(prompt(5, 1), method=method, max_new_tokens=24, logit_bias=ECHO)
+    plain = target("llama").generate(prompt(5, 1), max_new_tokens=24, logit_bias=ECHO)
+    assert out.tokens == plain.tokens and out.stats.drafted > 0
+
+
+def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
+    """Steps that fell would let a forward take the wrong nodes for those that run a layer."""
+    row = SimpleNamespace(slot=0, tokens=[1, 2, 7], emitted=4, recipe=SimpleNamespace(plan=None), takes_likeliest=True)
+    tree = TokenTree.chain([7, 8, 9]).with_asides([0, 3, 2], torch.zeros(3, 2))
+    chunk = _guesses(row, tree, 0).chunk  # type: ignore[arg-type]
+    assert list(chunk.steps) == [4, 5, 6, 6, 6, 7] and chunk.wanted == chunk.words == 3
+    assert chunk.parents == (-1, 0, 1, 0, 3, 2) and chunk.positions(10) == [10, 11, 12, 11, 12, 13]
