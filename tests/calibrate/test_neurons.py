@@ -140,3 +140,10 @@ def test_the_best_are_taken_in_order_and_of_equals_the_first() -> None:
 def test_no_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="there are no texts to watch the model on"):
         neurons.activity(model("llama"), [[]])
+
+
+def test_shares_by_rank_take_the_best_of_all_layers() -> None:
+    scores = [torch.tensor([0.9, 0.2, 0.8, 0.1]), torch.tensor([0.7, 0.6, 0.95, 0.85])]
+    assert neurons.shares_by_rank(scores, 0.25) == [0.5, 1.0]
+    assert neurons.shares_by_rank(scores, 0.5) == [0.5, 0.5]
+    assert neurons.shares_by_rank(scores, 0.0) == [1.0, 1.0]

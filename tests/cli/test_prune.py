@@ -109,7 +109,7 @@ def test_the_note_names_the_revision_that_was_pruned(
     (["--drop", "a"], "'a' is no list of layers such as 3,4,5"),
     (["--drop", "1", "--by", "order"], "leave one of them out"),
     (["--drop", "1", "--layers", "1"], "not allowed with"),
-    ([], "one of the arguments --layers --share --drop is required"),
+    ([], "one of the arguments --layers --share --drop --bytes --speed is required"),
     (["--layers", 1, "--quant", "int8"], "--quant is no option here: the weights are written as they are"),
 ])
 def test_what_is_refused_writes_nothing(capsys: Any, known: str, tmp_path: Path, words: list[Any], why: str) -> None:

@@ -162,6 +162,20 @@ def shares(turns: Sequence[float], gone: float, a: float = 1.0) -> list[float]:
     return [kept + factor * (share - kept) for share in found]
 
 
+def shares_by_rank(scores: Sequence[Tensor], gone: float) -> list[float]:
+    """The share of its neurons that each layer keeps where the best of all layers together stay; of equals the first.
+
+    Args:
+        scores: for each layer [ffn], comparable between layers.
+        gone: the share of all neurons that goes, in [0, 1).
+    """
+    widths = [len(score) for score in scores]
+    stay = torch.zeros(sum(widths))
+    order = torch.cat(list(scores)).sort(descending=True, stable=True).indices
+    stay[order[: round((1 - gone) * sum(widths))]] = 1
+    return [float(part.mean()) for part in stay.split(widths)]
+
+
 def counts(kept: Sequence[float], widths: Sequence[int], multiple: int = 1) -> list[int]:
     """Neurons that each layer keeps: multiples, as far as a layer has so many, and one multiple at least."""
     return [width if share >= 1 else min(max(round(share * width / multiple), 1) * multiple, width)

@@ -2,7 +2,8 @@
 
 `depth` leaves out whole layers, for the prompt too, as ShortGPT does (arXiv 2403.03853). Which ones go follows from
 the model's calibration card; a model that has none is measured first, a minute at most. `cfsp` and `ppm` leave out
-neurons of the MLPs (`prune_width`).
+neurons of the MLPs (`prune_width`), and so does `consensus`, which trains first (`prune_consensus`). How much goes is
+said outright, or by the size or speed that is to be reached (`prune_target`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
+from shoal.cli import common, prune_consensus
 from shoal.cli.parser import Parser
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shoal.cli.prune_target import Noted
     from shoal.engine.checkpoint import Checkpoint
 
 EXAMPLES = """examples:
@@ -25,8 +29,12 @@ EXAMPLES = """examples:
   shoal prune cfsp --model path/to/model --share 0.2 --out smaller
   shoal prune ppm --model path/to/model --share 0.2 --dtype bfloat16 --out smaller
   shoal prune ppm --model model.gguf --share 0.2 --out smaller.gguf
+  shoal prune cfsp --model model.gguf --bytes 80MB --out smaller.gguf
+  shoal prune depth --model path/to/model --speed 1.2 --out faster
+  shoal prune consensus --model model.gguf --share 0.1 --prompts asked.txt --minutes 30 --out smaller.gguf
 """
-WIDTH = ("cfsp", "ppm", "maw")
+CONSENSUS = "consensus"
+WIDTH = ("cfsp", "ppm", "maw", CONSENSUS)
 DOWN = ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 """Types of GGUF files that the `gguf` package writes and Shoal reads."""
 
@@ -34,25 +42,33 @@ DOWN = ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("what", choices=("depth", *WIDTH), help="depth: leave out whole layers. cfsp: neurons of the "
-                        "MLPs, by weights and activations. ppm, alias maw: neurons, by the range of their weights")
+                        "MLPs, by weights and activations. ppm, alias maw: neurons, by the range of their weights. "
+                        "consensus: neurons, by gates that are trained until all texts agree")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder that is new or empty; "
                         "NAME.gguf writes a GGUF file, where the model is one: what stays keeps its bytes")
     much = parser.add_mutually_exclusive_group(required=True)
     much.add_argument("--layers", metavar="N", type=int, help="how many layers go; the first and the last stay")
     much.add_argument("--share", metavar="S", type=float, help="the share of the layers or neurons that goes, as 0.1")
     much.add_argument("--drop", metavar="I,J,...", type=_numbers, help="these layers go, the first being 0")
+    much.add_argument("--bytes", metavar="SIZE", help="as little goes as it takes for the file, or the safetensors "
+                      "of a folder, to come to at most this, such as 90MB")
+    much.add_argument("--speed", metavar="X", type=float, help="as little goes as it takes for X times as many tokens "
+                      "per second, predicted from steps that are timed here")
     parser.add_argument("--by", choices=("order", "leave_one_out", "influence"), help="what tells who goes first: the "
                         "card's own order, what is lost without a layer, or its influence, as in ShortGPT and if none")
     group = parser.add_argument_group("neurons")
     group.add_argument("--multiple", metavar="N", type=int, default=64, help="layers keep multiples of so many neurons")
-    group.add_argument("--uniform", action="store_true", help="cfsp: the same number in every layer, which "
-                       "transformers loads too; ppm always does so")
+    group.add_argument("--uniform", action="store_true", help="cfsp, consensus: the same number in every layer, "
+                       "which transformers loads too; ppm always does so")
     group.add_argument("--form", choices=("stated", "released"), help="cfsp: scores as the paper states them, which is "
                        "the default, or as its code computes them: by activations alone")
-    group.add_argument("--text", metavar="FILE", type=Path, help="cfsp: a text to watch the model on; what the model "
-                       "itself says to prompts of Shoal's if none")
+    group.add_argument("--text", metavar="FILE", type=Path, help="cfsp, consensus: a text to watch the model on; "
+                       "what the model itself says to prompts if none")
+    group.add_argument("--random", metavar="SEED", type=int, help="cfsp, ppm: a control; as many neurons of each layer "
+                       "go, but drawn")
     group.add_argument("--down", choices=DOWN, help="GGUF files: the type of down where neurons leave it, which is "
                        "quantised again; one step finer than it was if none")
+    prune_consensus.add_arguments(parser)
     common.add_model(parser)
     common.add_json(parser)
     parser.set_defaults(no_card=False)
@@ -70,11 +86,22 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     place = (catalog.find(args.model), args.revision, args.trust_remote_code)
     if _to_file(args):
-        write_gguf.check(place[0], args.out, args.what == "cfsp" and args.share > 0 and not args.uniform)
+        uneven = args.what in ("cfsp", CONSENSUS) and args.share != 0 and not args.uniform
+        write_gguf.check(place[0], args.out, uneven)
     else:
         write_checkpoint.check_free(args.out)
-    change, why, words = (_neurons if args.what in WIDTH else _layers)(args, Checkpoint(*place))
-    done = {"format": 1, "source": shown_name(place[0]), "fingerprint": fingerprint.of_model(None, *place[:2]), **why}
+    mark = fingerprint.of_model(None, *place[:2])
+
+    def noted(why: Mapping[str, Any]) -> dict[str, Any]:
+        return {"format": 1, "source": shown_name(place[0]), "fingerprint": mark, **why}
+
+    chosen = _chosen(args, Checkpoint(*place), noted)
+    if chosen is None:  # said already
+        if args.json:
+            common.print_json({"out": None})
+        return 0
+    change, why = chosen
+    done, words = noted(why), _words(args, why)
     if _to_file(args):
         done["requantised"] = again = _write_file(args, place[0], change, done)
         told = ", ".join(f"{kind} in {count} layers" for kind, count in again.items())
@@ -83,10 +110,41 @@ def run(args: argparse.Namespace) -> int:
         dtype = args.dtype and as_dtype(args.dtype)
         write_checkpoint.write(Transformed(*place, change), args.out, dtype, **{NOTE: done})
     if args.json:
-        common.print_json({**done, "out": str(args.out)})
+        size = {} if args.bytes is None else {"bytes": _written_bytes(args.out)}
+        common.print_json({**done, "out": str(args.out), **size})
     else:
         print(words)
     return 0
+
+
+def _chosen(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]] | None:
+    """The change, and what its note says; None where time was up before there was one."""
+    from shoal.cli import prune_target, prune_width
+
+    if args.what not in WIDTH:
+        return _layers(args, files, noted)
+    if args.what != CONSENSUS:
+        pick = prune_width.picker(args, files)
+        if args.share is not None:
+            return pick(args.share)
+        return prune_target.Goal(args, files, noted, _to_file(args)).least(prune_target.SHARES, pick)
+    even = prune_width.even(args, files)
+    if args.share is not None:
+        found = prune_consensus.trained(args, files, args.share) if args.share else (even, {})
+        return found and _with(found[0](args.share), found[1])
+    target = prune_target.Goal(args, files, noted, _to_file(args), prune_consensus.card(args))
+    found = prune_consensus.trained(args, files, target.least(prune_target.SHARES, even)[1]["share"])
+    return found and target.least(prune_target.SHARES, lambda share: _with(found[0](share), found[1]))
+
+
+def _with(picked: tuple[Any, dict[str, Any]], told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A change with more for its note."""
+    return picked[0], {**picked[1], **told}
+
+
+def _written_bytes(out: Path) -> int:
+    """What was written, of weights."""
+    return sum(path.stat().st_size for path in ([out] if out.is_file() else out.glob("*.safetensors")))
 
 
 def _to_file(args: argparse.Namespace) -> bool:
@@ -105,40 +163,69 @@ def _write_file(args: argparse.Namespace, source: str, change: Any, note: dict[s
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that do not fit each other."""
-    from shoal.cli import prune_width
+    from shoal.cli import prune_target, prune_width
 
     args.what = "ppm" if args.what == "maw" else args.what
     if args.down and (not _to_file(args) or args.what == "depth"):
         raise ValueError("--down is about neurons left out of a GGUF file; name one with --out, or leave it out")
     if args.dtype and _to_file(args):
         raise ValueError(f"--dtype is {args.dtype}, and a GGUF file keeps the types of its source; leave it out")
+    prune_target.check(args)
+    prune_consensus.check(args)
     if args.what in WIDTH:
         prune_width.check(args)
-    elif args.uniform or args.form or args.text:
-        raise ValueError("--uniform, --form and --text are about neurons, and depth leaves out layers; leave them out")
+    elif args.uniform or args.form or args.text or args.random is not None:
+        raise ValueError("--uniform, --form, --text and --random are about neurons, and depth leaves out layers; leave "
+                         "them out")
     elif args.drop and args.by:
         raise ValueError("--by chooses among the layers and --drop names them; leave one of them out")
 
 
-def _layers(args: argparse.Namespace, files: Checkpoint) -> tuple[Any, dict[str, Any], str]:
-    """The change that leaves out layers, what its note says, and what a person is told."""
+def _layers(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]]:
+    """The change that leaves out layers, and what its note says."""
+    from shoal.cli import prune_target
     from shoal.model.transform import DropLayers
 
     count = int(files.config().get_text_config().num_hidden_layers)
-    dropped, why = (args.drop, {"by": "hand"}) if args.drop else _choose(args, _wanted(args, count))
-    gone = ", ".join(map(str, sorted(dropped)))
-    return (DropLayers(dropped), {"num_layers": count, "dropped": sorted(dropped), **why},
-            f"{count - len(dropped)} of {count} layers written to {args.out}, without {gone}")
+    if args.drop:
+        return DropLayers(args.drop), {"num_layers": count, "dropped": sorted(args.drop), "by": "hand"}
+    if args.bytes is None and args.speed is None:
+        return _picked(count, *_choose(args, _wanted(args, count)))
+    if count < 3:
+        raise ValueError(f"the model has {count} layers, of which the first and the last stay; take cfsp or ppm")
+    target = prune_target.Goal(args, files, noted, _to_file(args))
+    order, why = _choose(args, count - 2)
+    return target.least(range(1, count - 1), lambda number: _picked(count, order[: int(number)], why))
 
 
-def _neurons(args: argparse.Namespace, files: Checkpoint) -> tuple[Any, dict[str, Any], str]:
-    """The same of a change that leaves out neurons."""
-    from shoal.cli import prune_width
+def _picked(count: int, dropped: tuple[int, ...], why: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from shoal.model.transform import DropLayers
 
-    change, why = prune_width.choose(args, files)
+    scores = {kind: {str(layer): values[str(layer)] for layer in dropped} for kind, values in why["scores"].items()}
+    return DropLayers(dropped), {"num_layers": count, "dropped": sorted(dropped), **why, "scores": scores}
+
+
+def _words(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
+    """What a person is told."""
+    words = _words_of_layers(args, why) if args.what not in WIDTH else _words_of_neurons(args, why)
+    if "predicted" in why.get("target", {}):
+        words += f"; {why['target']['predicted']:.2f} times as fast by the cost of steps measured here"
+    return words
+
+
+def _words_of_layers(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
+    dropped, count = why["dropped"], why["num_layers"]
+    return f"{count - len(dropped)} of {count} layers written to {args.out}, without {', '.join(map(str, dropped))}"
+
+
+def _words_of_neurons(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
     kept, widest = sum(why["widths"]) / len(why["widths"]), max(why["widths"])
     spread = "each" if min(why["widths"]) == widest else f"on average, {min(why['widths'])} to {widest}"
-    return change, why, f"layers with {kept:.0f} of {why['of']} neurons {spread}, written to {args.out}"
+    words = f"layers with {kept:.0f} of {why['of']} neurons {spread}, written to {args.out}"
+    if "undecided" in why:
+        words += (f"; {why['undecided']:.1%} of the gates undecided after {why['steps'][0]} steps. Answers and "
+                  f"checkpoint are in {args.work}")
+    return words
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,14 +1,18 @@
-"""`shoal prune cfsp` and `shoal prune ppm`: which neurons of the MLPs stay, and by what."""
+"""`shoal prune cfsp`, `ppm` and, with trained gates, `consensus`: which neurons of the MLPs stay, and by what."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.cli.prune_target import Pick
     from shoal.engine.checkpoint import Checkpoint
     from shoal.model.narrow import NarrowMLPs
 
@@ -18,9 +22,10 @@ _PIECE, _PIECES = 512, 32
 
 def check(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, before anything is read."""
-    if args.share is None:
-        raise ValueError(f"{args.what} leaves neurons out, not layers; say which share of them goes with --share")
-    if not 0 <= args.share < 1:
+    if args.layers is not None or args.drop is not None:
+        raise ValueError(f"{args.what} leaves neurons out, not layers; say which share of them goes with --share, or "
+                         "what is to be reached with --bytes or --speed")
+    if args.share is not None and not 0 <= args.share < 1:
         raise ValueError(f"--share is {args.share}; it must be at least 0 and below 1, such as 0.2")
     if args.multiple < 1:
         raise ValueError(f"--multiple is {args.multiple}; it must be at least 1 neuron")
@@ -28,36 +33,66 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--by chooses among layers and {args.what} leaves out neurons; leave it out")
     if args.what == "ppm" and (args.form or args.text):
         raise ValueError("ppm looks at the weights alone; --form and --text are for cfsp")
+    if args.what == "consensus" and (args.form or args.random is not None):
+        raise ValueError("consensus learns which neurons go; --form is for cfsp, --random for cfsp and ppm")
 
 
-def choose(args: argparse.Namespace, files: Checkpoint) -> tuple[NarrowMLPs, dict[str, Any]]:
-    """The change, and what the note beside the weights says of it."""
+def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
+    """What makes of a share that goes the change, and what the note beside the weights says of it."""
+    import torch
+
     from shoal.calibrate import neurons
-    from shoal.errors import Unsupported
-    from shoal.model.narrow import NarrowMLPs, gated_widths
+    from shoal.engine.transformed import named
+    from shoal.model.narrow import gated_widths
 
-    source = files.weights()
-    if source is None:
-        raise Unsupported(f"pruning {files.name!r}", "its weights cannot be read by their names",
-                          "Use its safetensors, or a GGUF file that Shoal reads itself")
+    source = named(files.weights(), files.name)
     widths = gated_widths(files.config(), source)
-    why: dict[str, Any] = {"by": args.what, "share": args.share, "multiple": args.multiple}
-    shares = [1 - args.share] * len(widths)
+    why: dict[str, Any] = {"by": args.what, "multiple": args.multiple}
+    turns: Sequence[float] | None = None
     if args.what == "ppm":
         scores = neurons.peak_to_peak(source)
     else:
         form: neurons.Form = args.form or "stated"
-        texts = _texts(args, files)
-        seen = neurons.activity(files.model(_dtype(args)).eval(), texts)
-        scores = neurons.cfsp(source, seen, form)
-        shares = shares if args.uniform else neurons.shares(seen.turns, args.share)
+        seen = neurons.activity(files.model(_dtype(args)).eval(), _texts(args, files))
+        scores, turns = neurons.cfsp(source, seen, form), None if args.uniform else seen.turns
         why |= {"form": form, "uniform": args.uniform, "tokens": seen.tokens,
                 "text": args.text.name if args.text else "what the model says to prompts of Shoal's",
                 "turns": [round(turn, 5) for turn in seen.turns]}
-    kept = neurons.best(scores, neurons.counts(shares, widths, args.multiple))
-    why |= {"widths": [len(layer) for layer in kept], "of": round(sum(widths) / len(widths)),
-            "neurons": hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}
-    return NarrowMLPs(kept), why
+    if args.random is not None:
+        dice = torch.Generator().manual_seed(args.random)
+        scores = [torch.rand(width, generator=dice) for width in widths]
+        why["random"] = args.random
+
+    def pick(share: float) -> tuple[NarrowMLPs, dict[str, Any]]:
+        shares = [1 - share] * len(widths) if turns is None else neurons.shares(turns, share)
+        return left(scores, shares, widths, {**why, "share": share})
+
+    return pick
+
+
+def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
+    """The same where it does not matter which neurons go: as many of every layer, the last ones."""
+    import torch
+
+    from shoal.engine.transformed import named
+    from shoal.model.narrow import gated_widths
+
+    widths = gated_widths(files.config(), named(files.weights(), files.name))
+    return lambda share: left([-torch.arange(width) for width in widths], [1 - share] * len(widths), widths,
+                              {"by": args.what, "multiple": args.multiple, "share": share})
+
+
+def left(
+    scores: Sequence[Tensor], shares: Sequence[float], widths: Sequence[int], why: dict[str, Any]
+) -> tuple[NarrowMLPs, dict[str, Any]]:
+    """The change that leaves a share of each layer's neurons, in multiples, by their scores."""
+    from shoal.calibrate import neurons
+    from shoal.model.narrow import NarrowMLPs
+
+    kept = neurons.best(scores, neurons.counts(shares, widths, why["multiple"]))
+    return NarrowMLPs(kept), {
+        **why, "widths": [len(layer) for layer in kept], "of": round(sum(widths) / len(widths)),
+        "neurons": hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}
 
 
 def _dtype(args: argparse.Namespace) -> Any:

@@ -24,10 +24,7 @@ class Transformed(Checkpoint):
 
     def __init__(self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform) -> None:
         super().__init__(name, revision, trust_remote_code)
-        before, source = super().config(), super().weights()
-        if source is None:
-            remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"
-            raise Unsupported(f"a transform of {name!r}", "its weights cannot be read by their names", remedy)
+        before, source = super().config(), named(super().weights(), name)
         self._config, self._source = transform(before, source)
         same = self._config is before and self._source is source
         self.changed = None if same else self._source
@@ -55,3 +52,15 @@ class Transformed(Checkpoint):
         if told is not None:
             model.generation_config = told
         return model
+
+
+def named(source: Source | None, name: str) -> Source:
+    """The weights of a checkpoint of that name, if there are any by their names.
+
+    Raises:
+        Unsupported: there are none.
+    """
+    if source is None:
+        remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"
+        raise Unsupported(f"a transform of {name!r}", "its weights cannot be read by their names", remedy)
+    return source

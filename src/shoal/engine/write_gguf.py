@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,28 @@ def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Map
         ValueError: the change does not fit the model, or `down` the number of neurons.
         OSError: the file cannot be written.
     """
+    gguf, writer, parts, after = _planned(source, change, note, down)
+    _fill(gguf, writer, parts, target)
+    _check_same(after, target)
+    return dict(Counter(part.type.name for part in parts if part.columns is not None))
+
+
+def size(source: Path, change: DropLayers | NarrowMLPs, note: Mapping[str, Any], down: str | None = None) -> int:
+    """Bytes of the file that `write` would write of the same; see there."""
+    gguf, writer, parts, _ = _planned(source, change, note, down)
+    with TemporaryDirectory() as folder:
+        head = Path(folder) / "head.gguf"
+        _begin(gguf, writer, parts, head)
+        writer.close()
+        sizes = [head.stat().st_size, *(_nbytes(gguf, part) for part in parts)]
+    whole: int = writer.data_alignment
+    return sum(-(-one // whole) * whole for one in sizes)
+
+
+def _planned(
+    source: Path, change: DropLayers | NarrowMLPs, note: Mapping[str, Any], down: str | None
+) -> tuple[Any, Any, list[_Part], Any]:
+    """The package, what writes the file, its tensors, and the config of what will be left."""
     import gguf
 
     file = GgufFile(source)
@@ -112,9 +135,7 @@ def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Map
                           "llama.cpp loads none", f"Keep one of them, {_FOLDER}")
     reader = gguf.GGUFReader(source)
     parts = list(_parts(gguf, reader, layers, widths, kept, down))
-    _fill(gguf, _writer(gguf, reader, after, layers, note), parts, target)
-    _check_same(after, target)
-    return dict(Counter(part.type.name for part in parts if part.columns is not None))
+    return gguf, _writer(gguf, reader, after, layers, note), parts, after
 
 
 def _parts(gguf: Any, reader: Any, layers: Sequence[int], widths: Sequence[int], kept: Sequence[Sequence[int]],
@@ -189,15 +210,23 @@ def _kinds(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ()
 
 
+def _nbytes(gguf: Any, part: _Part) -> int:
+    return math.prod(gguf.quant_shape_to_byte_shape(part.shape, part.type))
+
+
+def _begin(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
+    """Write all that stands before the tensors' values."""
+    for part in parts:
+        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), _nbytes(gguf, part), raw_dtype=part.type)
+    writer.write_header_to_file(target)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
 def _fill(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
     """Write all there is, tensor after tensor."""
-    for part in parts:
-        size = math.prod(gguf.quant_shape_to_byte_shape(part.shape, part.type))
-        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), size, raw_dtype=part.type)
     try:
-        writer.write_header_to_file(target)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        _begin(gguf, writer, parts, target)
         for part in parts:
             data = part.old.data if part.rows is None else part.old.data[part.rows]
             if part.columns is not None:

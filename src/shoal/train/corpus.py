@@ -158,6 +158,39 @@ def make(
     return Corpus(folder, whole)
 
 
+def read(
+    folder: Path, engine: Engine, texts: Sequence[Sequence[int]], tell: Tell = lambda words: None,
+    until: Callable[[], bool] = lambda: False,
+) -> Corpus:
+    """Make a corpus of given texts, or what is missing of it: all but the first token counts as said by the model.
+
+    Args:
+        folder: where; made if need be.
+        engine: the model whose states are kept.
+        texts: token ids.
+        tell: is told of progress.
+        until: whether to leave off; asked before each shard.
+
+    Raises:
+        ValueError: the folder holds another corpus, or no text has two tokens.
+    """
+    whole = [list(text) for text in texts if len(text) > 1]
+    if not whole:
+        raise ValueError("there is no text of two tokens or more to train on; give a longer one")
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
+    _claim(folder / "corpus.json", {"fingerprint": engine.fingerprint, "vocab_size": engine.stack.vocab_size,
+                                    "text": digest})
+    count = -(-len(whole) // SHARD)
+    for number in range(len(_shards(folder)), count):
+        if until():
+            return Corpus(folder, False)
+        part = whole[number * SHARD : (number + 1) * SHARD]
+        _write_shard(folder / f"states-{number:05d}.safetensors", engine, [(text[:1], text) for text in part])
+        tell(f"{number + 1} of {count} shards read")
+    return Corpus(folder)
+
+
 def _told(wish: CorpusWish) -> dict[str, Any]:
     """What of a wish makes it another corpus: not how much of it there is."""
     return {"max_new_tokens": wish.max_new_tokens, "temperature": wish.temperature, "seed": wish.seed}
@@ -190,7 +223,11 @@ def _make_shard(
     said = list(answered(engine, asked, seed=wish.seed + number * SHARD, max_new_tokens=wish.max_new_tokens,
                          temperature=wish.temperature))
     texts = [(list(prompt), [*prompt, *answer.tokens]) for prompt, answer in zip(asked, said, strict=True)]
-    texts = [(prompt, text) for prompt, text in texts if len(text) > len(prompt) + 1]
+    return _write_shard(path, engine, [(prompt, text) for prompt, text in texts if len(text) > len(prompt) + 1])
+
+
+def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], list[int]]]) -> int:
+    """Prompts and whole texts with the states behind them; the number of answer tokens."""
     tensors = {
         "tokens": torch.tensor([token for _, text in texts for token in text], dtype=torch.int32),
         "lengths": torch.tensor([len(text) for _, text in texts], dtype=torch.int32),

@@ -26,10 +26,12 @@ class Descent:
         clip: largest norm of a step's gradient.
         path: of the checkpoint.
         key: what tells the run from others.
+        epsilon: of AdamW.
     """
 
     def __init__(self, module: nn.Module, matrices: Sequence[Tensor], rates: tuple[float, float],
-                 betas: tuple[float, float], decay: float, clip: float, path: Path, key: Mapping[str, Any]) -> None:
+                 betas: tuple[float, float], decay: float, clip: float, path: Path, key: Mapping[str, Any],
+                 epsilon: float = 1e-8) -> None:
         self._module, self._clip, self._path, self._key = module, clip, path, dict(key)
         mine = {id(weight) for weight in matrices}
         others = [weight for weight in module.parameters() if id(weight) not in mine]
@@ -38,7 +40,8 @@ class Descent:
             self._optimisers.append(torch.optim.Muon(list(matrices), lr=rates[0], weight_decay=decay,
                                                      adjust_lr_fn="match_rms_adamw"))
         if others:
-            self._optimisers.append(torch.optim.AdamW(others, lr=rates[1], weight_decay=decay, betas=betas))
+            self._optimisers.append(torch.optim.AdamW(others, lr=rates[1], weight_decay=decay, betas=betas,
+                                                      eps=epsilon))
 
     def step(self, loss: Tensor, number: int, share: float) -> float:
         """Go down a loss at that share of the highest rates; its value.

@@ -104,7 +104,7 @@ class Trainer:
                **{f"shape.{name}": value for name, value in module.shape().items()}}
         matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
         self._descent = Descent(module, matrices, (how.rate, _ADAM * how.rate), (0.9, 0.95), how.decay, how.clip,
-                                folder / CHECKPOINT, key)
+                                folder / CHECKPOINT, key, module.epsilon)
         held = self._descent.resume()
         self.run = TrainingRun(how.epochs * sum(self._sizes)) if held is None else TrainingRun(**held)
 

@@ -89,10 +89,12 @@ class TrainedModule(nn.Module, ABC):
     Attributes:
         kind: its name in `shoal train`.
         guesses: whether it guesses ahead, so that what is right at each depth tells of its speed.
+        epsilon: what AdamW adds to a gradient's size: steps are all alike above it, and as gradients say below.
     """
 
     kind: ClassVar[str]
     guesses: ClassVar[bool] = True
+    epsilon: ClassVar[float] = 1e-8
 
     @abstractmethod
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:

@@ -1,0 +1,64 @@
+"""What a checkpoint's weights come to in a folder of safetensors, before any of it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engine.write_checkpoint import SHARD_BYTES
+from shoal.model.packed.source import Source
+from shoal.model.transform import Transform
+
+_HEAD = 8
+"""Bytes in which a file says how long its header is, and of which the header takes whole ones."""
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Outline:
+    """The tensors of a source by their shapes and types alone; what a transform makes of them costs nothing.
+
+    Args:
+        source: read once, tensor after tensor.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._tensors: Mapping[str, Tensor] = {
+            name: torch.empty_like(source[name], device="meta") for name in source.names()}
+
+    def names(self) -> list[str]:
+        """See `Source`."""
+        return list(self._tensors)
+
+    def has(self, name: str) -> bool:
+        """See `Source`."""
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def folder_bytes(config: Any, source: Outline, change: Transform, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the safetensors that `write_checkpoint.write` makes of a changed model; of several at most so many.
+
+    Args:
+        config: of the model before the change.
+        source: its weights.
+        change: what is left out.
+        dtype: see there.
+    """
+    _, after = change(config, source)
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in sorted(after.names()):
+        tensor = after[name]
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * kind.itemsize
+        told[name] = {"dtype": _NAMES.get(kind, "I64"), "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    header = len(json.dumps(told, separators=(",", ":")).encode())
+    files = max(1, -(-at // SHARD_BYTES))
+    return at + _HEAD + -(-header // _HEAD) * _HEAD + (files - 1) * 1024

@@ -1,0 +1,198 @@
+"""Gates on the neurons of a frozen model's MLPs, trained until every text opens and closes the same ones.
+
+A light module reads what enters an MLP, averaged over a text, and gives each neuron a gate: a sigmoid, which is cut to
+0 or 1 (straight through). Learned from are how far the gated model's next-word law is from the model's own, how far
+the share of open gates is from what was wished for, and polarisation: g (1 - g) of the mean gate over texts, which is 0
+where all agree. What they agree on is a network of its own (arXiv 2302.10798).
+
+The paper gates images in networks for vision. Ours is to take a text for an input, and the schedule: gates are soft
+at first and turn hard, since on a few neurons everything depends, and cut from the start they are closed by chance;
+polarisation weighs more with every step. What a text's gates depend on is a fixed random projection of its mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, linear
+
+from shoal.model.probe import find_layers
+from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+
+NEAR = 0.05
+"""A mean gate is open or closed where it is no further than that from 1 or 0."""
+AGREED = 0.01
+"""The share of gates that may be neither, for all to be called polarised."""
+RISE = 0.5
+"""Of a run's steps: after so many gates are cut, and polarisation weighs `_GROWN` times what it did at first."""
+_PUSH, _GROWN = 0.4, 1000.0
+"""Weight of polarisation at first, beside nats."""
+_SHARE, _MORE = 100.0, 25.0
+"""Weight of the share's error, squared, and how much it grows with that of polarisation, which would outweigh it."""
+_RANK, _SLOW = 4, 0.1
+"""Numbers of a text that its gates depend on, and their size: slower than what is common to all texts."""
+_FOLLOWED = 0.2
+"""By how much of the way the mean gates follow those of each step."""
+_PIECE = 512
+"""Places whose laws over all tokens are in memory at once."""
+Gates = Callable[[int, Tensor], Tensor]
+"""Gates, to be multiplied with activations [B, T, ffn], of a layer and the states [B, T, D] that enter its MLP."""
+
+
+class ConsensusModule(TrainedModule):
+    """See the module.
+
+    Args:
+        base: the head of the model.
+        model: the model with transformers' modules in float32, made of gated MLPs; its weights stay.
+        share: of all neurons that is to go.
+        uniform: whether every layer is to lose as many.
+        seed: of the first weights and the noise.
+
+    Attributes:
+        rise: steps after which gates are cut; until then they turn from soft to hard. Polarisation weighs ever more.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+
+    kind: ClassVar[str] = "consensus"
+    guesses: ClassVar[bool] = False
+    epsilon: ClassVar[float] = 1e-5  # gates that matter little are to move little, not as far as all others
+    looks: Tensor
+    means: Tensor
+    steps: Tensor
+
+    def __init__(self, base: Base, model: Any, share: float, uniform: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        if not 0 < share < 1:
+            raise ValueError(f"share is {share}; it must be above 0 and below 1, such as 0.1")
+        self._share, self._uniform, self._seed, self.rise = share, uniform, seed, 75.0
+        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, whose parameters are not trained
+        self._gates: Gates | None = None
+        self._entering: Tensor | None = None
+        layers: Any = find_layers(model, model.config.num_hidden_layers)
+        hidden, self.widths = model.config.hidden_size, [layer.mlp.down_proj.in_features for layer in layers]
+        dice, first = torch.Generator().manual_seed(seed), math.log((1 - share) / share)
+        drawn = [torch.randn(_RANK, hidden, generator=dice) for _ in layers]
+        self.common = nn.ParameterList([torch.full((width,), first) for width in self.widths])
+        self.register_buffer("looks", _SLOW * hidden**-0.5 * torch.stack(drawn))
+        self.own = nn.ParameterList([torch.zeros(width, _RANK) for width in self.widths])
+        for number, layer in enumerate(layers):
+            layer.mlp.register_forward_pre_hook(self._enter)
+            layer.mlp.down_proj.register_forward_pre_hook(partial(self._shut, number))
+        self.head = CutHead(base, range(model.config.vocab_size))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("means", torch.full((sum(self.widths),), 1 - share))
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """See `TrainedModule`; right is the gated model's likeliest word. Without gradients nothing is drawn."""
+        learns, made = torch.is_grad_enabled(), list[Tensor]()
+        gone_by = min(int(self.steps) / self.rise, 1 / RISE)
+        hard = min(1.0, gone_by) if learns else 1.0
+
+        def gates(layer: int, entering: Tensor) -> Tensor:
+            scores = self._scores(layer, entering, batch.lengths)
+            made.append(scores.sigmoid().mean(0))
+            return binarised(scores, hard)[:, None]
+
+        asked = batch.guessed_from(0, 1)
+        states = self.read(batch, gates)
+        loss, words = self.head.distilled(states[asked], self.head.wanted(batch.states[asked]))
+        right = torch.zeros_like(asked)
+        right[asked] = words == batch.tokens.roll(-1, 1)[asked]
+        means, weight = torch.cat(made), _PUSH * _GROWN**gone_by
+        if learns:
+            self.means.lerp_(means.detach(), 1.0 if int(self.steps) == 0 else _FOLLOWED)
+            self.steps += 1
+        missed = (_SHARE + _MORE * weight) * self._missed(made)
+        return loss + missed + weight * polarisation(means), [Guessed(right, asked)]
+
+    def _missed(self, made: Sequence[Tensor]) -> Tensor:
+        """The squared error of the share that is open: of all gates, or the mean of the layers'."""
+        shares = torch.stack([one.mean() for one in (made if self._uniform else [torch.cat(list(made))])])
+        return (shares - (1 - self._share)).square().mean()
+
+    def _scores(self, layer: int, entering: Tensor, lengths: Tensor) -> Tensor:
+        """The gates' logits [B, ffn] by what enters the MLP [B, T, D], on average over the texts' tokens."""
+        inside = torch.arange(entering.shape[1]) < lengths[:, None]
+        mean = (entering.float() * inside[..., None]).sum(1) / lengths[:, None]
+        mean = mean / mean.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        own = linear(linear(mean, self.looks[layer]), self.own[layer]).float()
+        scores: Tensor = self.common[layer] + own
+        return scores
+
+    def read(self, batch: TextBatch, gates: Gates | None = None) -> Tensor:
+        """What the head reads [B, T, D] behind gates; None: all are open."""
+        self._gates = gates
+        try:
+            found: Tensor = self._model[0].model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        finally:
+            self._gates = self._entering = None
+        return found.float()
+
+    def _enter(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        """A hook before an MLP."""
+        self._entering = given[0]
+
+    def _shut(self, layer: int, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """A hook before an MLP's last matrix."""
+        if self._gates is None or self._entering is None:
+            return None
+        return (given[0] * self._gates(layer, self._entering).to(given[0].dtype), *given[1:])
+
+    def agreed(self) -> list[Tensor]:
+        """For each layer the mean gates over the last texts, [ffn] in (0, 1)."""
+        return list(self.means.split(self.widths))
+
+    @property
+    def undecided(self) -> float:
+        """The share of mean gates that are neither open nor closed."""
+        return float(((self.means > NEAR) & (self.means < 1 - NEAR)).float().mean())
+
+    @property
+    def polarised(self) -> bool:
+        """Whether all gates but a few are open or closed."""
+        return self.undecided <= AGREED
+
+    @torch.no_grad()
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """`open` and `undecided`, shares of the gates, and what the network that was agreed on makes of other texts.
+
+        `distance` is the mean Kullback-Leibler divergence of its law from the model's own in nats, `kept_words` the
+        share of the model's likeliest words that stay the likeliest.
+        """
+        opened = [(one > 0.5).float() for one in self.agreed()]
+        total, same, places = 0.0, 0, 0
+        for batch in held_out:
+            asked = batch.guessed_from(0, 1)
+            states = (self.read(batch, lambda layer, _: opened[layer]), self.read(batch))
+            for mine, whole in zip(*(one[asked].split(_PIECE) for one in states), strict=True):
+                law, own = (linear(one, self.head.rows).log_softmax(-1) for one in (mine, whole))
+                total += float(kl_div(law, own, log_target=True, reduction="sum"))
+                same += int((law.argmax(-1) == own.argmax(-1)).sum())
+                places += len(mine)
+        return {"open": round(float(torch.cat(opened).mean()), 4), "undecided": round(self.undecided, 4),
+                "distance": round(total / max(1, places), 4), "kept_words": round(same / max(1, places), 4),
+                "places": places}
+
+    def shape(self) -> dict[str, int]:
+        """See `TrainedModule`."""
+        return {"neurons": sum(self.widths), "gone": round(self._share * sum(self.widths)),
+                "uniform": int(self._uniform)}
+
+
+def binarised(scores: Tensor, hard: float = 1.0) -> Tensor:
+    """Gates of logits: so much of them 0 or 1, the rest the sigmoid, whose gradient they have in any case."""
+    soft = scores.sigmoid()
+    return soft.detach().lerp((scores > 0).float(), hard) + (soft - soft.detach())
+
+
+def polarisation(means: Tensor) -> Tensor:
+    """Mean of g (1 - g) over mean gates [n]: 0 where every gate is open for all texts or closed for all."""
+    return (means * (1 - means)).mean()
