@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, linear
+from torch.nn.functional import linear
 
 from shoal.model.probe import find_layers
+from shoal.train.apart import Apart
 from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 NEAR = 0.05
@@ -38,8 +39,6 @@ _RANK, _SLOW = 4, 0.1
 """Numbers of a text that its gates depend on, and their size: slower than what is common to all texts."""
 _FOLLOWED = 0.2
 """By how much of the way the mean gates follow those of each step."""
-_PIECE = 512
-"""Places whose laws over all tokens are in memory at once."""
 Gates = Callable[[int, Tensor], Tensor]
 """Gates, to be multiplied with activations [B, T, ffn], of a layer and the states [B, T, D] that enter its MLP."""
 
@@ -164,22 +163,13 @@ class ConsensusModule(TrainedModule):
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
         """`open` and `undecided`, shares of the gates, and what the network that was agreed on makes of other texts.
 
-        `distance` is the mean Kullback-Leibler divergence of its law from the model's own in nats, `kept_words` the
-        share of the model's likeliest words that stay the likeliest.
+        How far its law is from the model's own: see `shoal.train.apart`.
         """
-        opened = [(one > 0.5).float() for one in self.agreed()]
-        total, same, places = 0.0, 0, 0
+        opened, found = [(one > 0.5).float() for one in self.agreed()], Apart()
         for batch in held_out:
-            asked = batch.guessed_from(0, 1)
-            states = (self.read(batch, lambda layer, _: opened[layer]), self.read(batch))
-            for mine, whole in zip(*(one[asked].split(_PIECE) for one in states), strict=True):
-                law, own = (linear(one, self.head.rows).log_softmax(-1) for one in (mine, whole))
-                total += float(kl_div(law, own, log_target=True, reduction="sum"))
-                same += int((law.argmax(-1) == own.argmax(-1)).sum())
-                places += len(mine)
+            found.add(batch, self.read(batch, lambda layer, _: opened[layer]), self.head.rows)
         return {"open": round(float(torch.cat(opened).mean()), 4), "undecided": round(self.undecided, 4),
-                "distance": round(total / max(1, places), 4), "kept_words": round(same / max(1, places), 4),
-                "places": places}
+                **found.told(), "places": len(found.nats)}
 
     def shape(self) -> dict[str, int]:
         """See `TrainedModule`."""
