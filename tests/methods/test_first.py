@@ -22,7 +22,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.first import First, Routed
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.router import BIAS, WEIGHT, LayerRouters
+from shoal.model.layer_router import BIAS, WEIGHT, LayerRouters
 from shoal.types import ModelInfo
 from trained_parts import part_for, target
 

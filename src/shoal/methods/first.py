@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.router import LayerRouters
+    from shoal.model.layer_router import LayerRouters
     from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 
@@ -97,7 +97,7 @@ class First(Method):
         """The routers, the same ones for all requests; None where nothing is to run."""
         if info.tensors is None:
             return None
-        from shoal.model.router import LayerRouters
+        from shoal.model.layer_router import LayerRouters
 
         part, key = part_of(self.name, self.part, info), (self.name, self.part)
         known = info.memory.get(key)
