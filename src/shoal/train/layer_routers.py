@@ -1,4 +1,4 @@
-"""The routers of `shoal.model.layer_router` under training, inside the frozen model, which reads the answers through them.
+"""The routers of `shoal.model.layer_router` under training, inside the frozen model that reads answers through them.
 
 While they are trained, an answer's tokens take of each layer as much as its router says, from 0 to 1, by the state of
 the prompt's last token (FiRST, arXiv 2410.12513: soft gates). What is learned from is how far the law at each token is
