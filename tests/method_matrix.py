@@ -48,6 +48,7 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.prophet import Prophet
 from shoal.methods.random_switching import RandomSwitching
 from shoal.methods.rapid import Rapid
+from shoal.methods.read_me import ReadME
 from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
@@ -176,6 +177,8 @@ MATRIX: tuple[Method, ...] = (
     First(part_for("first", "llama"), inner=D3(alpha=0.9, core=2)),
     DynamicContext(part_for("dynamic_context", "llama"), threshold=None),
     DynamicContext(part_for("dynamic_context", "llama"), every=2),
+    ReadME(part_for("read_me", "llama"), experts=None),
+    ReadME(part_for("read_me", "llama"), experts=2),
     Mustafar(sparsity=0.0),
     Mustafar(sparsity=0.6, window=1, every=2),
 )

@@ -23,6 +23,7 @@ from shoal.train.layer_routers import LayerRouterModule
 from shoal.train.medusa import MedusaModule
 from shoal.train.part import Base, ShippedModule
 from shoal.train.ppd import PromptModule
+from shoal.train.read_me import ReadMEModule, group_neurons
 
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)
@@ -62,13 +63,24 @@ def routers(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> L
     return module
 
 
+def experts(engine: Engine, groups: int = 3, shared: int = 1, noise: float = 0.3) -> ReadMEModule:
+    generator = torch.Generator().manual_seed(2)
+    texts = [(torch.randint(0, 97, (30,), generator=generator), 4) for _ in range(3)]
+    neurons = group_neurons(engine.model, texts, groups, shared)
+    module = ReadMEModule(Base(engine.stack), copy.deepcopy(engine.model), neurons, shared, 2)
+    _shake(module, noise)
+    return module
+
+
 def ppd(engine: Engine, noise: float = 0.3) -> PromptModule:
     module = PromptModule(Base(engine.stack), copy.deepcopy(engine.model), depths=3)
     _shake(module, noise)
     return module
 
 
-MAKERS: dict[str, Any] = {"eagle": eagle, "medusa": medusa, "ppd": ppd, "dynamic_context": context, "first": routers}
+MAKERS: dict[str, Any] = {
+    "eagle": eagle, "medusa": medusa, "ppd": ppd, "dynamic_context": context, "first": routers, "read_me": experts,
+}
 
 
 def hidden_of(engine: Engine) -> int:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shoal.methods.prophet import Prophet
     from shoal.methods.random_switching import RandomSwitching
     from shoal.methods.rapid import Rapid
+    from shoal.methods.read_me import ReadME
     from shoal.methods.rsd import RSD
     from shoal.methods.shortgpt import ShortGPT
     from shoal.methods.skipdecode import SkipDecode
@@ -125,6 +126,7 @@ __all__ = [
     "PythonMembers",
     "RandomSwitching",
     "Rapid",
+    "ReadME",
     "Recipe",
     "Regex",
     "Result",
@@ -199,6 +201,7 @@ _HOME = {
     "RSD": "shoal.methods.rsd",
     "RandomSwitching": "shoal.methods.random_switching",
     "Rapid": "shoal.methods.rapid",
+    "ReadME": "shoal.methods.read_me",
     "Recipe": "shoal.decode.recipe",
     "Regex": "shoal.engine.constraint",
     "Result": "shoal.types",

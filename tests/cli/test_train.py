@@ -73,6 +73,26 @@ def test_a_gate_is_trained_and_used(
     assert len(said[0]["tokens"]) == len(said[1]["tokens"])
 
 
+def test_experts_are_trained_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
+    words = ["--model", tiny_folder, "--out", tmp_path / "part", "--prompts", prompts, "--max-new-tokens", 12]
+    numbers = ["--epochs", 1, "--batch", 256, "--groups", 4, "--shared", 1, "--experts", 2]
+    wrong = refusal(capsys, "read_me", *words, *numbers[:4], "--groups", 3)
+    assert "--groups is 3; 64 neurons can be divided into these" in wrong and "answered" not in wrong
+    assert main(["train", "read_me", *map(str, [*words, *numbers]), "--json"]) == 0
+    told, err = capsys.readouterr()
+    card = json.loads(told)
+    assert "with 2 groups" in err and f"--part {tmp_path / 'part'} --experts 2" in err and "acceptance" not in card
+    assert card["part"] == "read_me" and (card["shape"]["groups"], card["shape"]["shared"]) == (4, 1)
+    for by in ("router", "random", "oracle"):
+        assert {"distance", "kept_words", "energy", "places"} == set(card[by])
+    said = []
+    for options in (["--experts", "1"], ["--experts", "4"], None):
+        how = [] if options is None else ["--method", "read_me", "--part", str(tmp_path / "part"), *options]
+        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *how]) == 0
+        said.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert said[1] == said[2] != said[0]
+
+
 def healed(capsys: Any, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
     options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--rank", 2, "--out", out]
     assert main(["train", "heal", *map(str, [*options, *words]), "--json"]) == 0
@@ -108,6 +128,8 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
     (("dynamic_context", "--depths", "3"), "--depths belongs to eagle and medusa and ppd; leave it out"),
     (("ppd", "--vocabulary", "99"), "--vocabulary belongs to eagle and medusa and dynamic_context and first; leave"),
     (("ppd", "--depths", "0"), "--depths is 0; it must be at least 1"),
+    (("eagle", "--groups", "4"), "--groups belongs to read_me; leave it out for eagle"),
+    (("read_me", "--groups", "0"), "--groups is 0; it must be at least 1"),
 ])
 def test_options_of_the_gate_are_checked(
     capsys: Any, tiny_folder: str, tmp_path: Path, words: tuple[str, ...], message: str

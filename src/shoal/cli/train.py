@@ -4,7 +4,8 @@ The answers and the states behind them are made first and kept in a folder that 
 point, the same command goes on where it was. Nothing of the model itself is trained, but by `heal`.
 
 `dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV. Nor does `first`:
-routers that say, when a prompt has been read, which layers the answer runs.
+routers that say, when a prompt has been read, which layers the answer runs. Nor `read_me`: the MLPs' neurons in groups,
+and a router that says by the last tokens which of them the next forward needs.
 `drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
 `heal` writes the model itself anew, with low-rank adapters that were trained to make up for layers that a depth plan
 drops, or for what `shoal prune` left out.
@@ -38,6 +39,7 @@ EXAMPLES = """examples:
   shoal train ppd --model M.gguf --out prompts --answers part/answers --prompts asked.txt,more.jsonl --batch 512
   shoal train dynamic_context --model M.gguf --out gate --answers part/answers --prompts asked.txt --keep 0.5
   shoal train first --model M.gguf --out routers --answers part/answers --prompts asked.txt --under d3:mean=0.8
+  shoal train read_me --model M.gguf --out experts --answers part/answers --prompts asked.txt --groups 8 --shared 2
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
@@ -46,13 +48,14 @@ EXAMPLES = """examples:
 """
 KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
-HEAL, FULL = "heal", "full"
+EXPERTS, HEAL, FULL = "read_me", "heal", "full"
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
 """Options that a model from scratch has."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS),
-         **dict.fromkeys(("vocabulary", "weights"), (*KINDS, CONTEXT, ROUTERS)),
+         "vocabulary": (*KINDS, CONTEXT, ROUTERS), "weights": (*KINDS, CONTEXT, ROUTERS, EXPERTS),
+         **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank"), (HEAL,))}
@@ -61,10 +64,11 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("part", choices=(*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, HEAL, SCRATCH), help="eagle: a "
-                        "layer that goes on from the model's last states; medusa: a head for each of the next places; "
-                        "ppd: vectors that stand for the next words; drafter: a small model that fills masks, for "
-                        "deer; dynamic_context: a gate for the KV; first: routers that choose layers; heal: the "
+    kinds = (*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, EXPERTS, HEAL, SCRATCH)
+    parser.add_argument("part", choices=kinds, help="eagle: a layer that goes on from the model's last states; "
+                        "medusa: a head for each of the next places; ppd: vectors that stand for the next words; "
+                        "drafter: a small model that fills masks, for deer; dynamic_context: a gate for the KV; first: "
+                        "routers that choose layers; read_me: groups of neurons and a router; heal: the "
                         "model, for fewer layers or weights; diffusion: a small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
@@ -106,6 +110,12 @@ def add_arguments(parser: Parser) -> None:
                       "is to stay, 0.5 if none; first: of the layers that are to run on average, 0.8")
     what.add_argument("--gate-layer", metavar="L", type=int, default=2, help="dynamic_context: the gate reads what "
                       "enters this layer, and less is kept from it on")
+    what.add_argument("--groups", metavar="N", type=int, default=8, help="read_me: groups that each MLP's neurons are "
+                      "divided into")
+    what.add_argument("--shared", metavar="N", type=int, default=2, help="read_me: how many of them hold the most used "
+                      "neurons, and always run")
+    what.add_argument("--experts", metavar="N", type=int, default=6, help="read_me: the groups that a token runs for "
+                      "what the card says of the loss; the part serves any number")
     what.add_argument("--under", metavar="METHOD,...", help="heal: methods that drop layers, with options as in `shoal "
                       "bench`, taken in turn; `full` among them keeps the full depth what it was. first: methods that "
                       "the routers are compared with")
@@ -152,13 +162,15 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     import torch
 
-    from shoal.train import corpus, export
+    from shoal.train import corpus, export, read_me
     from shoal.train.loop import Trainer, Training
 
     wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
     if shape is not None:
         shape.check(engine)
+    if args.part == EXPERTS:
+        read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
@@ -214,6 +226,9 @@ def _written(
     if args.part == ROUTERS:
         worth = card["ways"]["routed"]
         return card, f"{worth['layers']} layers run, {worth['kept_words']:.1%} of the words the same", use
+    if args.part == EXPERTS:
+        worth = f"with {card['experts']} groups {card['router']['kept_words']:.1%} of the words are the same,"
+        return card, worth, f"{use} --experts {card['experts']}"
     kept = f"{card['kept']:.0%} of the tokens stay, {card['gate']['kept_words']:.1%} of the words the same"
     return card, kept, use
 
@@ -226,7 +241,8 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers below 1, and options that the kind has no use for."""
-    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "rank"):
+    for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "rank",
+                 "groups", "experts"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.part == HEAL and args.under is None and args.student is None:
@@ -295,6 +311,7 @@ def _module(
     from shoal.train.medusa import MedusaModule
     from shoal.train.part import Base, PartModule
     from shoal.train.ppd import PromptModule
+    from shoal.train.read_me import ReadMEModule, group_neurons, some_answers
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
@@ -303,6 +320,10 @@ def _module(
         return HealModule(Base(engine.stack), _plain(args, args.student), plans, args.rank, args.seed)
     if args.part == PROMPTS:
         return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
+    if args.part == EXPERTS:
+        plain = _plain(args)
+        neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)
+        return ReadMEModule(Base(engine.stack), plain, neurons, args.shared, args.experts, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:

@@ -216,7 +216,7 @@ class Batch:
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
         watched = self.parts.watch(rows, chunks)
-        fed = self.parts.with_hooks(rows, chunks)
+        fed = self.parts.with_experts(rows, self.parts.with_hooks(rows, chunks))
         logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Controller, Keep, Keeper, Part, Planner, Proposer, Select, StepReport, Worker
+from shoal.decode.worker import (
+    Controller,
+    Experts,
+    Keep,
+    Keeper,
+    Part,
+    Planner,
+    Proposer,
+    Select,
+    StepReport,
+    Worker,
+)
 from shoal.model.kv import KVCache
 from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack
 
@@ -77,6 +88,15 @@ class PartsAtWork:
             return chunks
         return [replace(chunk, query_hook=_in_turn(hooks[chunk.row])) if chunk.row in hooks else chunk
                 for chunk in chunks]
+
+    def with_experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+        """The chunks of the coming forward, with what their tokens run of the MLPs."""
+        found = list(chunks)
+        for worker, group in self._at_work(rows, _experts):
+            places = _places(rows, group)
+            for place, choice in zip(places, worker.experts(group, [chunks[place] for place in places]), strict=True):
+                found[place] = replace(chunks[place], experts=choice)
+        return found
 
     def ahead(self, row: Row, length: int) -> int:
         """How many tokens may be fed to a row that holds `length` positions before its KV is rewritten; 0: any."""
@@ -167,6 +187,10 @@ def _select(row: Row) -> Select | None:
     return row.recipe.select
 
 
+def _experts(row: Row) -> Experts | None:
+    return row.recipe.experts
+
+
 def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
     """One hook for several, which all see the queries; what the last one chooses is read, as `select` comes last."""
     if len(hooks) == 1:
@@ -185,5 +209,5 @@ def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
 
 
 _PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (
-    _planner, _proposer, _controller, _keep, _select
+    _planner, _proposer, _controller, _keep, _select, _experts
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.decode.sampling import Allowed
     from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
-    from shoal.decode.worker import Controller, Keep, Planner, Proposer, Select, Worker
+    from shoal.decode.worker import Controller, Experts, Keep, Planner, Proposer, Select, Worker
     from shoal.model.kv_form import Store
 
     WaitedFor = Branch | Future[Any]
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 Exactness = Literal["full", "plan", "none"]
 PARTS = (
-    "plan", "planner", "proposer", "rule", "controller", "keep", "store", "select", "search", "loop", "constraint"
+    "plan", "planner", "proposer", "rule", "controller", "keep", "store", "select", "experts", "search", "loop",
+    "constraint",
 )
 """The parts of a recipe that methods fill: each answers one question."""
-_UNSCORED = ("planner", "keep", "store", "select", "search", "constraint")
+_UNSCORED = ("planner", "keep", "store", "select", "experts", "search", "constraint")
 """Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
 MOST_GUESSES = 64
 """Most nodes of a forward beside the root that a proposer may come up with."""
@@ -132,6 +133,7 @@ class Recipe:
         keep: which of the KV stays (None: all).
         store: in what form it lies in memory (None: as the model computes it).
         select: which of it a query reads (None: all that the model's own attention does).
+        experts: which neurons of the MLPs a token of the answer runs (None: all).
         search: who chooses among several continuations (None: there is one).
         loop: what a step does (None: guesses are verified, or one token is decoded).
         constraint: which words may come (None: all). Exact then means exact to the model whose law is masked.
@@ -151,6 +153,7 @@ class Recipe:
     keep: Keep | None = None
     store: Store | None = None
     select: Select | None = None
+    experts: Experts | None = None
     search: Search | None = None
     loop: Loop | None = None
     constraint: Constraint | None = None
@@ -178,7 +181,7 @@ class Recipe:
     def exact_to(self) -> Exactness:
         """`full`: equal to the full model. `plan`: equal to its own plan run token by token. `none`: neither."""
         lossy = (self.rule is not None and not self.rule.exact) or (self.loop is not None and not self.loop.exact)
-        if self.alters_kv or self.search is not None or lossy:
+        if self.alters_kv or self.experts is not None or self.search is not None or lossy:
             return "none"
         return "full" if self.plan.is_full and self.planner is None else "plan"
 
@@ -204,7 +207,7 @@ class Recipe:
             name: whose recipe this is, for the error.
 
         Raises:
-            Unsupported: a part alters the KV, or searches, or is a loop that is not exact.
+            Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
         """
         lossy = ("loop",) if self.loop is not None and not self.loop.exact else ()
         others = [part for part in self.parts if part in (*_UNSCORED, *lossy)]

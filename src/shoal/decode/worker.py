@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
+    from shoal.model.experts import ExpertChoice
     from shoal.model.kv_layer import KVLayer
     from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk
 
@@ -77,6 +78,13 @@ class Worker:
         """Called before a forward of the target: per row, what is to see its queries and may choose what they read.
 
         See `watch` for rows and chunks. A recipe's `keep` is shown them before its `select` chooses.
+        """
+        return [None] * len(rows)
+
+    def experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
+        """Called before a forward of the target: per row, what its tokens run of each MLP; None for all of them.
+
+        See `watch` for rows and chunks.
         """
         return [None] * len(rows)
 
@@ -150,6 +158,8 @@ Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""
 Select = Part[Selector]
 """Chooses which of the stored KV a query reads."""
+Experts = Part[Worker]
+"""Chooses which neurons of the MLPs a token runs, by its worker's `experts`."""
 
 
 class Keep(Part[Keeper], Protocol):

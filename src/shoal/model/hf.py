@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.model.experts import ExpertMLPs, MLPGroup, Opened, check_groups, mixed, opened_at
 from shoal.model.head import through
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView, mask
+from shoal.model.packed.linear import Dense
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
 from shoal.model.probe import find_layers, take_apart
 from shoal.model.reading import reads_apart
@@ -39,6 +41,8 @@ from shoal.model.windows import context_of, layers_of, windows_of
 T = TypeVar("T")
 
 _ATTENTION = ("self_attn", "attn", "attention")
+_SAME = 64
+"""Roundings by which sums in another order may differ."""
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
@@ -162,6 +166,21 @@ class HFStack:
         """See the protocol."""
         return torch.no_grad()(self.parts.head.cut(ids))
 
+    @torch.no_grad()
+    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
+        """See the protocol."""
+        mlps = [_gated_mlp(layer) for layer in self.parts.layers]
+        check_groups(neurons, [mlp.down_proj.in_features for mlp in mlps])
+        layers = [_split(mlp, groups.to(self.device)) for mlp, groups in zip(mlps, neurons, strict=True)]
+        made = ExpertMLPs(layers, _activation(mlps[0]), [mlp.down_proj.bias for mlp in mlps])
+        _check_sum(made, mlps)
+        return made
+
+    def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
+        """A twin of a layer, or of its half, in which some tokens run groups of the MLP; in the order of its input."""
+        name = next(name for name in _MLP if name in module._modules)
+        return twin_of(module, {name: _Mixed(module._modules[name], layer, opened)})
+
     def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
         """The layer, or a twin that shares its weights: without the other sublayer, or for rows side by side."""
         if part == "layer" and not prepacked:
@@ -282,6 +301,8 @@ class _PaddedCall:
         window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
         seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
         key = (piece.first, piece.last)
+        if piece.part != "attention" and any(chunk.experts for chunk in self.chunks):
+            module = self.stack.mixing(module, layer, self._opened(layer, piece, rows, hidden.shape[1]))
         output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
@@ -320,6 +341,12 @@ class _PaddedCall:
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
         return torch.tensor(table, device=self.stack.device)
 
+    def _opened(self, layer: int, piece: LayerWork, rows: Sequence[int], width: int) -> list[Opened | None]:
+        """What the nodes of the piece run of the MLP, [rows * width], padded by the last of each row."""
+        ends = ((self.chunks[i], piece.first[i], piece.last[i]) for i in rows)
+        return [opened_at(chunk, layer, min(first + node, last - 1)) for chunk, first, last in ends
+                for node in range(width)]
+
     def _mask(self, piece: LayerWork, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
         views = [
             self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
@@ -355,6 +382,62 @@ class _Nothing(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         zeros = torch.zeros_like(hidden_states)
         return (zeros, None) if self.pair else zeros
+
+
+class _Mixed(nn.Module):
+    """An MLP of which some tokens run groups of neurons.
+
+    Args:
+        whole: the MLP.
+        layer: its number.
+        opened: what each token runs, in the order of the input.
+    """
+
+    def __init__(self, whole: Any, layer: int, opened: Sequence[Opened | None]) -> None:
+        super().__init__()
+        self.whole, self._layer, self._opened = whole, layer, opened
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        out = mixed(hidden_states.flatten(0, -2), self._layer, self._opened, self.whole)
+        return out.view_as(hidden_states).to(hidden_states.dtype)
+
+
+def _gated_mlp(layer: nn.Module) -> Any:
+    """The layer's MLP, whose matrices are called as in Llama or Phi-3."""
+    mlp: Any = getattr(layer, "mlp", None)
+    names = set() if mlp is None else set(mlp._modules)
+    if "down_proj" not in names or not ({"gate_proj", "up_proj"} <= names or "gate_up_proj" in names):
+        raise Unsupported(f"groups of neurons in {type(layer).__name__}", "it has no gated MLP of its own, with "
+                          "matrices gate, up and down", "Leave out layers instead, as d3 does")
+    return mlp
+
+
+def _check_sum(made: ExpertMLPs, mlps: Sequence[Any]) -> None:
+    """Refuse MLPs that do more than to gate: all groups together must give what the MLP gives."""
+    weight = mlps[0].down_proj.weight
+    x = torch.linspace(-1, 1, 2 * weight.shape[0], dtype=torch.float64).view(2, -1).to(weight)
+    for layer, mlp in enumerate(mlps):
+        wanted = mlp(x).double()
+        apart = made(layer, x, [(1 << len(made.layers[layer])) - 1] * 2).double() - wanted
+        if apart.norm() > _SAME * torch.finfo(weight.dtype).eps * wanted.norm():
+            raise Unsupported(f"groups of neurons in {type(mlp).__name__}", "together they do not give what the MLP "
+                              "gives, which does more than to gate", "Leave out layers instead, as d3 does")
+
+
+def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
+    found: Callable[[Tensor], Tensor] = getattr(mlp, "activation_fn", None) or mlp.act_fn
+    return found
+
+
+def _split(mlp: Any, groups: Tensor) -> list[MLPGroup]:
+    """The groups of one MLP; copies."""
+    parts = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+    halves = torch.cat([part.weight for part in parts]).chunk(2)
+    biases = None if parts[0].bias is None else torch.cat([part.bias for part in parts]).chunk(2)
+    return [MLPGroup(
+        Dense(torch.cat([half[group] for half in halves])), Dense(mlp.down_proj.weight[:, group].contiguous()),
+        None if biases is None else torch.cat([bias[group] for bias in biases]),
+    ) for group in groups]
 
 
 def _check_attention(model: Any) -> None:

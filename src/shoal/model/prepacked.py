@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from shoal.model.experts import opened_in
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.masks import RowView
@@ -148,7 +149,10 @@ class PrepackedCall:
         seen = Rows(store, numbers, counts, masks, [self._reader(layer, piece, i) for i in rows])
         places = self._places if chosen is None else self._places[:, chosen]
         arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
-        output = self.stack.module(layer, piece.part, prepacked=True)(hidden, **arguments)
+        module, opened = self.stack.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
+        if opened is not None and piece.part != "attention":
+            module = self.stack.mixing(module, layer, opened)
+        output = module(hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import KVSizes
 from shoal.model.masks import RowView
+
+if TYPE_CHECKING:
+    from shoal.model.experts import ExpertChoice, ExpertMLPs
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
@@ -52,6 +55,7 @@ class SequenceChunk:
         likeliest: whether nobody asks for logits but the largest of each token; others may be -inf.
         vectors: [n, D], what enters the first layer at the last n tokens, whose ids count for nothing; they give no
             logits. None where there are none.
+        experts: which groups of the MLPs' neurons each token runs; None where all run the whole MLPs.
     """
 
     row: int
@@ -66,6 +70,7 @@ class SequenceChunk:
     mutual: bool = False
     likeliest: bool = False
     vectors: Tensor | None = None
+    experts: ExpertChoice | None = None
 
     @property
     def words(self) -> int:
@@ -88,6 +93,14 @@ class SequenceChunk:
     def running(self, drop_step: int) -> int:
         """How many of the tokens (a prefix) run a sublayer that is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
+
+    @property
+    def whole(self) -> int:
+        """How many of the tokens (a prefix) run every layer with the whole of its MLP."""
+        deep = self.running(self.plan.first_shallow_step)
+        if self.experts is None:
+            return deep
+        return next((node for node, masks in enumerate(self.experts.masks[:deep]) if masks is not None), deep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +237,17 @@ class Stack(Protocol):
         """
         ...
 
+    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
+        """Copies of the MLPs in groups of neurons that chunks can name as their `experts`.
+
+        Args:
+            neurons: int64 [groups, n] for each layer: all of its neurons, each in one group.
+
+        Raises:
+            Unsupported: the MLPs are not gated ones, or do not have these neurons.
+        """
+        ...
+
 
 def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
     """Put the chunks' `vectors` in their places among what enters the first layer, [tokens of all chunks, D]."""
@@ -261,6 +285,6 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
     """Note in the cache from which position on each chunk left something out."""
     for chunk in chunks:
-        shallow = chunk.running(chunk.plan.first_shallow_step)
+        shallow = chunk.whole
         if shallow < len(chunk.tokens):
             cache.mark_shallow(chunk.row, chunk.positions(cache.positions[chunk.row])[shallow])

@@ -46,13 +46,23 @@ def attention(
     return _norm(out, layer.attention_out_norm, shape.eps) * shape.residual_scale
 
 
-def mlp(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """What the MLP adds to the residual stream `x` [T, hidden]."""
+def mlp(
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """What the MLP adds to the residual stream `x` [T, hidden].
+
+    Args:
+        inside: what stands for its matrices, between its norms; None for all of them, `gated`.
+    """
     normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
-    gate, up = _apply(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
-    inner = ACTIVATIONS[shape.activation](gate) * up
-    out = _apply(layer.down, inner, layer.down_bias).to(x.dtype)
+    out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
     return _norm(out, layer.mlp_out_norm, shape.eps) * shape.residual_scale
+
+
+def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
+    """The matrices of the MLP on its normed inputs [T, hidden]."""
+    gate, up = _apply(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
+    return _apply(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
 
 
 def scaled_attention(

@@ -108,7 +108,7 @@ class Quantised:
 
     def __init__(self, weight: Tensor, quant: Quant, *, indexed: bool = False) -> None:
         self.rows, self.columns = weight.shape
-        self._dtype, self._device, self._quant = weight.dtype, weight.device, quant
+        self._dtype, self._device, self.quant = weight.dtype, weight.device, quant
         group = self.columns if quant == "int8" else GROUP
         levels, scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
         self._kernel = _kernel(levels, scales, self.columns, quant)
@@ -135,7 +135,7 @@ class Quantised:
         return self._values(levels[ids], scales[ids])
 
     def _values(self, stored: Tensor, scales: Tensor) -> Tensor:
-        levels = stored if self._quant == "int8" else _parted(stored)
+        levels = stored if self.quant == "int8" else _parted(stored)
         values = levels.to(torch.float32) * scales[..., None].float()
         return values.flatten(-2)[..., : self.columns].to(self._dtype)
 

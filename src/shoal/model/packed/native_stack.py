@@ -19,11 +19,12 @@ from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.choice import LABELED, TopColumns
+from shoal.model.experts import ExpertMLPs
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
-from shoal.model.packed.linear import Quant, quant_for
+from shoal.model.packed.linear import Linear, Quant, quant_for
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
@@ -115,7 +116,8 @@ class NativeStack(PackedStack):
         start: Start | None = None,
     ) -> Tensor:
         """Run `chunks` through the layers that their plans name; see the protocol."""
-        if (start is not None and start.layer) or not _fits(chunks) or not _readable(chunks, cache):
+        fits = _fits(chunks) and _grouped(chunks) and _readable(chunks, cache)
+        if (start is not None and start.layer) or not fits:
             return super().forward(chunks, cache, hook, start=start)
         work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
@@ -130,9 +132,10 @@ class NativeStack(PackedStack):
         asked = choices is None and any(chunk.query_hook for chunk in chunks)
         choose = _chooser(self.dtype, chunks, work, cache) if asked else None
         vectors = self._entering(chunks, batch) if start is None else _vectors(start.hidden, chunks)
+        experts = _experts(chunks, work.layers)
         logits = self._model.forward(
             batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors,
-            likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted),
+            likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted), experts=experts,
         )
         for layer, counts in zip(work.layers, work.counts, strict=True):
             scratch = cache.layers[layer].scratch
@@ -181,6 +184,22 @@ class NativeStack(PackedStack):
         kind = head.kind if head.kind in native.OWN else "int8"  # finer than most of a file's, and as fine as any
         part = native.pack(self.head_rows(ids), kind)
         return lambda hidden: self._through_head(hidden, part)
+
+    @torch.no_grad()
+    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
+        """See `PackedStack`; what a file holds in types of its own is int8 in groups."""
+        made = super().split_mlps(neurons)
+        if made.plain:
+            pairs = [[(_matrix(one.gate_up), _matrix(one.down)) for one in layer] for layer in made.layers]
+            made.native = native.NativeExperts(pairs, self.shape.hidden, max(self.shape.ffns))
+        return made
+
+    def _plain(self, matrix: Linear) -> Tensor:
+        return torch.cat([_matrix(part).unpack(self.dtype) for part in parts_of(matrix)])
+
+    def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
+        kind = _matrix(parts_of(matrix)[0]).kind
+        return NativeMatrix(native.pack(weight, kind if kind in native.OWN else "int8", paired=role == "pair"))
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
         normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
@@ -371,6 +390,25 @@ def _fits(chunks: Sequence[SequenceChunk]) -> bool:
     trees = [chunk for chunk in chunks if chunk.parents is not None]
     named = all(tree.nodes.stop <= native.MAX_NODES for tree in trees) and not any(chunk.mutual for chunk in chunks)
     return named and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
+
+
+def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
+    """Whether the kernels know the groups of MLPs that chunks run: those of one kind, if any."""
+    found = {id(chunk.experts.mlps): chunk.experts.mlps for chunk in chunks if chunk.experts is not None}
+    return len(found) <= 1 and all(one.native is not None for one in found.values())
+
+
+def _experts(
+    chunks: Sequence[SequenceChunk], layers: Sequence[int]
+) -> tuple[native.NativeExperts, list[list[int]]] | None:
+    """The groups of MLPs and, per running layer, which of them each token runs; None where there are none."""
+    known = next((chunk.experts.mlps.native for chunk in chunks if chunk.experts is not None), None)
+    if known is None:
+        return None
+    assert isinstance(known, native.NativeExperts)
+    tokens = [opened for chunk in chunks for opened in (
+        [None] * len(chunk.tokens) if chunk.experts is None else chunk.experts.masks)]
+    return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]
 
 
 def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:

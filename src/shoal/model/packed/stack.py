@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
+from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
 from shoal.model.kv import KVCache
 from shoal.model.masks import mask
 from shoal.model.packed import block
 from shoal.model.packed.graphs import GraphRunner
-from shoal.model.packed.linear import Dense
+from shoal.model.packed.linear import Dense, Linear, Quantised
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.static import Key, StaticStep
-from shoal.model.packed.weights import Layer, Weights
+from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import (
     HiddenStateHook,
@@ -141,6 +142,33 @@ class PackedStack:
         part = Dense(self.head_rows(ids))
         return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
+    @torch.no_grad()
+    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
+        """See the protocol; a matrix that is quantised is so again, in groups of other columns."""
+        check_groups(neurons, self.shape.ffns)
+        layers = [self._split(layer, groups) for layer, groups in zip(self.weights.layers, neurons, strict=True)]
+        biases = [layer.down_bias for layer in self.weights.layers]
+        return ExpertMLPs(layers, block.ACTIVATIONS[self.shape.activation], biases)
+
+    def _split(self, layer: Layer, groups: Tensor) -> list[MLPGroup]:
+        """The groups of one MLP."""
+        gate, up = self._plain(layer.gate_up).chunk(2)
+        down, bias = self._plain(layer.down), layer.gate_up_bias
+        return [MLPGroup(
+            self._packed_as(layer.gate_up, torch.cat([gate[group], up[group]]), "pair"),
+            self._packed_as(layer.down, down[:, group].contiguous(), "matrix"),
+            None if bias is None else torch.cat([half[group] for half in bias.chunk(2)]),
+        ) for group in groups.to(self.device)]
+
+    def _plain(self, matrix: Linear) -> Tensor:
+        """[rows, columns] as numbers that can be computed with; a copy."""
+        columns = torch.eye(matrix.columns, dtype=self.dtype, device=self.device).split(_PIECE)
+        return torch.cat([matrix(some) for some in columns]).t().contiguous()
+
+    def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
+        """A part of a matrix, packed as the whole is."""
+        return Quantised(weight, matrix.quant) if isinstance(matrix, Quantised) else Dense(weight)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape)
 
@@ -175,11 +203,23 @@ class _Pass:
                 x, weights, stack.shape, stack.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
             )
         if piece.part != "attention":
-            x = x + block.mlp(x, weights, stack.shape, stack.dtype)
+            x = x + self._mlp(layer, piece, x)
         if chosen is None:
             self.x = x
         else:
             self.x = self.x.index_copy(0, chosen, x)
+
+    def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
+        """What the MLP adds to the stream of the piece's tokens."""
+        stack, weights = self.stack, self.stack.weights.layers[layer]
+        opened = opened_in(self.chunks, layer, piece)
+        if opened is None:
+            return block.mlp(x, weights, stack.shape, stack.dtype)
+
+        def inside(normed: Tensor) -> Tensor:
+            return mixed(normed, layer, opened, lambda some: block.gated(some, weights, stack.shape))
+
+        return block.mlp(x, weights, stack.shape, stack.dtype, inside)
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of the piece's tokens."""

@@ -55,7 +55,7 @@ def key_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Key | None:
         return None
     if any(len(f.tokens) != queries or f.parents is not None or f.wanted != queries for f in chunks):
         return None
-    if any(f.mutual or f.query_hook for f in chunks):
+    if any(f.mutual or f.query_hook or f.experts for f in chunks):
         return None
     sets = {(f.plan.layers(step), f.plan.depth(step)) for f in chunks for step in (f.steps[0], f.steps[-1])}
     layers, depth = next(iter(sets))

@@ -10,6 +10,7 @@ from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBat
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
+from shoal.model.packed.native.experts import NativeExperts
 from shoal.model.packed.native.library import available, vector_set, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS
@@ -40,6 +41,7 @@ __all__ = [
     "Memory",
     "NativeBatch",
     "NativeChain",
+    "NativeExperts",
     "NativeLayer",
     "NativeModel",
     "NativeSpec",

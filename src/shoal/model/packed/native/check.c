@@ -33,6 +33,9 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
     const ShoalLayer *layer = m->layers + number;
     int missing = -1; /* the row whose nodes stopped running this layer's attention */
     for (int t = 0; t < b->tokens; t++) {
+        const uint32_t groups = b->groups ? b->groups[(int64_t)entry * b->tokens + t] : 0;
+        if ((uint64_t)groups >> b->expert_count)
+            REFUSE("groups of layer %d, token %d are %#x; there are %d", number, t, groups, b->expert_count);
         if (b->active && !(b->active[(int64_t)entry * b->tokens + t] & RUN_ATTENTION)) {
             missing = b->row[t];
             continue;
@@ -102,7 +105,8 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 
 /* As shoal_check, which must have passed. */
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
-    if (b->own || b->active || b->start || b->select) REFUSE("guesses go on only in rows that store every layer in their slots, and read all of it");
+    if (b->own || b->active || b->start || b->select || b->groups)
+        REFUSE("guesses go on only in rows that run and store every layer in their slots, and read all of it");
     for (int chain = 0; chain < b->wanted_count; chain++)
         if (check_chain(m, b, c, chain, message, size)) return 1;
     return 0;

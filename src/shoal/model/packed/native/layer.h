@@ -105,7 +105,19 @@ static void finish_aside(const Worker *w, const Chosen *c, const float *bias, in
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
-            vf_store(r->qkv + i * r->qkv_line + row, result(w, c, bias, row, r->m->hidden, b, i));
+            vf_store(r->qkv + c->token[i] * r->qkv_line + row, result(w, c, bias, row, r->m->hidden, b, i));
+        }
+}
+
+/* The same, added to what is there. */
+static void finish_added(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    (void)to;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            float *at = r->qkv + c->token[i] * r->qkv_line + row;
+            vf_store(at, vf_add(result(w, c, bias, row, r->m->hidden, b, i), vf_load(at)));
         }
 }
 
@@ -115,7 +127,7 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
     const int hidden = r->m->hidden, blocks = (int)r->x_line / LANES;
     const int first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
     for (int i = 0; i < c->count; i++) {
-        const float *from = r->qkv + i * r->qkv_line;
+        const float *from = r->qkv + c->token[i] * r->qkv_line;
         float *x = r->x + c->token[i] * r->x_line;
         const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * r->m->residual_scale);
         for (int k = first; k < last; k += LANES) {
@@ -125,16 +137,23 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
     }
 }
 
+/* Neurons of an MLP, or of a group of them, and where the first of them stands in a line. */
+typedef struct {
+    int ffn;
+    int64_t first;
+} Neurons;
+
 static void finish_gated(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int ffn = *(const int32_t *)to;
+    const int ffn = ((const Neurons *)to)->ffn;
+    float *hidden = r->hidden + ((const Neurons *)to)->first;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b += 2) {
             const int row = (block + b) / 2 * LANES;
             Vf gate = result(w, c, bias, row, ffn, b, i);
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
             gate = r->m->activation == ACTIVATION_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
-            vf_store(r->hidden + i * r->hidden_line + row, vf_mul(gate, up));
+            vf_store(hidden + c->token[i] * r->hidden_line + row, vf_mul(gate, up));
         }
 }
 
@@ -197,18 +216,58 @@ static void run_attention(Worker *w, int entry) {
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
+/* Groups of the MLP for the tokens that run some: first what all of them multiply down, since that goes into the states. No group
+   has a bias. */
+static void run_groups(Worker *w, int entry) {
+    Run *r = w->run;
+    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
+    const Chosen some = choose_group(r->b, entry, ANY);
+    if (!some.count) return;
+    const int blocks = (int)r->x_line / LANES;
+    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = 0; layer->mlp_out_norm && i < some.count; i++)
+        memset(r->qkv + some.token[i] * r->qkv_line + first, 0, 4 * (last - first));
+    const ShoalWeight *experts = r->b->experts + (int64_t)r->b->layers[entry] * r->b->expert_count * 2;
+    Neurons at = {0};
+    for (int group = 0; group < r->b->expert_count; group++, at.first += at.ffn) {
+        const ShoalWeight *gate_up = experts + 2 * group;
+        const Chosen c = choose_group(r->b, entry, group);
+        at.ffn = gate_up[1].cols;
+        if (!c.count) continue;
+        prepare_together(w, gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+        multiply_all(w, gate_up, &c, NULL, finish_gated, &at);
+        meet(&r->team, w->id);
+    }
+    at.first = 0;
+    for (int group = 0; group < r->b->expert_count; group++) {
+        const ShoalWeight *down = experts + 2 * group + 1;
+        const Chosen c = choose_group(r->b, entry, group);
+        if (c.count) {
+            prepare_together(w, down, (Lines){.x = r->hidden + at.first, .step = r->hidden_line, .tokens = c.token, .count = c.count});
+            multiply_all(w, down, &c, NULL, layer->mlp_out_norm ? finish_added : finish_residual, NULL);
+            meet(&r->team, w->id);
+        }
+        at.first += down->cols;
+    }
+    if (!layer->mlp_out_norm) return;
+    add_normed(w, &some, layer->mlp_out_norm);
+    meet(&r->team, w->id);
+}
+
 static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
-    const Chosen c = choose(r->b, entry, RUN_MLP);
-    if (!c.count) return;
-    prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
-    int32_t ffn = layer->down.cols;
-    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
-    else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &ffn);
-    meet(&r->team, w->id);
-    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .count = c.count});
-    multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
+    const Chosen c = choose_group(r->b, entry, WHOLE);
+    if (c.count) {
+        prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+        Neurons all = {.ffn = layer->down.cols};
+        if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
+        else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
+        meet(&r->team, w->id);
+        prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});
+        multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
+    }
+    if (r->b->groups) run_groups(w, entry);
 }
 
 #endif

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
 from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
+from shoal.model.packed.native.experts import NativeExperts
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import (
     ACTIVATIONS,
@@ -240,6 +241,7 @@ class NativeModel:
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
         vectors: Tensor | None = None, likeliest: bool = False,
+        experts: tuple[NativeExperts, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
         """Run a batch; the keys and values of its tokens go into their columns of the cache.
 
@@ -257,6 +259,8 @@ class NativeModel:
             vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
             likeliest: whether nobody asks for logits other than the largest of each token, all of them where several
                 are equal; others may be -inf, so that not all of the head is read.
+            experts: MLPs in groups, and which of them each token runs: see `NativeExperts.put_into`. None where all
+                tokens run the whole MLPs.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
@@ -277,6 +281,8 @@ class NativeModel:
         if vectors is not None:
             check_plain("vectors", vectors, (struct.tokens, self.spec.hidden))
             struct.vectors = vectors.data_ptr()
+        if experts is not None:
+            experts[0].put_into(struct, experts[1])
         asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.kv_heads)
         self._check(struct)

@@ -53,6 +53,21 @@ INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {
     return c;
 }
 
+#define WHOLE (-1)
+#define ANY (-2)
+
+/* Those that run a group of the neurons of the layer's MLP, any group, or the whole. */
+INLINE Chosen choose_group(const ShoalBatch *b, int entry, int group) {
+    const Chosen all = choose(b, entry, RUN_MLP);
+    if (!b->groups) return group == WHOLE ? all : (Chosen){0};
+    Chosen c = {0};
+    for (int i = 0; i < all.count; i++) {
+        const uint32_t mask = b->groups[(int64_t)entry * b->tokens + all.token[i]];
+        if (group == WHOLE ? !mask : group == ANY ? mask : mask >> group & 1) c.token[c.count++] = all.token[i];
+    }
+    return c;
+}
+
 INLINE int start_of(const ShoalBatch *b, int entry, int token) {
     return b->start ? b->start[(int64_t)entry * b->tokens + token] : 0;
 }

@@ -113,6 +113,9 @@ typedef struct {
     ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
     float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
     const float *vectors;      /* [tokens][hidden]: what enters the first layer in place of the ids' embeddings; or NULL */
+    const ShoalWeight *experts; /* [num_layers][expert_count][2]: the MLPs in groups of neurons, each a paired matrix and its down */
+    const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
+    int32_t expert_count;
 } ShoalBatch;
 
 /* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest or drawn ones. Its vectors take the

@@ -167,6 +167,9 @@ class BatchStruct(ctypes.Structure):
         ("choices", c_void_p),
         ("taps", c_void_p),
         ("vectors", c_void_p),
+        ("experts", c_void_p),
+        ("groups", c_void_p),
+        ("expert_count", c_int32),
     ]
 
 

@@ -1,0 +1,133 @@
+"""Read-ME: a dense model cut into experts, chosen by a router that sees tokens alone, before the forward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Worker
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.methods._trained import part_of
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.model.experts import ExpertChoice, ExpertMLPs
+    from shoal.model.kv import KVCache
+    from shoal.model.router import ExpertRouter
+    from shoal.model.stack import SequenceChunk
+
+
+@dataclass(frozen=True)
+class ReadME(Method):
+    """Every token of an answer runs some groups of the MLPs' neurons, which a small router chooses by the last tokens.
+
+    Neurons that fire together make a group; the most used ones make groups that always run. Prompts run all of them.
+    The model's weights stay what they are; in the paper experts are trained further, on a billion tokens. The groups
+    are a copy of the MLPs in memory. Part: `shoal train read_me`.
+
+    Attributes:
+        part: the folder that `shoal train read_me` wrote; None for the part that comes with Shoal for the model.
+        experts: groups of each MLP that a token runs, those among them that always do; None for all.
+        random: seed by which the groups are drawn instead: the control. None for those that the router chooses.
+    """
+
+    name: ClassVar[str] = "read_me"
+    paper: ClassVar[str] = "arXiv 2410.19123"
+    needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
+    reads: ClassVar[tuple[str, ...]] = ("part",)
+
+    part: str | None = None
+    experts: int | None = 6
+    random: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts is not None and self.experts < 1:
+            raise ValueError(f"experts is {self.experts}; it must be at least 1 group, or None for all")
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a part of its MLP.
+
+        Raises:
+            ValueError: there is no part, it cannot be read, is of another kind, or has fewer groups.
+            Unsupported: it was trained for another model.
+        """
+        plan = DepthPlan.full(info.num_layers)
+        if self.experts is None:
+            return Recipe(plan)
+        router = self._router(info)
+        if router is not None and self.experts == router.groups:
+            return Recipe(plan)
+        return Recipe(plan, experts=Routed(self, router))
+
+    def _router(self, info: ModelInfo) -> ExpertRouter | None:
+        """The router, the same one for all requests; None where nothing is to run."""
+        if info.tensors is None:
+            return None
+        from shoal.model.router import ExpertRouter
+
+        part, key = part_of(self.name, self.part, info), (self.name, self.part)
+        known = info.memory.get(key)
+        if known is None or known[0] is not part.tensors:
+            known = info.memory[key] = part.tensors, ExpertRouter(part)
+        router: ExpertRouter = known[1]
+        if router.layers != info.num_layers:
+            raise Unsupported(f"the trained part {part.name!r}", f"it is for {router.layers} layers, and the model has "
+                              f"{info.num_layers}", "Train one for this model: shoal train read_me")
+        least = max(1, router.shared)
+        if self.experts is not None and not least <= self.experts <= router.groups:
+            raise ValueError(f"experts is {self.experts}; it must be in [{least}, {router.groups}] for the trained "
+                             f"part {part.name!r}, of whose groups {router.shared} always run, or None for all")
+        return router
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The part `experts`; see `ReadME`."""
+
+    knobs: ReadME
+    router: ExpertRouter | None
+
+    def begin(self, stack: Any, cache: Any) -> RoutedWorker:
+        """A worker; the MLPs are cut into groups where they are not yet."""
+        assert self.router is not None
+        return RoutedWorker(self.knobs, self.router, self.router.mlps(stack), cache)
+
+
+class RoutedWorker(Worker):
+    """See `Routed`. What a token runs follows from the text up to it alone, so nothing is remembered."""
+
+    def __init__(self, knobs: ReadME, router: ExpertRouter, mlps: ExpertMLPs, cache: KVCache) -> None:
+        self._knobs, self._router, self._mlps, self._cache = knobs, router, mlps, cache
+
+    def experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
+        """Groups for the tokens of answers."""
+        return [self._choice(row, chunk) if chunk.steps[-1] else None for row, chunk in zip(rows, chunks, strict=True)]
+
+    def _choice(self, row: Row, chunk: SequenceChunk) -> ExpertChoice:
+        from shoal.model.experts import ExpertChoice
+
+        before = row.tokens[max(0, self._cache.positions[row.slot] - self._router.window) :
+                            self._cache.positions[row.slot]]
+        masks = [self._masks([*before, *_path(chunk, node)]) if step else None for node, step in enumerate(chunk.steps)]
+        return ExpertChoice(self._mlps, masks)
+
+    def _masks(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        assert self._knobs.experts is not None
+        return self._router.masks(tokens, self._knobs.experts, self._knobs.random)
+
+
+def _path(chunk: SequenceChunk, node: int) -> list[int]:
+    """The tokens of the chunk on the way to one of them, that one last."""
+    if chunk.parents is None:
+        return list(chunk.tokens[: node + 1])
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, chunk.tokens[node])
+        node = chunk.parents[node]
+    return path

@@ -1,0 +1,372 @@
+"""The experts and the router of `shoal.methods.read_me`: neurons in groups, and a small network that foretells them.
+
+Groups come from one look at the frozen model on its own answers. The most used neurons of a layer make the groups that
+always run; the others are gathered by what fires together: k-means in the space of tokens, with groups of equal size.
+The router is then trained to foretell the share of each group in what its layer's MLP gives, by cross-entropy: the
+groups with the largest expected share are those that lose least, however many of them are run. Labels are made once per
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, linear, pad
+
+from shoal.engine.engine import Engine
+from shoal.errors import Unsupported
+from shoal.model.experts import MOST_GROUPS, UNIT
+from shoal.model.packed.stack import PackedStack
+from shoal.model.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
+from shoal.train.corpus import Corpus
+from shoal.train.part import Base, Guessed, ShippedModule, TextBatch
+
+_WIDTH, _WINDOW, _HIDDEN = 64, 8, 512
+_LOOKED_AT = 2048
+"""Tokens of answers by which neurons are grouped."""
+_ROUNDS = 8
+_PIECE = 256
+"""Places whose laws are compared at a time."""
+Opens = Callable[[TextBatch], Tensor]
+"""Which groups each token runs: bool [B, T, layers, groups]."""
+
+
+class ReadMEModule(ShippedModule):
+    """See the module.
+
+    Args:
+        base: the model's embeddings and head.
+        model: the model with transformers' modules, in float32.
+        neurons: of the groups, int64 [layers, groups, n]: see `group_neurons`.
+        shared: how many groups, the first ones, always run.
+        experts: how many run in all, for what the card says that costs.
+        seed: of the first weights and of draws.
+
+    Raises:
+        ValueError: the MLPs cannot be divided so.
+    """
+
+    kind: ClassVar[str] = "read_me"
+    guesses: ClassVar[bool] = False
+    table: Tensor
+    neurons: Tensor
+
+    def __init__(
+        self, base: Base, model: Any, neurons: Tensor, shared: int, experts: int, seed: int = 0
+    ) -> None:
+        super().__init__()
+        mlps, groups = gated_mlps(model), neurons.shape[1]
+        check_division([mlp.down_proj.in_features for mlp in mlps], groups, shared, experts)
+        model.requires_grad_(False).train(False)
+        self._model, self._mlps, self._experts, self._seed = (model,), (mlps,), experts, seed  # not trained
+        self._shared, scores = shared, len(mlps) * (groups - shared)
+        self.register_buffer("neurons", neurons)
+        self.register_buffer("table", _table(base, model.config.vocab_size))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.mix = nn.Linear(_WINDOW * self.table.shape[1], _HIDDEN)
+            self.out = nn.Linear(_HIDDEN, scores)
+        self._labels: dict[bytes, Tensor] = {}
+        self._rows = (base.rows(range(model.config.vocab_size)),)
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
+        """See `TrainedModule`; right is a token whose most important group was foretold in most layers."""
+        asked, wanted = _said(batch), self.labels(batch)[..., self._shared :]
+        wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-12)
+        logs = self.scores(batch.tokens).float().log_softmax(-1)
+        loss = -(wanted * logs).sum(-1)[asked].mean()
+        right = (logs.argmax(-1) == wanted.argmax(-1)).float().mean(-1) > 0.5
+        return loss, [Guessed(right, asked)]
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """Of the groups that are not shared [B, T, layers, groups - shared], at each of the tokens [B, T]."""
+        seen = windows(self.table[tokens], _WINDOW)
+        found: Tensor = router_scores(seen, self.mix.weight, self.mix.bias, self.out.weight, self.out.bias)
+        return found.view(*tokens.shape, len(self.neurons), -1)
+
+    @torch.no_grad()
+    def labels(self, batch: TextBatch) -> Tensor:
+        """The share of each group in what its layer's MLP gives [B, T, layers, groups], by squared norms."""
+        keys = [tokens[:length].numpy().tobytes() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
+        if any(key not in self._labels for key in keys):
+            found = group_energies(self._model[0], batch.tokens, self.neurons)
+            found = (found / found.sum(-1, keepdim=True).clamp_min(1e-30)).half()
+            self._labels |= {key: line[:length].clone() for key, line, length in zip(
+                keys, found, batch.lengths, strict=True)}
+        width = batch.tokens.shape[1]
+        return torch.stack([pad(self._labels[key], (0, 0, 0, 0, 0, width - len(self._labels[key]))).float()
+                            for key in keys])
+
+    def routed(self, batch: TextBatch, experts: int) -> Tensor:
+        """The router's choice: see `Opens`."""
+        return self.chosen(self.scores(batch.tokens), experts)
+
+    def oracle(self, batch: TextBatch, experts: int) -> Tensor:
+        """The groups that matter most to each token, as only its forward can tell."""
+        return self.chosen(self.labels(batch)[..., self._shared :], experts)
+
+    def drawn(self, batch: TextBatch, experts: int) -> Tensor:
+        """As many groups by lot."""
+        generator = torch.Generator().manual_seed(self._seed)
+        rest = self.neurons.shape[1] - self._shared
+        return self.chosen(torch.rand(*batch.tokens.shape, len(self.neurons), rest, generator=generator), experts)
+
+    def chosen(self, scores: Tensor, experts: int) -> Tensor:
+        """Shared groups and those with the highest scores [..., groups - shared]: bool [..., groups]."""
+        best = scores.topk(experts - self._shared, -1).indices
+        own = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, best, True)
+        return pad(own, (self._shared, 0), value=True)
+
+    @torch.no_grad()
+    def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
+        """Of answers not trained on: what running `experts` of the groups costs, see `costs`; `kept` of the neurons."""
+        groups = self.neurons.shape[1]
+        ways = {"router": self.routed, "random": self.drawn, "oracle": self.oracle}
+        told = self.costs(held_out, {name: partial(way, experts=self._experts) for name, way in ways.items()})
+        return {"kept": round(self._experts / groups, 4), "experts": self._experts, **told}
+
+    @torch.no_grad()
+    def costs(
+        self, held_out: Sequence[TextBatch], ways: Mapping[str, Opens], prompts: bool = True
+    ) -> dict[str, dict[str, float]]:
+        """How far the model moves where tokens of answers run some groups, and `prompts` all, by who chooses.
+
+        `distance` is the mean Kullback-Leibler divergence from the whole model in nats, `kept_words` the share of its
+        likeliest words that stay the likeliest, `energy` the mean share of those groups in what MLPs give.
+        """
+        sums, places = {name: torch.zeros(3) for name in ways}, 0
+        for batch in held_out:
+            said, whole, labels = _said(batch), self._read(batch), self.labels(batch)
+            where = said & (torch.arange(said.shape[1]) + 1 < batch.lengths[:, None])  # the last token is not fed
+            places += int(where.sum())
+            for name, opens in ways.items():
+                run = opens(batch)
+                part = self._read(batch, run | (prompts & ~said)[..., None, None])
+                through = (labels * run).sum(-1)[where].mean(-1).sum()
+                sums[name] += torch.cat([self._apart(part[where], whole[where]), through[None]])
+        told = ("distance", "kept_words", "energy")
+        means = {name: [round(one / max(1, places), 4) for one in total.tolist()] for name, total in sums.items()}
+        return {name: {**dict(zip(told, each, strict=True)), "places": places} for name, each in means.items()}
+
+    def _read(self, batch: TextBatch, run: Tensor | None = None) -> Tensor:
+        """What the head reads [B, T, D] where tokens run these groups; None: all."""
+        def mask(layer: int, given: Tensor) -> Tensor:
+            return given if run is None else given * run[:, :, layer, self._group_of(layer)]
+
+        with _inside(self._mlps[0], mask):
+            found: Tensor = self._model[0].model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        return found.float()
+
+    def _group_of(self, layer: int) -> Tensor:
+        """The group of each neuron [neurons]."""
+        groups = self.neurons[layer]
+        found = torch.empty(groups.numel(), dtype=torch.long)
+        found[groups.flatten()] = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
+        return found
+
+    def _apart(self, states: Tensor, whole: Tensor) -> Tensor:
+        """Sums over places [n, D] of the divergence and of likeliest words that are the same, [2]."""
+        total = torch.zeros(2)
+        for some, own in zip(states.split(_PIECE), whole.split(_PIECE), strict=True):
+            law, wanted = (linear(one, self._rows[0]).log_softmax(-1) for one in (some, own))
+            same = (law.argmax(-1) == wanted.argmax(-1)).sum()
+            total += torch.stack([kl_div(law, wanted, log_target=True, reduction="sum"), same.float()])
+        return total
+
+    def exported(self) -> dict[str, Tensor]:
+        """See `ShippedModule`."""
+        named = {MIX: self.mix.weight, BIAS.format(MIX): self.mix.bias, OUT: self.out.weight,
+                 BIAS.format(OUT): self.out.bias}
+        return {TABLE: self.table, NEURONS: self.neurons.int(), **{k: one.detach() for k, one in named.items()}}
+
+    def shape(self) -> dict[str, int]:
+        """See `TrainedModule`."""
+        layers, groups, neurons = self.neurons.shape
+        return {"layers": layers, "groups": groups, "shared": self._shared, "neurons": neurons, "window": _WINDOW,
+                "vocab": len(self.table), "width": self.table.shape[1], "hidden": _HIDDEN}
+
+
+def windows(lines: Tensor, window: int) -> Tensor:
+    """The lines [B, T, width] of each place and those before it, the oldest first: [B, T, window * width]."""
+    return pad(lines, (0, 0, window - 1, 0)).unfold(1, window, 1).transpose(-1, -2).flatten(-2)
+
+
+def gated_mlps(model: Any) -> list[Any]:
+    """The MLPs of all layers.
+
+    Raises:
+        Unsupported: a layer has no gated MLP of its own.
+    """
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.model.layers]
+    if not all(hasattr(mlp, "down_proj") and isinstance(mlp.down_proj, nn.Linear) for mlp in mlps):
+        raise Unsupported(f"experts of model type {model.config.model_type!r}", "its layers have no gated MLP of their "
+                          "own, with matrices gate, up and down", "Leave out layers instead, as d3 does")
+    return mlps
+
+
+def mlp_widths(engine: Engine) -> Sequence[int]:
+    """Neurons of each MLP.
+
+    Raises:
+        Unsupported: the model's layers have no gated MLP of their own.
+    """
+    if isinstance(engine.stack, PackedStack):
+        return engine.stack.shape.ffns
+    return [mlp.down_proj.in_features for mlp in gated_mlps(engine.model)]
+
+
+def check_division(widths: Sequence[int], groups: int, shared: int, experts: int) -> None:
+    """Refuse numbers of groups that the MLPs cannot be divided into.
+
+    Raises:
+        ValueError: names the number, what is allowed and the remedy.
+    """
+    if len({*widths}) > 1:
+        raise ValueError(f"the MLPs have {min(widths)} to {max(widths)} neurons; experts need as many in every layer, "
+                         "as after shoal prune --uniform")
+    fit = [count for count in range(2, MOST_GROUPS + 1) if widths[0] % (count * UNIT) == 0]
+    if groups not in fit:
+        known = ", ".join(map(str, fit)) or "none"
+        raise ValueError(f"--groups is {groups}; {widths[0]} neurons can be divided into these numbers of groups, each "
+                         f"of a multiple of {UNIT}: {known}")
+    if not 0 <= shared < groups:
+        raise ValueError(f"--shared is {shared}; it must be in [0, {groups - 1}], below --groups")
+    if not max(1, shared) <= experts <= groups:
+        raise ValueError(f"--experts is {experts}; it must be in [{max(1, shared)}, {groups}], from --shared to "
+                         "--groups")
+
+
+@torch.no_grad()
+def group_neurons(
+    model: Any, texts: Sequence[tuple[Tensor, int]], groups: int, shared: int, seed: int = 0
+) -> Tensor:
+    """The neurons of each layer's groups, int64 [layers, groups, n], ascending within a group.
+
+    Args:
+        model: the model with transformers' modules.
+        texts: int64 [n] each, and where the answer begins: the tokens that are looked at.
+        groups, shared: how many, and how many of them hold the most used neurons.
+        seed: of the first centres.
+    """
+    found = []
+    for number, fired in enumerate(_firing(model, texts)):
+        order = fired.square().mean(0).sort(descending=True, stable=True).indices
+        size = len(order) // groups
+        rest = order[shared * size :].sort().values
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        label = together(fired.T[rest], groups - shared, generator)
+        made = [*order[: shared * size].view(shared, size), *(rest[label == group] for group in range(groups - shared))]
+        found.append(torch.stack([one.sort().values for one in made]))
+    return torch.stack(found)
+
+
+def together(fired: Tensor, groups: int, generator: torch.Generator) -> Tensor:
+    """Clusters of equal size of neurons by how they fire: a group's number for each, int64 [neurons].
+
+    k-means over centred lines of length 1; in each round the likest pairs of neuron and centre find each other first.
+
+    Args:
+        fired: how strongly each neuron fires at each token [neurons, tokens].
+        groups: a divisor of the number of neurons.
+        generator: draws the first centres.
+    """
+    lines = fired - fired.mean(1, keepdim=True)
+    lines = lines / lines.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    centres = lines[torch.randperm(len(lines), generator=generator)[:groups]]
+    label = torch.zeros(len(lines), dtype=torch.long)
+    for _ in range(_ROUNDS):
+        label = _shared_out(lines @ centres.T)
+        centres = torch.stack([lines[label == group].mean(0) for group in range(groups)])
+        centres = centres / centres.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return label
+
+
+def _shared_out(likeness: Tensor) -> Tensor:
+    """A column for each row [rows, columns], each column as often as any other: the largest entries choose first."""
+    rows, columns = likeness.shape
+    room, label, left = [rows // columns] * columns, [-1] * rows, rows
+    for entry in likeness.flatten().sort(descending=True, stable=True).indices.tolist():
+        row, column = divmod(entry, columns)
+        if label[row] < 0 and room[column]:
+            label[row], room[column], left = column, room[column] - 1, left - 1
+        if not left:
+            break
+    return torch.tensor(label)
+
+
+@torch.no_grad()
+def group_energies(model: Any, tokens: Tensor, neurons: Tensor) -> Tensor:
+    """Squared norms of what each group adds to the stream, float32 [B, T, layers, groups].
+
+    Args:
+        model: the model with transformers' modules.
+        tokens: int64 [B, T].
+        neurons: of the groups, see `group_neurons`.
+    """
+    mlps, found = gated_mlps(model), []
+
+    def look(layer: int, given: Tensor) -> None:
+        down = mlps[layer].down_proj.weight
+        found.append(torch.stack([linear(given[..., some], down[:, some]).float().square().sum(-1)
+                                  for some in neurons[layer]], -1))
+
+    with _inside(mlps, look):
+        model.model(input_ids=tokens, use_cache=False)
+    return torch.stack(found, 2)
+
+
+def _firing(model: Any, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """Of each layer how much every neuron gives at tokens of answers, [tokens, neurons]: by the norm of its column."""
+    mlps = gated_mlps(model)
+    found: list[list[Tensor]] = [[] for _ in mlps]
+    columns = [mlp.down_proj.weight.norm(dim=0) for mlp in mlps]
+    count = sum(len(text) - begin for text, begin in texts)
+    step = max(1, count // _LOOKED_AT)
+    for text, begin in texts:
+
+        def look(layer: int, given: Tensor, begin: int = begin) -> None:
+            found[layer].append((given[0, begin::step].abs() * columns[layer]).float())
+
+        with _inside(mlps, look):
+            model.model(input_ids=text[None], use_cache=False)
+    return [torch.cat(layer) for layer in found]
+
+
+@contextmanager
+def _inside(mlps: Sequence[Any], look: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """Shows what goes into each MLP's last matrix [B, T, neurons], or puts something else in its place."""
+    hooks = [mlp.down_proj.register_forward_pre_hook(lambda _, given, layer=layer: look(layer, given[0]))
+             for layer, mlp in enumerate(mlps)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _said(batch: TextBatch) -> Tensor:
+    """Bool [B, T], tokens of answers."""
+    place = torch.arange(batch.tokens.shape[1])
+    return (place >= batch.prompts[:, None]) & (place < batch.lengths[:, None])
+
+
+def some_answers(answers: Corpus) -> list[tuple[Tensor, int]]:
+    """Training answers spread over the shards, about as many tokens as neurons are grouped by, or more."""
+    per = max(1, _LOOKED_AT // 32 // len(answers.shards))
+    return [(one.tokens, one.prompt) for shard in range(len(answers.shards))
+            for one in answers.answers(shard, validation=False)[:per]]
+
+
+def _table(base: Base, vocab: int) -> Tensor:
+    """The tokens' embeddings in fewer numbers, those that tell them apart most: [vocab, width], of mean square 1."""
+    rows = base.embed(torch.arange(vocab))
+    rows = rows - rows.mean(0)
+    width = min(_WIDTH, rows.shape[1])
+    axes = torch.linalg.eigh((rows.T @ rows).double()).eigenvectors[:, -width:].float()
+    fewer: Tensor = rows @ axes
+    return fewer / fewer.square().mean().sqrt().clamp_min(1e-12)

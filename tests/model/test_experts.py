@@ -1,0 +1,143 @@
+"""MLPs in groups of neurons: together they are the whole, some of them the whole with the others closed; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends import BACKENDS, CPU, NATIVE, Backend, on_backends, packed, reference
+from drive import gap, prompt, stack_of
+from families import tiny
+from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
+from shoal.model.experts import ExpertChoice, ExpertMLPs
+from shoal.model.kv import KVCache
+from shoal.model.packed import native
+from shoal.model.packed.linear import Quant
+from shoal.model.packed.native_stack import NativeStack
+from shoal.model.stack import SequenceChunk, Stack
+
+LAYERS, FFN, GROUPS = 6, 48, 3
+ALL = (1 << GROUPS) - 1
+TOKENS = prompt(23, 5)
+
+
+def neurons(ffn: int = FFN, groups: int = GROUPS, layers: int = LAYERS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randperm(ffn, generator=generator).view(groups, -1) for _ in range(layers)]
+
+
+def logits(stack: Stack, masks: Sequence[Any] | None, mlps: ExpertMLPs | None = None, rows: int = 1) -> Tensor:
+    """Of TOKENS in each of some rows, which run these groups."""
+    plan, count = DepthPlan.full(stack.num_layers), len(TOKENS)
+    choice = None if masks is None or mlps is None else ExpertChoice(mlps, masks)
+    chunks = [SequenceChunk(row, TOKENS, [0] * count, plan, wanted=count, experts=choice) for row in range(rows)]
+    return stack.forward(chunks, KVCache(stack.windows, rows))
+
+
+@on_backends("llama", "gemma", "qwen2", "phi3", "gemma3", "granite")
+def test_all_groups_are_the_whole(backend: Backend, name: str) -> None:
+    stack = backend.stack(name)
+    mlps = stack.split_mlps(neurons())
+    plain = logits(stack, None)
+    assert gap(logits(stack, [(ALL,) * LAYERS] * len(TOKENS), mlps), plain) <= 0.1 * backend.exact
+    assert torch.equal(logits(stack, [None] * len(TOKENS), mlps), plain), "None is the whole MLP, bit for bit"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_token_s_groups_do_not_depend_on_its_mates(backend: Backend) -> None:
+    stack = backend.stack("llama")
+    mlps = stack.split_mlps(neurons())
+    draw = torch.randint(0, ALL + 1, (len(TOKENS), LAYERS), generator=torch.Generator().manual_seed(1))
+    masks = [None if not line[0] else tuple(max(1, one) for one in line) for line in draw.tolist()]
+    alone, beside = logits(stack, masks, mlps), logits(stack, masks, mlps, rows=7)
+    assert gap(beside.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_kernels_run_groups_without_the_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = NATIVE.stack(name)
+    mlps = stack.split_mlps(neurons())
+    masks = [(0b101, 0b010, 0b111, 0b001, 0b110, 0b011)] * len(TOKENS)
+    slow = super(NativeStack, stack).forward  # type: ignore[misc]
+    plan = DepthPlan.full(LAYERS)
+    chunk = SequenceChunk(0, TOKENS, [0] * len(TOKENS), plan, wanted=len(TOKENS), experts=ExpertChoice(mlps, masks))
+    expected = slow([chunk], KVCache(stack.windows, 1))
+    monkeypatch.setattr(ExpertMLPs, "__call__", None)
+    assert gap(logits(stack, masks, mlps), expected) <= NATIVE.exact
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
+def test_groups_of_quantised_matrices_are_quantised(quant: Quant, kernels: bool) -> None:
+    model = tiny("llama", dtype=torch.float32, intermediate_size=192, hidden_size=64)
+    stack = packed(model, quant, kernels=kernels)
+    mlps = stack.split_mlps(neurons(192, 3))
+    whole = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stack.weights.layers)
+    assert 0.9 * whole < mlps.nbytes < 1.15 * whole
+    group = mlps.layers[0][1]
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    plain = model.model.layers[0].mlp.up_proj.weight[neurons(192, 3)[0][1]]
+    near = group.gate_up(x)[:, 64:]
+    assert 0 < gap(near, x @ plain.T) < 0.35 * (x @ plain.T).abs().max()
+
+
+def test_a_chunk_is_whole_up_to_its_first_token_with_groups() -> None:
+    stack = stack_of(reference("llama"))
+    mlps, cache = stack.split_mlps(neurons()), KVCache(stack.windows, 1)
+    choice = ExpertChoice(mlps, [None, None, (1,) * LAYERS, None])
+    chunk = SequenceChunk(0, TOKENS[:4], [0, 0, 1, 2], DepthPlan.full(LAYERS), experts=choice)
+    assert chunk.whole == 2 and SequenceChunk(0, TOKENS[:4], [0] * 4, DepthPlan.full(LAYERS)).whole == 4
+    stack.forward([chunk], cache)
+    cache.commit(0, range(4))
+    assert cache.first_shallow(0) == 2
+
+
+def test_models_without_gated_mlps_and_groups_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(Unsupported, match="it has no gated MLP of its own"):
+        stack_of(reference("gpt2")).split_mlps(neurons())
+    stack = stack_of(reference("llama"))
+    twice = [torch.zeros(3, 16, dtype=torch.long)] * LAYERS
+    for wrong, words in ((twice, r"layer 0, of 48 neurons, is divided into \[3, 16\] others"),
+                         (neurons(48, 6), "each of a multiple of 16 neurons"),
+                         (neurons(layers=5), "they are of 5 layers, and the model has 6"),
+                         (neurons(32, 2), "layer 0, of 48 neurons")):
+        with pytest.raises(Unsupported, match=words):
+            stack.split_mlps(wrong)
+
+
+def test_an_mlp_that_does_more_than_to_gate_is_refused() -> None:
+    model = tiny("llama").__class__(tiny("llama").config).double().eval()
+    own = model.model.layers[2].mlp
+    plain = own.forward
+    own.forward = lambda x: 1.01 * plain(x)
+    with pytest.raises(Unsupported, match="together they do not give what the MLP gives"):
+        stack_of(model).split_mlps(neurons())
+
+
+def test_the_library_refuses_groups_that_are_not_there() -> None:
+    stack = NATIVE.stack("llama")
+    assert isinstance(stack, NativeStack)
+    mlps = stack.split_mlps(neurons())
+    with pytest.raises(ValueError, match="groups of layer 1, token 0 are 0x8; there are 3"):
+        logits(stack, [(1, 8, 1, 1, 1, 1)] * len(TOKENS), mlps)
+    made = mlps.native
+    assert isinstance(made, native.NativeExperts)
+    with pytest.raises(ValueError, match=r"masks must be \[6 running layers\]\[1 tokens\]"):
+        stack._model.forward(
+            native.NativeBatch.chain([1], 0), stack._binding(_room(stack)), experts=(made, [[1]] * 5))
+    pairs = [[(group.gate_up.packed, group.down.packed) for group in layer] for layer in mlps.layers]  # type: ignore
+    for wrong, hidden, ffn in ((pairs, 64, 48), (pairs, 32, 40), ([pairs[0], pairs[1][:2]], 32, 48)):
+        with pytest.raises(ValueError, match="has groups of"):
+            native.NativeExperts(wrong, hidden, ffn)
+
+
+def _room(stack: Stack) -> KVCache:
+    cache = KVCache(stack.windows, 1)
+    stack.forward([SequenceChunk(0, [1], [0], DepthPlan.full(LAYERS))], cache)
+    assert stack.device == CPU
+    return cache
