@@ -65,7 +65,7 @@ def test_what_a_method_fills_and_combines_with(capsys):
     assert "prompt_lookup" in rows["d3"]["combines_with"] and "full" in rows["d3"]["combines_with"]
     assert not {"d3", "schedule", "skipdecode", "calibrated"} & set(rows["d3"]["combines_with"])
     assert "d3" in rows["rsd"]["combines_with"] and "prompt_lookup" not in rows["rsd"]["combines_with"]
-    assert rows["jacobi"]["excludes"] == ["planner", "proposer", "rule", "controller", "search"]
+    assert rows["jacobi"]["excludes"] == ["planner", "proposer", "rule", "controller", "experts", "search"]
     assert rows["d3"]["excludes"] == []
     assert "d3" in rows["jacobi"]["combines_with"] and "kv_int8" in rows["jacobi"]["combines_with"]
     assert not {"prompt_lookup", "rsd", "best_of"} & set(rows["jacobi"]["combines_with"])

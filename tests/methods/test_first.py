@@ -20,7 +20,7 @@ from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.first import First, Routed
+from shoal.methods.first import First, LayersByPrompt
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.model.layer_router import BIAS, WEIGHT, LayerRouters
 from shoal.types import ModelInfo
@@ -40,7 +40,7 @@ def routers(shift: float = 0.0) -> LayerRouters:
 
 def recipe(shift: float = 0.0, **knobs: Any) -> Recipe:
     first = First("", **({} if "inner" in knobs else {"core": CORE}), **knobs)
-    return Recipe(DepthPlan.full(LAYERS), planner=Routed(first, INFO, routers(shift)))
+    return Recipe(DepthPlan.full(LAYERS), planner=LayersByPrompt(first, INFO, routers(shift)))
 
 
 def scores(name: str, ids: list[int]) -> list[float]:

@@ -77,7 +77,7 @@ class First(Method):
         first = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.layers is not None:
             first = Recipe(self.plan([0.0] * info.num_layers, info))
-        return replace(first, planner=Routed(self, info, self._routers(info)))
+        return replace(first, planner=LayersByPrompt(self, info, self._routers(info)))
 
     def plan(self, scores: Sequence[float], info: ModelInfo) -> DepthPlan:
         """The layers that an answer runs whose prompt was given these scores, one for each layer."""
@@ -108,23 +108,23 @@ class First(Method):
 
 
 @dataclass(frozen=True, eq=False)
-class Routed:
+class LayersByPrompt:
     """The part `planner`; see `First`."""
 
     knobs: First
     info: ModelInfo
     routers: LayerRouters | None
 
-    def begin(self, stack: Any, cache: Any) -> Router:
+    def begin(self, stack: Any, cache: Any) -> LayerChooser:
         """What settles the plans of a batch's rows."""
         assert self.routers is not None
-        return Router(self, self.routers)
+        return LayerChooser(self, self.routers)
 
 
-class Router(Worker):
-    """See `Routed`."""
+class LayerChooser(Worker):
+    """See `LayersByPrompt`."""
 
-    def __init__(self, part: Routed, routers: LayerRouters) -> None:
+    def __init__(self, part: LayersByPrompt, routers: LayerRouters) -> None:
         self._part, self._routers = part, routers
         self._seen: dict[int, dict[int, Tensor]] = {}
 
