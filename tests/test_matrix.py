@@ -15,6 +15,7 @@ from method_matrix import MASKED, MATRIX
 from oracle import greedy_under_plan
 from shoal import methods
 from shoal.decode.rejection import Rejection
+from shoal.depth.plan import DepthPlan
 from shoal.engine.card import Card
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.load import engine_for
@@ -54,14 +55,14 @@ def decode(engine: Engine, prompts: Sequence[list[int]], method: Method, samplin
     return engine.generate(prompts, method=method, max_new_tokens=NEW, **SAMPLINGS[sampling])
 
 
-def alone(engine: Engine, number: int, method: Method, sampling: str) -> Result:
+def alone(engine: Engine, number: int, method: Method, sampling: str) -> tuple[Result, DepthPlan]:
     """Row `number` of the batch decoded without its mates, under its own number, which keys its draws."""
     request = Request.from_options({"method": method, "max_new_tokens": NEW, **SAMPLINGS[sampling]})
     row = engine.rows(PROMPTS, request)[number]
     row.slot = 0
     stream = Stream(engine, [row], engine.cache_for([row], NEW))
     assert len(list(stream)) == NEW
-    return stream.result
+    return stream.result, row.recipe.plan
 
 
 def check(method: Method, model: str, sampling: str) -> None:
@@ -69,18 +70,24 @@ def check(method: Method, model: str, sampling: str) -> None:
     engine = engine_of(model)
     recipe = method.recipe(engine.info(NEW))
     results = decode(engine, PROMPTS, method, sampling)
-    depths = tuple(recipe.plan.depth(step) for step in range(NEW))
-    assert [len(layers) for layers in engine.plan(method, max_new_tokens=NEW)] == list(depths)
+    if recipe.planner is None:
+        assert engine.plan(method, max_new_tokens=NEW) == [recipe.plan.layers(step) for step in range(NEW)]
+    plans = list[DepthPlan]()
     for number, result in enumerate(results):
+        by_itself, plan = alone(engine, number, method, sampling)
+        assert plan == recipe.plan or recipe.planner is not None
+        depths = tuple(plan.depth(step) for step in range(NEW))
+        plans.append(plan)
         assert len(result.tokens) == result.stats.new_tokens == NEW
         assert result.finish_reason == "length"
         assert result.depths == depths
         assert result.stats.layer_tokens == sum(depths)
-        assert alone(engine, number, method, sampling).tokens == result.tokens
+        assert by_itself.tokens == result.tokens
     if recipe.exact_to == "full" and (sampling == "greedy" or not isinstance(recipe.rule, Rejection)):
         assert [r.tokens for r in results] == [r.tokens for r in plain(model, sampling)]
     if recipe.exact_to != "none" and sampling == "greedy":
-        expected = [greedy_under_plan(tiny_of(model), prompt, recipe.plan, NEW)[0] for prompt in PROMPTS]
+        expected = [greedy_under_plan(tiny_of(model), prompt, plan, NEW)[0]
+                    for prompt, plan in zip(PROMPTS, plans, strict=True)]
         assert [list(r.tokens) for r in results] == expected
 
 

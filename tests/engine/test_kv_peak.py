@@ -39,9 +39,9 @@ from shoal.model.kv_layer import KVLayer
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), D3(alpha=0.8, core=2), STREAM, [STREAM, KVInt8()],
                     PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
-                    [D3(alpha=0.7, core=2), KVInt8()], [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
-BOUNDED: list[Any] = [SnapKV(budget=12, window=4, pool=3), CentroidKV(chunk=8, window=4, sinks=1, every=8),
-                      Mustafar(sparsity=0.5, window=4, every=8)]
+                    [D3(alpha=0.7, core=2), KVInt8()]]
+BOUNDED: list[Any] = [[D3(alpha=0.8, core=2), PromptLookup(length=3)], SnapKV(budget=12, window=4, pool=3),
+                      CentroidKV(chunk=8, window=4, sinks=1, every=8), Mustafar(sparsity=0.5, window=4, every=8)]
 
 
 def engine_of(backend: Backend, family: str = "llama") -> Engine:
@@ -120,7 +120,7 @@ def test_columns_that_settle_late_are_counted_in_both_forms(paged: bool, monkeyp
 def test_trees_are_counted_with_all_their_nodes() -> None:
     model = engine_of(BACKENDS[0]).stack
     branching = DraftModel(draft="any", branching=(3, 2, 1))
-    recipe = type("Recipe", (), {"scratch": 64, "loop": None})()
+    recipe = type("Recipe", (), {"scratch": 64, "loop": None, "proposer": None})()
     assert guesses(branching, recipe) == (3 + 6 + 6, 12)  # type: ignore[arg-type]
     engine = Engine(model)
     rows = engine.rows([prompt(9)], Request.from_options({"max_new_tokens": 5}))

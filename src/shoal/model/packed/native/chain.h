@@ -42,7 +42,8 @@ static void take_vector(const Worker *w, int token, const float *own) {
 }
 
 static void multiply_states(Worker *w, const ShoalChain *c, int tokens) {
-    const Chosen all = {.count = tokens};
+    Chosen all = {.count = tokens};
+    for (int t = 0; t < tokens; t++) all.token[t] = t;
     w->ready = &w->acts;
     multiply_all(w, &c->of_state, &all, NULL, finish_aside, NULL);
     meet(&w->run->team, w->id);
