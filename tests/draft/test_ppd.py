@@ -25,8 +25,12 @@ from shoal.draft.ppd import PromptProposer, _asides, _behind
 from shoal.draft.prompt_tree import PromptTree, PromptTrees
 from shoal.engine.shorter import guesses, shorter
 from shoal.errors import Unsupported
+from shoal.methods import make
+from shoal.methods.base import Method
+from shoal.methods.first import First
 from shoal.methods.medusa import Medusa
 from shoal.methods.ppd import PPD
+from shoal.methods.read_me import ReadME
 from shoal.types import Sampling
 from trained_parts import ECHOED, part_for, ppd, target
 from watched import Watched
@@ -196,3 +200,14 @@ def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
     chunk = _guesses(row, tree, 0).chunk  # type: ignore[arg-type]
     assert list(chunk.steps) == [4, 5, 6, 6, 6, 7] and chunk.wanted == chunk.words == 3
     assert chunk.parents == (-1, 0, 1, 0, 3, 2) and chunk.positions(10) == [10, 11, 12, 11, 12, 13]
+
+
+@pytest.mark.parametrize("inner", [ReadME(part_for("read_me", "llama"), experts=2),
+                                   First(part_for("first", "llama"), layers=4, core=2)], ids=repr)
+def test_prompts_beside_what_lets_tokens_run_less(inner: Method) -> None:
+    """Prompts have no ids, by which groups of neurons are chosen, and go along where rows have plans of their own."""
+    for ids in (prompt(11, 1), prompt(30, 2)):
+        alone = target("llama").generate(ids, method=inner, max_new_tokens=20).tokens
+        for nodes in (None, 8):
+            method = make([PPD(part_for("ppd", "llama"), nodes=nodes), inner])
+            assert target("llama").generate(ids, method=method, max_new_tokens=20).tokens == alone
