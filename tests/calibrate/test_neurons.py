@@ -131,6 +131,7 @@ def test_counts_are_multiples_within_the_width() -> None:
     assert neurons.counts([1.0, 0.5, 0.01, 0.97], [48, 48, 48, 50], 16) == [48, 32, 16, 48]
     assert neurons.counts([0.5, 0.26], [10, 10]) == [5, 3]
     assert neurons.counts([1.0, 0.99], [50, 50], 16) == [50, 48]
+    assert neurons.counts([1.0, 2 / 3, 0.67, 0.3, 0.97], [48, 48, 48, 48, 50], 16, up=True) == [48, 32, 48, 16, 50]
 
 
 def test_the_best_are_taken_in_order_and_of_equals_the_first() -> None:

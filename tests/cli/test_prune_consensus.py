@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import shoal
 from shoal.calibrate import neurons
-from shoal.cli import main
+from shoal.cli import main, prune_width
 from shoal.engine import write_checkpoint
 from shoal.engine.checkpoint import Checkpoint
 from shoal.train.loop import CHECKPOINT
@@ -51,6 +51,14 @@ def test_what_is_written_is_the_share_that_was_asked_for(
     told = json.loads(capsys.readouterr().out)
     assert sum(told["widths"]) == 6 * 48
     assert shoal.load(tmp_path / "uneven", dtype="float32").stack.shape.ffns == tuple(told["widths"])
+
+
+def test_no_gate_that_is_open_is_cut_for_a_whole_multiple() -> None:
+    gates = torch.full((48,), 0.01)
+    gates[7:40] = 0.99
+    for by, width in (("consensus", 48), ("cfsp", 32)):
+        change, told = prune_width.left([gates], [33 / 48], [48], {"by": by, "multiple": 16})
+        assert told["widths"] == [width] and (set(range(7, 40)) <= set(change.kept[0])) == (by == "consensus")
 
 
 def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp_path: Path) -> None:

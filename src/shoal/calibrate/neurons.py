@@ -26,6 +26,8 @@ _GATE = re.compile(r"(.*layers\.\d+\.mlp\.)(gate_proj|gate_up_proj)\.weight")
 _TOKENS = 128 * 2048
 """Tokens that CFSP calibrates on; its importances are sums over them."""
 _SCALE = 1e4
+_HAIR = 1e-6
+"""By which a product that is an integer on paper may lie above it."""
 _MARGIN = 1.05
 
 
@@ -176,9 +178,17 @@ def shares_by_rank(scores: Sequence[Tensor], gone: float) -> list[float]:
     return [float(part.mean()) for part in stay.split(widths)]
 
 
-def counts(kept: Sequence[float], widths: Sequence[int], multiple: int = 1) -> list[int]:
-    """Neurons that each layer keeps: multiples, as far as a layer has so many, and one multiple at least."""
-    return [width if share >= 1 else min(max(round(share * width / multiple), 1) * multiple, width)
+def counts(kept: Sequence[float], widths: Sequence[int], multiple: int = 1, *, up: bool = False) -> list[int]:
+    """Neurons that each layer keeps: multiples, as far as a layer has so many, and one multiple at least.
+
+    Args:
+        kept: the share of its neurons that each layer is to keep.
+        widths: neurons that it has.
+        multiple: see above.
+        up: whether to keep no fewer than asked for, instead of the nearest multiple.
+    """
+    rounded = (lambda number: math.ceil(number - _HAIR)) if up else round
+    return [width if share >= 1 else min(max(rounded(share * width / multiple), 1) * multiple, width)
             for share, width in zip(kept, widths, strict=True)]
 
 

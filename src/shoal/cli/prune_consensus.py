@@ -93,8 +93,8 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
     if not corpus.whole:
         _tell("time is up before all texts are there; the same command goes on")
         return None
-    module = consensus.ConsensusModule(Base(engine.stack), files.model(torch.float32).eval(), share, args.uniform,
-                                       args.seed)
+    module = consensus.ConsensusModule(Base(engine.stack), files.model(torch.float32).eval(),
+                                       _beyond(args, files, share), args.uniform, args.seed)
     each = sum(len(list(batches(corpus.answers(shard, validation=False), args.batch)))
                for shard in range(len(corpus.shards)))
     if not each:
@@ -130,10 +130,22 @@ def _picker(args: argparse.Namespace, files: Checkpoint, means: Any) -> Pick:
                "prompts" if args.prompts or args.data else "prompts of Shoal's")}
 
     def pick(share: float) -> tuple[Any, dict[str, Any]]:
-        shares = [1 - share] * len(widths) if args.uniform else neurons.shares_by_rank(means, share)
+        gone = _beyond(args, files, share)
+        shares = [1 - gone] * len(widths) if args.uniform else neurons.shares_by_rank(means, gone)
         return prune_width.left(means, shares, widths, {**why, "share": share})
 
     return pick
+
+
+def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
+    """The share of gates that is to close, for `share` to go on average when layers are filled up to whole multiples.
+
+    They are filled up, never cut further: among open gates none is known to matter less.
+    """
+    from shoal.model.widths import widths_of
+
+    widths = widths_of(files.config())
+    return float(min(share + (args.multiple - 1) / 2 * len(widths) / sum(widths), 0.99))
 
 
 def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: Callable[[], bool]) -> Corpus:

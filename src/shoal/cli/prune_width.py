@@ -85,11 +85,14 @@ def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
 def left(
     scores: Sequence[Tensor], shares: Sequence[float], widths: Sequence[int], why: dict[str, Any]
 ) -> tuple[NarrowMLPs, dict[str, Any]]:
-    """The change that leaves a share of each layer's neurons, in multiples, by their scores."""
+    """The change that leaves a share of each layer's neurons, in multiples, by their scores.
+
+    Of gates that agreed at least that share stays: those that are open are all alike, whatever they do.
+    """
     from shoal.calibrate import neurons
     from shoal.model.narrow import NarrowMLPs
 
-    kept = neurons.best(scores, neurons.counts(shares, widths, why["multiple"]))
+    kept = neurons.best(scores, neurons.counts(shares, widths, why["multiple"], up=why["by"] == "consensus"))
     return NarrowMLPs(kept), {
         **why, "widths": [len(layer) for layer in kept], "of": round(sum(widths) / len(widths)),
         "neurons": hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}
