@@ -55,7 +55,11 @@ def decode(engine: Engine, prompts: Sequence[list[int]], method: Method, samplin
     return engine.generate(prompts, method=method, max_new_tokens=NEW, **SAMPLINGS[sampling])
 
 
-def alone(engine: Engine, number: int, method: Method, sampling: str) -> tuple[Result, DepthPlan]:
+def alone(engine: Engine, number: int, method: Method, sampling: str) -> Result:
+    return alone_with_plan(engine, number, method, sampling)[0]
+
+
+def alone_with_plan(engine: Engine, number: int, method: Method, sampling: str) -> tuple[Result, DepthPlan]:
     """Row `number` of the batch decoded without its mates, under its own number, which keys its draws."""
     request = Request.from_options({"method": method, "max_new_tokens": NEW, **SAMPLINGS[sampling]})
     row = engine.rows(PROMPTS, request)[number]
@@ -74,7 +78,7 @@ def check(method: Method, model: str, sampling: str) -> None:
         assert engine.plan(method, max_new_tokens=NEW) == [recipe.plan.layers(step) for step in range(NEW)]
     plans = list[DepthPlan]()
     for number, result in enumerate(results):
-        by_itself, plan = alone(engine, number, method, sampling)
+        by_itself, plan = alone_with_plan(engine, number, method, sampling)
         assert plan == recipe.plan or recipe.planner is not None
         depths = tuple(plan.depth(step) for step in range(NEW))
         plans.append(plan)
