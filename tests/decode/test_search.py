@@ -21,7 +21,8 @@ from shoal.decode.search import Branch, branch_seed
 from shoal.decode.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.kv_int8 import Bytes
+from shoal.methods._stored import StoredFrom
+from shoal.methods.kv_int8 import Int8
 from shoal.methods.prompt_lookup import NGrams, PromptLookup
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
@@ -420,7 +421,7 @@ def _forces(root: Branch) -> Steps:
 def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
     """Fewer columns than positions, a bias on them, and a form: none is shared with the row that it was copied from."""
     cache = KVCache([None, 4], rows=1)
-    cache.set_store(0, Bytes(0))
+    cache.set_store(0, StoredFrom(0, Int8()))
     for layer in cache.layers:
         layer.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), [0], [6])
     cache.commit(0, range(6))

@@ -12,7 +12,8 @@ from torch import Tensor
 from backends import NATIVE, Backend, each_backend
 from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.methods.kv_int8 import Bytes
+from shoal.methods._stored import StoredFrom
+from shoal.methods.kv_int8 import Int8
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import column_bytes
 from shoal.model.kv_layer import KVLayer
@@ -54,7 +55,7 @@ def test_what_was_released_stays_free(backend: Backend, bias: bool) -> None:
     """Another row still runs the layer; nothing is made for the released one, and nothing looked up anew."""
     stack = backend.stack("llama")
     cache, full = KVCache(stack.windows, 2, [64] * 6), DepthPlan.full(6)
-    cache.set_store(0, Bytes(0), [64] * 6)
+    cache.set_store(0, StoredFrom(0, Int8()), [64] * 6)
     stack.forward([SequenceChunk(row, prompt(9, row), [0] * 9, full) for row in range(2)], cache)
     for row in range(2):
         cache.commit(row, range(9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from shoal.decode.worker import Proposer
     from shoal.draft.part_file import TrainedPart
     from shoal.types import ModelInfo
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,20 @@ class TrainedMethod(DraftingMethod):
         """
         if info.tensors is None:
             return Absent()
-        part, key = part_of(self.name, self.part, info), (self.name, repr(self))
-        known = info.memory.get(key)
-        if known is None or known[0] is not part.tensors:
-            known = info.memory[key] = part.tensors, make(part)
-        proposer: Proposer = known[1]
+        proposer: Proposer = made_of(self.name, self.part, info, make, repr(self))[1]
         return proposer
+
+
+def made_of(
+    kind: str, folder: str | None, info: ModelInfo, make: Callable[[TrainedPart], T], key: str = ""
+) -> tuple[TrainedPart, T]:
+    """A part, see `part_of`, and what `make` makes of it: the same thing for all requests with that key."""
+    part, where = part_of(kind, folder, info), (kind, folder, key)
+    known = info.memory.get(where)
+    if known is None or known[0] is not part.tensors:
+        known = info.memory[where] = part.tensors, make(part)
+    made: T = known[1]
+    return part, made
 
 
 def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.methods._trained import part_of
+from shoal.methods._trained import made_of
 from shoal.methods.base import Method, whole_layers
 from shoal.types import ModelInfo
 
@@ -74,11 +74,7 @@ class DynamicContext(Method):
             return None
         from shoal.model.gate import TokenGate
 
-        part, key = part_of(self.name, self.part, info), (self.name, self.part)
-        known = info.memory.get(key)
-        if known is None or known[0] is not part.tensors:
-            known = info.memory[key] = part.tensors, TokenGate(part)
-        gate: TokenGate = known[1]
+        part, gate = made_of(self.name, self.part, info, TokenGate)
         if gate.layer >= info.num_layers:
             raise ValueError(f"the trained part {part.name!r} reads layer {gate.layer}; it must be in [1, "
                              f"{info.num_layers - 1}] for this model. Train the part anew")

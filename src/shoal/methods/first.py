@@ -12,7 +12,7 @@ from shoal.depth.budget import Constant, as_layers
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
 from shoal.depth.schedule import lay_out
-from shoal.methods._trained import part_of
+from shoal.methods._trained import made_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -99,12 +99,7 @@ class First(Method):
             return None
         from shoal.model.layer_router import LayerRouters
 
-        part, key = part_of(self.name, self.part, info), (self.name, self.part)
-        known = info.memory.get(key)
-        if known is None or known[0] is not part.tensors:
-            known = info.memory[key] = part.tensors, LayerRouters(part, info.num_layers)
-        routers: LayerRouters = known[1]
-        return routers
+        return made_of(self.name, self.part, info, lambda part: LayerRouters(part, info.num_layers))[1]
 
 
 @dataclass(frozen=True, eq=False)

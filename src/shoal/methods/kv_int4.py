@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.decode.recipe import Recipe
-from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
-from shoal.types import ModelInfo
+from shoal.methods._stored import StoringMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class KVInt4(Method):
+class KVInt4(StoringMethod):
     """Keys and values are stored as 4-bit integers with a scale in float16 for each 32 numbers.
 
     The form is the one that llama.cpp calls q4_0: in each block the number of largest magnitude becomes -8, and all are
@@ -29,28 +26,9 @@ class KVInt4(Method):
 
     name: ClassVar[str] = "kv_int4"
 
-    first: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.first < 0:
-            raise ValueError(f"first is {self.first}; it must be at least 0")
-
-    def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and a form of the KV."""
-        store = Nibbles(self.first) if self.first < info.num_layers else None
-        return Recipe(DepthPlan.full(info.num_layers), store=store)
-
-
-@dataclass(frozen=True)
-class Nibbles:
-    """The part `store`: layers from `first` on in 4 bits."""
-
-    first: int
-
-    def form(self, layer: int) -> Int4 | None:
-        """See `shoal.model.kv_form.Store`."""
-        return Int4() if layer >= self.first else None
+    def form(self) -> Int4:
+        """See `StoringMethod`."""
+        return Int4()
 
 
 @dataclass(frozen=True)

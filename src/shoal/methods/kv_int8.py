@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from shoal.decode.recipe import Recipe
-from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
-from shoal.types import ModelInfo
+from shoal.methods._stored import StoringMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +16,7 @@ _TINY = 2.0**-126
 
 
 @dataclass(frozen=True)
-class KVInt8(Method):
+class KVInt8(StoringMethod):
     """Keys and values are stored as 8-bit integers with a scale for each head and position.
 
     Rounding is to the nearest, symmetric around zero, as soon as a position is stored; nothing is kept beside it.
@@ -30,28 +27,9 @@ class KVInt8(Method):
 
     name: ClassVar[str] = "kv_int8"
 
-    first: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.first < 0:
-            raise ValueError(f"first is {self.first}; it must be at least 0")
-
-    def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and a form of the KV."""
-        store = Bytes(self.first) if self.first < info.num_layers else None
-        return Recipe(DepthPlan.full(info.num_layers), store=store)
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """The part `store`: layers from `first` on in 8 bits."""
-
-    first: int
-
-    def form(self, layer: int) -> Int8 | None:
-        """See `shoal.model.kv_form.Store`."""
-        return Int8() if layer >= self.first else None
+    def form(self) -> Int8:
+        """See `StoringMethod`."""
+        return Int8()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._trained import part_of
+from shoal.methods._trained import made_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -71,11 +71,7 @@ class ReadME(Method):
             return None
         from shoal.model.router import ExpertRouter
 
-        part, key = part_of(self.name, self.part, info), (self.name, self.part)
-        known = info.memory.get(key)
-        if known is None or known[0] is not part.tensors:
-            known = info.memory[key] = part.tensors, ExpertRouter(part)
-        router: ExpertRouter = known[1]
+        part, router = made_of(self.name, self.part, info, ExpertRouter)
         if router.layers != info.num_layers:
             raise Unsupported(f"the trained part {part.name!r}", f"it is for {router.layers} layers, and the model has "
                               f"{info.num_layers}", "Train one for this model: shoal train read_me")

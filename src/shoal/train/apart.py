@@ -32,27 +32,34 @@ class Apart:
     answers: list[int] = field(default_factory=list)
 
     @torch.no_grad()
-    def add(self, batch: TextBatch, states: Tensor, rows: Tensor, among: Tensor | None = None) -> None:
+    def add(
+        self, batch: TextBatch, states: Tensor, rows: Tensor, whole: Tensor | None = None, where: Tensor | None = None
+    ) -> None:
         """Count the answers of a batch.
 
         Args:
-            batch: with the model's own states.
+            batch: the answers.
             states: [B, T, D], what the head reads in the other way.
             rows: [V, D], the head's.
-            among: bool [B], which answers; None for all.
+            whole: [B, T, D], what it reads in the model's own; None for the states that came with the answers.
+            where: bool [B, T], at which places; None for those before each token of an answer but its first.
         """
-        asked = batch.guessed_from(0, 1)
-        if among is not None:
-            asked &= among[:, None]
+        asked = batch.guessed_from(0, 1) if where is None else where
+        own_states = batch.states if whole is None else whole
         first = 1 + max(self.answers, default=-1)
         self.answers += (first + torch.arange(len(asked))[:, None].expand_as(asked)[asked]).tolist()
-        for mine, whole in zip(states[asked].split(_PIECE), batch.states[asked].split(_PIECE), strict=True):
-            law, own = (linear(one.float(), rows).log_softmax(-1) for one in (mine, whole))
+        for mine, theirs in zip(states[asked].split(_PIECE), own_states[asked].split(_PIECE), strict=True):
+            law, own = (linear(one.float(), rows).log_softmax(-1) for one in (mine, theirs))
             self.nats += kl_div(law, own, log_target=True, reduction="none").sum(-1).tolist()
             self.same += (law.argmax(-1) == own.argmax(-1)).float().tolist()
 
+    def means(self) -> dict[str, float]:
+        """`distance` in nats and `kept_words`, means over places."""
+        found = (round(sum(values) / max(1, len(values)), 4) for values in (self.nats, self.same))
+        return dict(zip(("distance", "kept_words"), found, strict=True))
+
     def told(self) -> dict[str, Any]:
-        """`distance` in nats and `kept_words`, means over places, with 95 % intervals of a bootstrap over answers."""
+        """`means`, with 95 % intervals of a bootstrap over answers."""
         distance, kept = (_mean(values, self.answers) for values in (self.nats, self.same))
         return {"distance": distance[0], "distance_interval": distance[1:], "kept_words": kept[0],
                 "kept_words_interval": kept[1:]}

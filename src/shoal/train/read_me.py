@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, linear, pad
+from torch.nn.functional import linear, pad
 
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.experts import MOST_GROUPS, UNIT
 from shoal.model.packed.stack import PackedStack
 from shoal.model.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
+from shoal.train.apart import Apart
 from shoal.train.corpus import Corpus
 from shoal.train.part import Base, Guessed, ShippedModule, TextBatch
 
@@ -30,8 +31,6 @@ _WIDTH, _WINDOW, _HIDDEN = 64, 8, 512
 _LOOKED_AT = 2048
 """Tokens of answers by which neurons are grouped."""
 _ROUNDS = 8
-_PIECE = 256
-"""Places whose laws are compared at a time."""
 Opens = Callable[[TextBatch], Tensor]
 """Which groups each token runs: bool [B, T, layers, groups]."""
 
@@ -136,22 +135,19 @@ class ReadMEModule(ShippedModule):
     ) -> dict[str, dict[str, float]]:
         """How far the model moves where tokens of answers run some groups, and `prompts` all, by who chooses.
 
-        `distance` is the mean Kullback-Leibler divergence from the whole model in nats, `kept_words` the share of its
-        likeliest words that stay the likeliest, `energy` the mean share of those groups in what MLPs give.
+        Of `shoal.train.apart` the means; `energy` is the mean share of those groups in what MLPs give.
         """
-        sums, places = {name: torch.zeros(3) for name in ways}, 0
+        found, energy = {name: Apart() for name in ways}, dict.fromkeys(ways, 0.0)
         for batch in held_out:
             said, whole, labels = _said(batch), self._read(batch), self.labels(batch)
             where = said & (torch.arange(said.shape[1]) + 1 < batch.lengths[:, None])  # the last token is not fed
-            places += int(where.sum())
             for name, opens in ways.items():
                 run = opens(batch)
                 part = self._read(batch, run | (prompts & ~said)[..., None, None])
-                through = (labels * run).sum(-1)[where].mean(-1).sum()
-                sums[name] += torch.cat([self._apart(part[where], whole[where]), through[None]])
-        told = ("distance", "kept_words", "energy")
-        means = {name: [round(one / max(1, places), 4) for one in total.tolist()] for name, total in sums.items()}
-        return {name: {**dict(zip(told, each, strict=True)), "places": places} for name, each in means.items()}
+                energy[name] += float((labels * run).sum(-1)[where].mean(-1).sum())
+                found[name].add(batch, part, self._rows[0], whole, where)
+        return {name: {**apart.means(), "energy": round(energy[name] / max(1, len(apart.nats)), 4),
+                       "places": len(apart.nats)} for name, apart in found.items()}
 
     def _read(self, batch: TextBatch, run: Tensor | None = None) -> Tensor:
         """What the head reads [B, T, D] where tokens run these groups; None: all."""
@@ -168,15 +164,6 @@ class ReadMEModule(ShippedModule):
         found = torch.empty(groups.numel(), dtype=torch.long)
         found[groups.flatten()] = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
         return found
-
-    def _apart(self, states: Tensor, whole: Tensor) -> Tensor:
-        """Sums over places [n, D] of the divergence and of likeliest words that are the same, [2]."""
-        total = torch.zeros(2)
-        for some, own in zip(states.split(_PIECE), whole.split(_PIECE), strict=True):
-            law, wanted = (linear(one, self._rows[0]).log_softmax(-1) for one in (some, own))
-            same = (law.argmax(-1) == wanted.argmax(-1)).sum()
-            total += torch.stack([kl_div(law, wanted, log_target=True, reduction="sum"), same.float()])
-        return total
 
     def exported(self) -> dict[str, Tensor]:
         """See `ShippedModule`."""

@@ -1,0 +1,52 @@
+"""What methods have in common that store the KV of every layer, from one on, in a form of their own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.model.kv_form import KVForm
+
+
+@dataclass(frozen=True)
+class StoringMethod(Method):
+    """A method that stores keys and values in another form as soon as a position is there.
+
+    Attributes:
+        first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+    """
+
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise ValueError(f"first is {self.first}; it must be at least 0")
+
+    @abstractmethod
+    def form(self) -> KVForm:
+        """How a layer stores them."""
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a form of the KV."""
+        store = StoredFrom(self.first, self.form()) if self.first < info.num_layers else None
+        return Recipe(DepthPlan.full(info.num_layers), store=store)
+
+
+@dataclass(frozen=True)
+class StoredFrom:
+    """The part `store`: layers from `first` on in that form."""
+
+    first: int
+    each: KVForm
+
+    def form(self, layer: int) -> KVForm | None:
+        """See `shoal.model.kv_form.Store`."""
+        return self.each if layer >= self.first else None
