@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import shoal
-from backends import reference
 from drive import gap
 from shoal import NarrowMLPs
 from shoal.calibrate import neurons
@@ -20,6 +19,7 @@ from shoal.model.parity import chunked_logits
 from shoal.train.consensus import AGREED, RISE, ConsensusModule, binarised, polarisation
 from shoal.train.loop import Trainer, Training
 from shoal.train.part import Base, TextBatch
+from text_batch import batch
 from tiny_corpus import made
 from trained_parts import target
 
@@ -29,13 +29,6 @@ HOW = Training(epochs=40, batch=256, rate=0.9, decay=0.0, muon=False)
 def module(family: str = "llama", share: float = 0.25, uniform: bool = False) -> ConsensusModule:
     engine = target(family)
     return ConsensusModule(Base(engine.stack), copy.deepcopy(engine.model).float(), share, uniform)
-
-
-def batch(family: str = "llama") -> TextBatch:
-    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        states = reference(family).model(tokens).last_hidden_state
-    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
 
 
 def set_to(one: ConsensusModule, kept: tuple[tuple[int, ...], ...]) -> None:

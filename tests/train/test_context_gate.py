@@ -19,6 +19,7 @@ from shoal.train import context_gate
 from shoal.train.context_gate import ContextGateModule
 from shoal.train.loop import Trainer, Training
 from shoal.train.part import Base, TextBatch
+from text_batch import batch
 from tiny_corpus import made
 from trained_parts import IDS, target
 
@@ -34,13 +35,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def module(keep: float = KEEP, family: str = "llama", layer: int = LAYER) -> ContextGateModule:
     engine = target(family)
     return ContextGateModule(Base(engine.stack), copy.deepcopy(engine.model), layer, keep, IDS)
-
-
-def batch() -> TextBatch:
-    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        states = reference("llama").model(tokens).last_hidden_state
-    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
 
 
 class Open(Reading):

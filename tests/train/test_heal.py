@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch.nn.functional import linear
 import shoal
 from backends import reference
 from drive import decode, gap, oracle_logits
-from oracle import prefix_counts, prefix_oracle
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
@@ -27,6 +24,7 @@ from shoal.train.heal import HealModule
 from shoal.train.loop import Trainer, Training
 from shoal.train.part import Base, TextBatch
 from shoal.types import ModelInfo
+from text_batch import batch, read_by_the_oracle
 from tiny_corpus import made
 from trained_parts import target
 
@@ -51,17 +49,6 @@ def shaken(one: HealModule) -> HealModule:
     return one
 
 
-def batch(family: str = "llama") -> TextBatch:
-    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        states = reference(family).model(tokens).last_hidden_state
-    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
-
-
-def note(found: list[Any], module: Any, args: Any) -> None:
-    found.append(args[0])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "hybrid", "qwen3"])
 def test_texts_are_read_as_the_plan_writes_them(family: str) -> None:
     """Against the oracle's pass, in which each layer processes a prefix of the positions; adapters begin as nothing."""
@@ -69,12 +56,9 @@ def test_texts_are_read_as_the_plan_writes_them(family: str) -> None:
     assert any(len(PLAN.layers(step)) < LAYERS for step in range(12))
     with torch.no_grad():
         read = one.read(texts, PLAN)
-    for row, (prompt, length) in enumerate(zip(texts.prompts.tolist(), texts.lengths.tolist(), strict=True)):
-        model, found = reference(family), list[Any]()
-        handle = model.get_output_embeddings().register_forward_pre_hook(partial(note, found))
-        prefix_oracle(model, texts.tokens[row : row + 1, :length], prefix_counts(PLAN.attention, prompt, length))
-        handle.remove()
-        assert gap(read[row, :length].double(), found[0][0].double()) < 1e-3
+    for row, length in enumerate(texts.lengths.tolist()):
+        expected = read_by_the_oracle(family, texts, row, PLAN.attention)
+        assert gap(read[row, :length].double(), expected.double()) < 1e-3
 
 
 def test_the_loss_is_the_cross_entropy_with_the_models_own_law() -> None:

@@ -13,12 +13,12 @@ from torch.nn.functional import layer_norm, linear
 
 from backends import reference
 from drive import gap
-from oracle import prefix_counts, prefix_oracle
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
 from shoal.train.layer_routers import LayerRouterModule, chosen, largest
 from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
+from shoal.train.part import Base
+from text_batch import batch, read_by_the_oracle
 from tiny_corpus import made
 from trained_parts import IDS, target
 
@@ -39,17 +39,6 @@ def shaken(one: LayerRouterModule) -> LayerRouterModule:
     return one
 
 
-def batch(family: str = "llama") -> TextBatch:
-    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        states = reference(family).model(tokens).last_hidden_state
-    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
-
-
-def note(found: list[Any], module: Any, args: Any) -> None:
-    found.append(args[0])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "hybrid", "qwen3"])
 def test_layers_that_are_not_chosen_are_as_if_they_were_dropped(family: str) -> None:
     """Against the oracle's pass, in which each layer processes a prefix of the positions."""
@@ -57,13 +46,10 @@ def test_layers_that_are_not_chosen_are_as_if_they_were_dropped(family: str) -> 
     runs = torch.tensor([[False, True, True, False, True, False], [True] * 6, [False] * 6])
     with torch.no_grad():
         read = one._reading.read(texts.tokens, chosen(texts, runs, range(1, 5)))
-    for row, (prompt, length) in enumerate(zip(texts.prompts.tolist(), texts.lengths.tolist(), strict=True)):
+    for row, length in enumerate(texts.lengths.tolist()):
         drops = [1 if layer in range(1, 5) and not run else NEVER for layer, run in enumerate(runs[row].tolist())]
-        model, found = reference(family), list[Any]()
-        handle = model.get_output_embeddings().register_forward_pre_hook(partial(note, found))
-        prefix_oracle(model, texts.tokens[row : row + 1, :length], prefix_counts(drops, prompt, length))
-        handle.remove()
-        assert gap(read[row, :length].double(), found[0][0].double()) < 1e-3
+        expected = read_by_the_oracle(family, texts, row, drops)
+        assert gap(read[row, :length].double(), expected.double()) < 1e-3
 
 
 def test_shares_of_a_layer_mix_what_enters_it_with_what_it_makes() -> None:

@@ -9,20 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends import reference
 from families import tiny
 from shoal.train.loop import Trainer, Training
 from shoal.train.part import Base, TextBatch, acceptance
 from shoal.train.ppd import PromptModule
+from text_batch import batch
 from tiny_corpus import made
 from trained_parts import ppd, target
-
-
-def batch(family: str = "llama") -> TextBatch:
-    tokens = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        states = reference(family).base_model(tokens).last_hidden_state
-    return TextBatch(tokens, states.float(), torch.tensor([3, 5, 17]), torch.tensor([20, 16, 20]))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
