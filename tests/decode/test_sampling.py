@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -278,9 +279,19 @@ def test_draw_is_the_inverse_cdf_and_never_impossible(weights: list[float], u: f
         return
     token = s.draw(probs, u)
     assert probs[token] > 0
-    cumulated = list(accumulate(probs.tolist()))
-    above = [index for index, value in enumerate(cumulated) if value > u * cumulated[-1] and probs[index] > 0]
-    assert above[:1] in ([], [token])
+    ends = list(accumulate(map(Fraction, probs.tolist()), initial=Fraction(0)))
+    nearly = ends[-1] * Fraction(len(weights), 2**50)
+    assert ends[token] - nearly <= Fraction(u) * ends[-1] <= ends[token + 1] + nearly
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 4096])
+def test_a_draw_over_blocks_finds_the_token_that_a_search_finds(size: int) -> None:
+    probs = (logits_of(7, torch.float64, size) * 2).softmax(-1)
+    probs[logits_of(8, size=size) < 0.3] = 0
+    probs[-1] = 0.25
+    us = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = torch.searchsorted(probs.cumsum(-1), us * probs.sum(), right=True)
+    assert s.draws(probs.expand(500, -1), us.tolist()) == found.tolist()
 
 
 def test_draw_is_safe_where_rounding_puts_the_target_at_the_total() -> None:

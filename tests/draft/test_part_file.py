@@ -114,7 +114,7 @@ def test_what_is_no_number_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_no_part_is_refused() -> None:
-    words = "eagle has no trained part, and none for this model comes with Shoal; give part"
+    words = "eagle has no trained part, and none is known for this model; give part"
     with pytest.raises(ValueError, match=words):
         run(None)
 

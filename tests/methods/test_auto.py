@@ -178,6 +178,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     """A model for which a part comes with Shoal."""
     shutil.copytree(part_for("eagle", "llama"), tmp_path / "tiny")
     monkeypatch.setattr(part_file, "SHIPPED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     return engine_for(reference("llama"))
 
 
@@ -219,8 +220,31 @@ def test_the_part_is_that_of_the_model_and_of_no_other(shipped: Engine) -> None:
     assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
     assert Auto().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info()).proposer.helper is None
     assert Eagle().recipe(shipped.info()).proposer.part.name.endswith("tiny")
-    with pytest.raises(ValueError, match="eagle has no trained part, and none for this model comes with Shoal"):
+    with pytest.raises(ValueError, match="eagle has no trained part, and none is known for this model"):
         Eagle().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info())
+
+
+def test_a_part_in_the_users_cache_is_found_before_that_which_ships(
+    shipped: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = tmp_path / "cache" / "shoal" / "parts"
+    shutil.copytree(part_for("eagle", "llama"), mine / "zebra")
+    (mine / "damaged").mkdir()
+    (mine / "damaged" / part_file.CARD).write_text("{")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engine = engine_for(reference("llama"))
+    assert Auto().recipe(engine.info()).proposer.helper.part.name == str(mine / "zebra")
+    assert str(mine / "damaged" / part_file.CARD) in caplog.text
+
+
+def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Engine) -> None:
+    named = str(part_for("eagle", "llama"))
+    assert Auto(part=named).recipe(shipped.info()).proposer.helper.part.name == named
+    assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
+    with pytest.raises(ValueError, match="draft is 'small' and part 'trained'; only one helper drafts"):
+        Auto(draft="small", part="trained")
+    with pytest.raises(ValueError, match="is of kind 'medusa'; eagle needs"):
+        Auto(part=str(part_for("medusa", "llama"))).recipe(shipped.info())
 
 
 def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shoal.types import Sampling, TokenLogprob
 
@@ -23,6 +24,8 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
+_BLOCK = 128
+"""Tokens that a draw sums up at once, before it looks among those of one such block."""
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
@@ -275,15 +278,28 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
     Raises:
         ValueError: if a distribution has no token of positive probability.
     """
-    cdf = probs.double().cumsum(-1)
-    target = torch.tensor(us, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
-    # Where rounding leaves no token above the target, the first possible one is taken.
-    rank = (probs > 0).to(torch.int8) * (1 + (cdf > target).to(torch.int8))
-    tokens = rank.argmax(-1, keepdim=True)
-    result: list[list[int]] = torch.cat([tokens, rank.gather(-1, tokens)], -1).tolist()
-    if any(possible == 0 for _, possible in result):
+    short = -probs.shape[-1] % _BLOCK
+    blocks = (pad(probs, (0, short)) if short else probs).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = ends.new_tensor(us)[:, None] * ends[:, -1:]
+    block = _first_above(target, ends, sums)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0].double()
+    before = ends.gather(1, block) - sums.gather(1, block)
+    place = _first_above(target, before + inside.cumsum(-1), inside)
+    result: list[list[int]] = torch.cat([block * _BLOCK + place, inside.gather(1, place) > 0], -1).tolist()
+    if any(not possible for _, possible in result):
         raise ValueError(IMPOSSIBLE)
     return [token for token, _ in result]
+
+
+def _first_above(target: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """The first place [N, 1] of positive weight [N, M] whose end is above the target [N, 1].
+
+    Where rounding puts the target at the last end, or beyond it, the place is the first that comes to that end.
+    """
+    reached = (ends > target) | (ends == ends[:, -1:])
+    return (reached & (weights > 0)).to(torch.int8).argmax(-1, keepdim=True)
 
 
 def logprob(scores: Tensor, token: int, top: int) -> TokenLogprob:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
+from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.model.stack import Stack
     from shoal.types import ModelInfo
 
+log = logging.getLogger(__name__)
 CARD, TENSORS = "part.json", "part.safetensors"
 FORMAT = 1
 SCALE = ".scale"
@@ -103,19 +106,26 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
     return TrainedPart(folder, card["shape"], info.tensors(str(Path(folder) / TENSORS)), card)
 
 
-def shipped(kind: str, info: ModelInfo) -> str | None:
-    """The folder of the part of that kind that comes with Shoal for this model; None where there is none."""
+def known(kind: str, info: ModelInfo) -> str | None:
+    """The folder of the part of that kind that is known for this model; None where there is none.
+
+    Known are the parts in the user's cache, under `parts`, and those that come with Shoal, in this order.
+    """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
-    known = info.memory.get(("shipped", kind))
-    if known is None:
-        known = info.memory[("shipped", kind)] = _shipped(kind, info) or ""
-    return known or None
+    found = info.memory.get(("known", kind))
+    if found is None:
+        found = info.memory[("known", kind)] = _known(kind, info) or ""
+    return found or None
 
 
-def _shipped(kind: str, info: ModelInfo) -> str | None:
-    for path in sorted(SHIPPED.glob(f"*/{CARD}")):
-        card = _card(path)
+def _known(kind: str, info: ModelInfo) -> str | None:
+    for path in [card for place in (cache_folder() / "parts", SHIPPED) for card in sorted(place.glob(f"*/{CARD}"))]:
+        try:
+            card = _card(path)
+        except ValueError as error:  # that of another model, maybe: no reason to refuse this one
+            log.warning("%s", error)
+            continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
             return str(path.parent)
     return None

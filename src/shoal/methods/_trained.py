@@ -23,7 +23,7 @@ class TrainedMethod(DraftingMethod):
     """A method whose guesses come from a small part that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote; None for the part that comes with Shoal for the model.
+        part: the folder that `shoal train` wrote; None for the part that is known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
@@ -35,7 +35,7 @@ class TrainedMethod(DraftingMethod):
         """The proposer that `make` makes of the part; one for all requests of the same method, so that rows share it.
 
         Raises:
-            ValueError: no part was named and none comes with Shoal, or it cannot be read, or is of another kind.
+            ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
             Unsupported: it was trained for another model.
         """
         if info.tensors is None:
@@ -57,10 +57,10 @@ def made_of(
 
 
 def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
-    """The part of a folder, or the one that comes with Shoal for the model.
+    """The part of a folder, or the one that is known for the model.
 
     Raises:
-        ValueError: no part was named and none comes with Shoal, or it cannot be read, or is of another kind.
+        ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
         Unsupported: it was trained for another model.
     """
     if not info.free:
@@ -68,8 +68,8 @@ def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
         raise Unsupported(what, why, "Use one process, or replicas")
     from shoal.draft import part_file
 
-    found = folder or part_file.shipped(kind, info)
+    found = folder or part_file.known(kind, info)
     if found is None:
-        raise ValueError(f"{kind} has no trained part, and none for this model comes with Shoal; give part, the folder "
-                         f"that `shoal train {kind}` wrote")
+        raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
+                         f"`shoal train {kind}` wrote")
     return part_file.read(found, kind, info)

@@ -51,26 +51,30 @@ class Auto(Method):
 
     Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on; how likely
     that is for a match of so many tokens is learned from all tokens, whether they were guessed or not. Where the text
-    gives no guess, a helper drafts as long as that gains time: a draft model that was named, the trained part that
-    comes with Shoal for the model, or the model itself without the sublayers that its calibration card says a draft can
+    gives no guess, a helper drafts as long as that gains time: a draft model or a trained part that was named, the part
+    that is known for the model, or the model itself without the sublayers that its calibration card says a draft can
     spare. What forwards take is learned while decoding, for every number of rows, and kept by the engine.
 
     Attributes:
         length: most tokens to guess at a time.
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
+        part: the folder that `shoal train eagle` wrote; None for the part that is known for the model, if there is one.
     """
 
     name: ClassVar[str] = "auto"
-    reads: ClassVar[tuple[str, ...]] = ("draft",)
+    reads: ClassVar[tuple[str, ...]] = ("draft", "part")
 
     length: int = 15
     draft: str | object = None
+    part: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length < 1:
             raise ValueError(f"length is {self.length}; it must be at least 1 token. Plain decoding is method 'full'")
+        if self.draft is not None and self.part is not None:
+            raise ValueError(f"draft is {self.draft!r} and part {self.part!r}; only one helper drafts: name one of them")
 
     def to_dict(self) -> dict[str, Any]:
         """See `Method.to_dict`; a loaded model has no JSON form."""
@@ -87,7 +91,7 @@ class Auto(Method):
         plan = DepthPlan.full(info.num_layers)
         if not info.free:
             return Recipe(plan)
-        key = self.name, self.length, self.draft if isinstance(self.draft, str) else id(self.draft)
+        key = self.name, self.length, self.draft if isinstance(self.draft, str) else id(self.draft), self.part
         if key not in info.memory:
             helper, record = self._helper(info)
             info.memory.setdefault(key, Cautious(Payoff(record), self.length, helper))
@@ -115,16 +119,17 @@ class Auto(Method):
         return None, HelperRecord()
 
     def _trained(self, info: ModelInfo) -> EagleProposer | None:
-        """The part that comes with Shoal for the model."""
+        """The part that was named, or is known for the model."""
         from shoal.draft import part_file
 
-        folder = part_file.shipped("eagle", info)
-        if folder is None:
+        folder = self.part or part_file.known("eagle", info)
+        if folder is None or info.tensors is None:
             return None
         from shoal.draft.eagle import EagleProposer
         from shoal.draft.shape import Branching
 
-        return EagleProposer(part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length)), _SURE)
+        part, shape = part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
+        return EagleProposer(part, shape, _SURE)
 
 
 @dataclass(frozen=True, eq=False)

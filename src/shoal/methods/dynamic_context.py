@@ -31,8 +31,7 @@ class DynamicContext(Method):
     model itself is not trained; in the paper it is, a little, beside the gate. Part: `shoal train dynamic_context`.
 
     Attributes:
-        part: the folder that `shoal train dynamic_context` wrote; None for the part that comes with Shoal for the
-            model.
+        part: the folder that `shoal train dynamic_context` wrote; None for the part that is known for the model.
         threshold: tokens go whose score is below; None keeps all.
         every: what goes is given up whenever the answer has grown by so many tokens.
         random: seed by which tokens are drawn instead, as many as stayed when the gate was validated: the control.

@@ -33,7 +33,7 @@ class First(Method):
     layers that are gone; here the model stays as it is (`shoal train heal` is apart). Part: `shoal train first`.
 
     Attributes:
-        part: the folder that `shoal train first` wrote; None for the part that comes with Shoal for the model.
+        part: the folder that `shoal train first` wrote; None for the part that is known for the model.
         layers: number of layers that run, those with the largest scores; a float is a share of L. None for those
             whose score is at least `threshold`.
         threshold: see `layers`; None runs all of them, whatever the scores.

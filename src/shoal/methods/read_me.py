@@ -31,7 +31,7 @@ class ReadME(Method):
     are a copy of the MLPs in memory. Part: `shoal train read_me`.
 
     Attributes:
-        part: the folder that `shoal train read_me` wrote; None for the part that comes with Shoal for the model.
+        part: the folder that `shoal train read_me` wrote; None for the part that is known for the model.
         experts: groups of each MLP that a token runs, those among them that always do; None for all.
         random: seed by which the groups are drawn instead: the control. None for those that the router chooses.
     """
