@@ -74,7 +74,7 @@ class Auto(Method):
         if self.length < 1:
             raise ValueError(f"length is {self.length}; it must be at least 1 token. Plain decoding is method 'full'")
         if self.draft is not None and self.part is not None:
-            raise ValueError(f"draft is {self.draft!r} and part {self.part!r}; only one helper drafts: name one of them")
+            raise ValueError(f"draft is {self.draft!r} and part {self.part!r}; only one helper drafts: name one")
 
     def to_dict(self) -> dict[str, Any]:
         """See `Method.to_dict`; a loaded model has no JSON form."""
