@@ -291,7 +291,7 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
     count = args.questions if args.questions is not None else 0 if texts else 2000
     if count:
         _tell(f"letting the model ask {count} questions")
-        texts += prompts.own_questions(engine, count, args.seed)
+        texts += prompts.own_questions(engine, count, args.seed, tell=_tell)
     texts = list(prompts.without(texts, set() if args.data is None else prompts.tests(args.data)))
     random.Random(args.seed).shuffle(texts)
     _tell(f"{len(texts)} prompts")

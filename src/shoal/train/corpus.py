@@ -26,6 +26,8 @@ from shoal.train.answers import answered
 
 SHARD = 64
 """Answers of a shard."""
+_TOGETHER = 32
+"""Answers decoded at once."""
 _VALIDATION = 16
 """One answer in so many is never trained on."""
 _LONGEST = 384
@@ -220,8 +222,8 @@ def _make_shard(
     path: Path, engine: Engine, asked: Sequence[Sequence[int]], wish: CorpusWish, number: int
 ) -> int:
     """AnsweredText, read again, write; the number of answer tokens."""
-    said = list(answered(engine, asked, seed=wish.seed + number * SHARD, max_new_tokens=wish.max_new_tokens,
-                         temperature=wish.temperature))
+    said = list(answered(engine, asked, together=_TOGETHER, seed=wish.seed + number * SHARD,
+                         max_new_tokens=wish.max_new_tokens, temperature=wish.temperature))
     texts = [(list(prompt), [*prompt, *answer.tokens]) for prompt, answer in zip(asked, said, strict=True)]
     return _write_shard(path, engine, [(prompt, text) for prompt, text in texts if len(text) > len(prompt) + 1])
 

@@ -6,7 +6,7 @@ Prompts that test sets hold are left out wherever they come from.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from shoal.train.answers import answered
 _MARK = "\u2042"
 _QUESTION = 96
 """Tokens after which a question that has not ended is given up."""
+_TOLD = 500
+"""Questions between two words of progress."""
 _TESTS = ("vicuna/vicuna_bench.jsonl", "mt_bench/question.jsonl", "spec_bench/question_math_rag.jsonl")
 
 
@@ -80,7 +82,9 @@ def plain(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def own_questions(engine: Engine, count: int, seed: int, together: int = 16) -> list[str]:
+def own_questions(
+    engine: Engine, count: int, seed: int, together: int = 32, tell: Callable[[str], None] = lambda words: None
+) -> list[str]:
     """What the model itself says where its chat template lets a user speak (Magpie, arXiv 2406.08464).
 
     Args:
@@ -88,6 +92,7 @@ def own_questions(engine: Engine, count: int, seed: int, together: int = 16) -> 
         count: questions drawn, at temperature 1; those that do not end, or say nothing, are left out.
         seed: of the draws.
         together: rows decoded at once.
+        tell: is told of progress, now and then.
 
     Raises:
         Unsupported: the model has no chat template that ends a user's turn in a way that can be told.
@@ -95,7 +100,12 @@ def own_questions(engine: Engine, count: int, seed: int, together: int = 16) -> 
     before = _before_the_user(engine)
     asked = answered(engine, [before] * count, together=together, max_new_tokens=_QUESTION, temperature=1.0,
                      seed=seed)
-    ended = [answer.text.strip() for answer in asked if answer.finish_reason == "stop"]
+    ended = []
+    for number, answer in enumerate(asked, start=1):
+        if answer.finish_reason == "stop":
+            ended.append(answer.text.strip())
+        if number % _TOLD == 0:
+            tell(f"{number} of {count} questions asked")
     return list(without((text for text in ended if len(text.split()) > 2), set()))
 
 
