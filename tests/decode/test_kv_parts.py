@@ -75,15 +75,19 @@ class Top(Reading):
 
 @dataclass(frozen=True)
 class Rounded(Reading):
-    """Each head's key and value at each position, in steps of a 127th of its largest number."""
+    """Each block of 32 numbers of each head's key and value, in steps of a 127th of its largest number."""
 
     first: int
 
     def found(self, layer: int, values: Tensor) -> Tensor:
         if layer < self.first:
             return values
-        step = values.float().abs().amax(-1, keepdim=True) / 127
-        return ((values.float() / step).round() * step).to(values.dtype)
+        blocks = values.float().split(32, -1)
+        return torch.cat([self._steps(block) for block in blocks], -1).to(values.dtype)
+
+    def _steps(self, block: Tensor) -> Tensor:
+        step = (block.abs().amax(-1, keepdim=True) / 127).half().float()
+        return (block / step).round().clamp(-127, 127) * step
 
 
 @dataclass(frozen=True)

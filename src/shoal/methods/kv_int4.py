@@ -17,8 +17,7 @@ class KVInt4(StoringMethod):
     """Keys and values are stored as 4-bit integers with a scale in float16 for each 32 numbers.
 
     The form is the one that llama.cpp calls q4_0: in each block the number of largest magnitude becomes -8, and all are
-    rounded to the nearest of 16 steps as soon as a position is stored. The kernels do not read it themselves, so it
-    saves memory and costs time. It is a yardstick: what can as many bytes hold?
+    rounded to the nearest of 16 steps as soon as a position is stored.
 
     Attributes:
         first: layers below this one store theirs as they are; the number of layers or more changes nothing.
@@ -35,16 +34,16 @@ class KVInt4(StoringMethod):
 class Int4:
     """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks]."""
 
-    kernel: ClassVar[str | None] = None
+    kernel: ClassVar[str | None] = "int4"
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import nibbles
+        from shoal.model import kv_blocks
 
-        return nibbles.packed(values)
+        return kv_blocks.to_nibbles(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """See `shoal.model.kv_form.KVForm`; zeros fill up the last block."""
-        from shoal.model import nibbles
+        from shoal.model import kv_blocks
 
-        return nibbles.unpacked(*parts)
+        return kv_blocks.from_nibbles(*parts)

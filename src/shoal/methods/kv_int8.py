@@ -11,15 +11,13 @@ from shoal.methods._stored import StoringMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TINY = 2.0**-126
-"""The smallest normal float32: what is all zeros stays so."""
-
 
 @dataclass(frozen=True)
 class KVInt8(StoringMethod):
-    """Keys and values are stored as 8-bit integers with a scale for each head and position.
+    """Keys and values are stored as 8-bit integers with a scale in float16 for each 32 numbers.
 
-    Rounding is to the nearest, symmetric around zero, as soon as a position is stored; nothing is kept beside it.
+    The form is the one that llama.cpp calls q8_0: the largest magnitude of a block becomes 127, and all numbers are
+    rounded to the nearest as soon as a position is stored; nothing is kept beside it.
 
     Attributes:
         first: layers below this one store theirs as they are; the number of layers or more changes nothing.
@@ -34,17 +32,18 @@ class KVInt8(StoringMethod):
 
 @dataclass(frozen=True)
 class Int8:
-    """int8 [heads, columns, head_dim] and a float32 scale [heads, columns]: the largest of a column becomes 127."""
+    """int8 [heads, columns, head_dim] and float16 scales [heads, columns, blocks]."""
 
     kernel: ClassVar[str | None] = "int8"
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `shoal.model.kv_form.KVForm`."""
-        wide = values.float()
-        scale = wide.abs().amax(-1) / 127
-        return (wide / scale.clamp_min(_TINY)[..., None]).round().char(), scale
+        from shoal.model import kv_blocks
+
+        return kv_blocks.to_bytes(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """See `shoal.model.kv_form.KVForm`."""
-        whole, scale = parts
-        return whole.float() * scale[..., None]
+        from shoal.model import kv_blocks
+
+        return kv_blocks.from_bytes(*parts)

@@ -414,8 +414,8 @@ def _experts(
 def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether the kernels know the forms in which these rows are stored."""
     held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside for row in _rows(chunks)]
-    return all(one is None or one.form.kernel == kernel for pair in held
-               for one, kernel in zip(pair, ("int8", "bitmap"), strict=True))
+    return all(one is None or one.form.kernel in kernels for pair in held
+               for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))
 
 
 def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
@@ -426,7 +426,7 @@ def _own(store: KVLayer, row: int) -> native.OwnColumns:
     own, older = store.encoded[row], store.settled[row]
     if older is not None and older.settled and older.form.kernel == "bitmap":
         return native.OwnColumns(bias=store.bias[row], older=older.tensors, settled=older.settled)
-    if own is None or not own.capacity or own.form.kernel != "int8":
+    if own is None or not own.capacity or own.form.kernel not in ("int8", "int4"):
         return native.OwnColumns(bias=store.bias[row])
     return native.OwnColumns(own.keys, own.values, store.bias[row])
 

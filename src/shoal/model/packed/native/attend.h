@@ -65,7 +65,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             w->chunk.begins[j] = head == 0;
         }
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
-        const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * (int64_t)source->dim * form_bytes(source->form);
+        const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * column_bytes(source->dim, source->form);
         for (int side = 0; side < 2; side++) w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }

@@ -6,7 +6,7 @@
 #ifndef SHOAL_ATTENTION_H
 #define SHOAL_ATTENTION_H
 
-#include "simd.h"
+#include "kv_blocks.h"
 
 #define CHUNK 64    /* columns at a time: laid out they stay in the nearest caches for all queries */
 #define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
@@ -39,19 +39,18 @@ INLINE void reset(State *s, int dim) {
     memset(s->sum, 0, sizeof(float) * round_up(dim, 32));
 }
 
-enum { STORED_FP32, STORED_BF16, STORED_INT8 };
-
 /* Columns as bitmaps: words of 16 dimensions, and the numbers whose bits are set. */
 typedef struct {
     const uint16_t *bits;
     const char *numbers;
 } Bitmaps;
 
-/* The columns of one KV head, `dim` numbers each, as they are stored. By column, or NULL: what keys and values are
-   multiplied with, and what is added to scores. */
+/* The columns of one KV head, `dim` numbers each, as they are stored; the scales of their blocks where these have some; by
+   column what is added to scores, or NULL. */
 typedef struct {
     const char *keys, *values;
-    const float *key_scales, *value_scales, *bias;
+    const uint16_t *key_scales, *value_scales;
+    const float *bias;
     int form, dim;
     float scale, cap; /* of scores */
     Bitmaps older[2];    /* keys and values of the first `settled` columns, `numbers` of each line */
@@ -63,15 +62,15 @@ typedef struct {
    dimensions and of odd ones. */
 typedef struct {
     char *keys, *values;
-    float *factors, *weights, *bias; /* [CHUNK]: of scores, of softmax's weights, beside scores */
-    int scaled, biased;              /* whether there are the last two */
+    float *bias;                     /* [CHUNK], beside scores */
+    int biased;                      /* whether there is any */
     float *tops[MOST_QUERIES];       /* where the largest scores of a few queries are noted by column; or NULL */
     int begins[MOST_QUERIES];        /* whether nothing was noted there yet */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
     const int32_t *next;             /* columns that come next, where they do not follow those of this chunk */
     int coming;                      /* how many of them there are, 0 where they follow */
     int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
-    float cap;
+    float scale, cap;                /* of scores */
 } Chunk;
 
 /* What a token sees of a chunk: places low..high-1 without the nodes in `hidden`, of which bit 0 stands at first_node. */
@@ -82,27 +81,22 @@ typedef struct {
 
 INLINE int words_of_line(int dim, const int bf16) { return bf16 ? dim / 2 : dim; }
 INLINE int vectors_of_line(int dim, const int bf16) { return bf16 ? (dim + 31) / 32 * 2 : (dim + 15) / 16; }
-INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + 3 * CHUNK * 4; }
+INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + CHUNK * 4; }
 
 INLINE Chunk chunk_at(char *at, int dim) {
     const int64_t part = CHUNK * 4 * round_up(dim, 32);
-    float *rest = (float *)(at + 2 * part);
-    return (Chunk){.keys = at, .values = at + part, .factors = rest, .weights = rest + CHUNK, .bias = rest + 2 * CHUNK, .dim = dim};
+    return (Chunk){.keys = at, .values = at + part, .bias = (float *)(at + 2 * part), .dim = dim};
 }
 
-INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORED_BF16 ? 2 : 1; }
-
-/* 16 words of a line from number 16 * part on, zero beyond its end. */
-INLINE Vi load_words(const char *line, int part, int dim, const int form, const int bf16) {
+/* 16 words of a line from word 16 * part on, zero beyond its end. */
+INLINE Vi load_words(const char *line, const uint16_t *scales, int part, int dim, const int form, const int bf16) {
+    if (form == STORED_INT8 || form == STORED_INT4) {
+        fetch(line + part * (form == STORED_INT4 ? 8 : 16) * (1 + bf16) + NEAR);
+        return load_block_words(line, scales, part, dim, form, bf16);
+    }
     const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
     const char *at = line + part * width * form_bytes(form);
     fetch(at + NEAR);
-    if (form == STORED_INT8) {
-        char copy[32] = {0};
-        if (rest < width) memcpy(copy, at, rest), at = copy;
-        if (!bf16) return vi_bits(vf_from(vi_load_signed(at)));
-        return join_bf16(vf_from(vi_load_signed(at)), vf_from(vi_load_signed(at + 16)));
-    }
     if (form == STORED_BF16 && !bf16) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
     if (rest == width) return vi_loadu(at);
     return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
@@ -133,33 +127,43 @@ static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char
 typedef struct {
     const char *first;
     int64_t step;
+    const uint16_t *scales; /* of the first one; those of the next follow */
 } Strided;
 
 INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
 
 /* They are read where they are stored one behind the other, else brought together in `room`; zeros for a column that is none. */
 static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
-    const int64_t line = (int64_t)s->dim * form_bytes(s->form), step = round_up(line, 64);
+    const int64_t line = column_bytes(s->dim, s->form), step = round_up(line, 64), blocks = blocks_of(s->dim);
     const char *stored = values ? s->values : s->keys;
-    if (in_a_row(columns) && columns[0] >= s->settled) return (Strided){stored + columns[0] * line, line};
+    const uint16_t *scales = values ? s->value_scales : s->key_scales;
+    uint16_t *brought = (uint16_t *)(room + 16 * step);
+    if (in_a_row(columns) && columns[0] >= s->settled)
+        return (Strided){stored + columns[0] * line, line, scales ? scales + columns[0] * blocks : brought};
     for (int i = 0; i < 16; i++, room += step) {
         if (columns[i] < 0) memset(room, 0, line);
         else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room);
         else copy_line(room, stored + columns[i] * line, line);
+        for (int block = 0; scales && block < blocks; block++)
+            brought[i * blocks + block] = columns[i] < 0 ? 0 : scales[columns[i] * blocks + block];
     }
-    return (Strided){room - 16 * step, step};
+    return (Strided){room - 16 * step, step, brought};
 }
 
 /* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
+/* Scales of a line. */
+INLINE int scales_of(int dim, const int form) { return form == STORED_INT8 || form == STORED_INT4 ? blocks_of(dim) : 0; }
+
 INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int bf16) {
     for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
         const char *line = from.first;
-        UNROLL for (int i = 0; i < 16; i++, line += from.step) {
+        const uint16_t *scales = from.scales;
+        UNROLL for (int i = 0; i < 16; i++, line += from.step, scales += scales_of(dim, form)) {
             KEEP_ONE(line);
-            v[i] = load_words(line, part, dim, form, bf16);
+            v[i] = load_words(line, scales, part, dim, form, bf16);
         }
         transpose_words(v);
         UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
@@ -168,12 +172,13 @@ INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int 
 
 INLINE void lay_values(Strided from, int dim, char *to, const int form, const int bf16) {
     const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors;
-    for (int i = 0; i < 16; i += 1 + bf16, from.first += (1 + bf16) * from.step)
+    const int blocks = scales_of(dim, form);
+    for (int i = 0; i < 16; i += 1 + bf16, from.first += (1 + bf16) * from.step, from.scales += (1 + bf16) * blocks)
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
-            const Vi v = load_words(from.first, part, dim, form, bf16);
+            const Vi v = load_words(from.first, from.scales, part, dim, form, bf16);
             if (!bf16) vi_store(to, v);
             else {
-                const Vi next = load_words(from.first + from.step, part, dim, form, bf16);
+                const Vi next = load_words(from.first + from.step, from.scales + blocks, part, dim, form, bf16);
                 vi_store(to, low_halves(v, next));
                 vi_store(to + 64, high_halves(v, next));
             }
@@ -188,7 +193,7 @@ INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) 
 
 /* Lines from all over the cache are nothing that processors fetch by themselves. */
 INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
-    const int64_t line = (int64_t)s->dim * form_bytes(s->form);
+    const int64_t line = column_bytes(s->dim, s->form);
     for (int i = first; i < min_int(first + 16, c->coming); i++)
         for (int side = 0; side < 2; side++) {
             const char *at = lines_ahead(s, side, max_int(c->next[i], 0) * line, c->next[i]);
@@ -199,7 +204,7 @@ INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
 INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
-    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
+    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED; /* of floats, or of bytes with their scales */
     for (int i = 0; i < count; i += 16) {
         fetch_lines(c, s, i);
         lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
@@ -213,11 +218,13 @@ static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int coun
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
     lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS);
 }
-static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, 0);
+static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
+    else lay_lines(c, s, columns, count, STORED_INT8, 0);
 }
-static void lay_int8_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
+static void lay_int4(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+    if (bf16) lay_lines(c, s, columns, count, STORED_INT4, BF16_PRODUCTS);
+    else lay_lines(c, s, columns, count, STORED_INT4, 0);
 }
 
 /* What is kept of 16 columns; of one that is none, anything. */
@@ -230,20 +237,14 @@ INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
 
 /* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    const Vf scale = vf_all(s->scale);
     int some = 0; /* the first that is one */
-    c->cap = s->cap, c->scaled = s->value_scales != NULL, c->biased = s->bias != NULL;
-    for (int i = 0; i < count; i += 16) {
-        vf_store(c->factors + i, s->key_scales ? vf_mul(scale, numbers_of(s->key_scales, columns + i)) : scale);
-        if (c->scaled) vf_store(c->weights + i, numbers_of(s->value_scales, columns + i));
-        if (c->biased) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
-    }
+    c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
+    for (int i = 0; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
     while (some < count - 1 && columns[some] < 0) some++;
     c->stored_bytes = columns[some] < s->settled ? max_int(form_bytes(s->form) / 2, 1) : form_bytes(s->form);
     if (s->form == STORED_FP32) lay_fp32(c, s, columns, count);
     else if (s->form == STORED_BF16) lay_bf16(c, s, columns, count);
-    else if (bf16) lay_int8_bf16(c, s, columns, count);
-    else lay_int8(c, s, columns, count);
+    else (s->form == STORED_INT8 ? lay_int8 : lay_int4)(c, s, columns, count, bf16);
 }
 
 INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {
@@ -292,7 +293,7 @@ INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], i
         UNROLL for (int h = 0; h < queries; h++)
             UNROLL for (int k = 0; k < SCORED; k++) {
                 float *at = scores[h] + 16 * (g + k);
-                vf_store(at, vf_mul(vf_load(at), vf_load(c->factors + 16 * (g + k))));
+                vf_store(at, vf_mul(vf_load(at), vf_all(c->scale)));
             }
     }
 }
@@ -373,9 +374,8 @@ INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16
     }
     for (int i = first; i < last; i += LANES)
         UNROLL for (int h = 0; h < queries; h++) {
-            Vf weight = exp_ps(vf_sub(vf_load(scores[h] + i), peak[h]));
+            const Vf weight = exp_ps(vf_sub(vf_load(scores[h] + i), peak[h]));
             total[h] = vf_add(total[h], weight);
-            if (c->scaled) weight = vf_mul(weight, vf_load(c->weights + i));
             if (bf16) store_bf16(halves[h] + i, weight, 0xffff);
             else vf_store(scores[h] + i, weight);
         }

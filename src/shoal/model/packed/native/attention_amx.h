@@ -27,7 +27,7 @@ INLINE void score_squares(const Chunk *c, const char *q, float scores[][CHUNK], 
         SQUARE_STORE(0, &scores[0][i], 4 * CHUNK);
     }
     for (int h = 0; h < queries; h++)
-        for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_load(c->factors + i)));
+        for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_all(c->scale)));
 }
 
 /* Add the values of columns first..last-1 by their weights. */

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.model.kv_blocks import BLOCK
 from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
+
+_STORED = {torch.int8: 2, torch.uint8: 3}
+"""STORED_INT8 and STORED_INT4 of kv_blocks.h, by what their numbers are held in."""
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -151,8 +155,9 @@ class OwnColumns:
     """What a row has in a layer beside its slot.
 
     Attributes:
-        keys, values: int8 [kv_heads, capacity, head_dim] in the place of the slot, and what each column is multiplied
-            with, float32 [kv_heads, capacity]; None for the slot.
+        keys, values: in the place of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity,
+            blocks, 16] that hold two numbers each; and scales of blocks of 32, float16 [kv_heads, capacity, blocks].
+            None for the slot.
         bias: float32 [kv_heads, columns], added to the scores; None for nothing.
         older: in the place of the slot's first columns, bits of keys and of values, uint8 [kv_heads, capacity, 2 for
             each 16 dimensions], and the numbers of each whose bits are set, [kv_heads, capacity, numbers] in the
@@ -170,10 +175,13 @@ class OwnColumns:
         """In the library's form, for a cache in `dtype`; ValueError for tensors of other types or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
+            blocks, held = -(-shape[1] // BLOCK), self.keys[0].dtype
+            line = (blocks, BLOCK // 2) if held == torch.uint8 else (shape[1],)
             for name, (whole, scale) in (("key", self.keys), ("value", self.values)):
-                setattr(struct, f"{name}s", self._address(whole, torch.int8, (shape[0], None, shape[1])))
-                setattr(struct, f"{name}_scales", self._address(scale, torch.float32, (shape[0], whole.shape[1])))
-            struct.capacity = self.keys[0].shape[1]
+                sizes = shape[0], whole.shape[1], blocks
+                setattr(struct, f"{name}s", self._address(whole, held, (shape[0], None, *line)))
+                setattr(struct, f"{name}_scales", self._address(scale, torch.float16, sizes))
+            struct.capacity, struct.form = self.keys[0].shape[1], _STORED[held]
         if self.bias is not None:
             struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
             struct.bias_capacity = self.bias.shape[1]

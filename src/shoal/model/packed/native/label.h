@@ -31,7 +31,7 @@ INLINE float key_number(const Source *s, int64_t column, int dim) {
     }
     if (s->form == STORED_FP32) return ((const float *)keys)[at];
     if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)keys)[at]);
-    return keys[at] * s->key_scales[column];
+    return block_number(keys + column * column_bytes(s->dim, s->form), s->key_scales + column * blocks_of(s->dim), dim, s->form);
 }
 
 /* The labels of one KV head in a layer: of columns by place, see ShoalChoice. */

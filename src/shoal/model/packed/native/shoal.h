@@ -58,13 +58,14 @@ typedef struct {
 
 /* What a row has in a layer beside its slot. */
 typedef struct {
-    int8_t *keys, *values;            /* [kv_heads, capacity, head_dim], in the place of the slot; or NULL */
-    float *key_scales, *value_scales; /* [kv_heads, capacity], what they are multiplied with */
+    void *keys, *values;                 /* [kv_heads, capacity] of lines in the form of kv_blocks.h, in the place of the slot; or NULL */
+    uint16_t *key_scales, *value_scales; /* [kv_heads, capacity, blocks], of their blocks */
     const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the columns; or NULL */
     const uint16_t *key_bits, *value_bits;     /* of the first columns: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
     const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set, the others are 0 */
     int32_t capacity, bias_capacity;
     int32_t settled, settled_capacity, numbers; /* how many columns that is true of; the slot has the others at their places */
+    int32_t form; /* of keys and values: STORED_INT8 or STORED_INT4 */
 } ShoalOwn;
 
 /* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by

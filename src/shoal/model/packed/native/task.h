@@ -25,14 +25,6 @@ INLINE int64_t first_line(const Run *r, const Task *task, const ShoalOwn *own) {
     return ((int64_t)task->segment->row * kv_heads + task->head) * r->b->capacity[task->number];
 }
 
-/* The largest becomes 127. */
-static void store_bytes(int8_t *to, float *scale, const float *x, int count) {
-    float top = 0;
-    for (int j = 0; j < count; j++) top = fmaxf(top, fabsf(x[j]));
-    *scale = top / 127;
-    for (int j = 0; j < count; j++) to[j] = top > 0 ? (int8_t)lrintf(x[j] / *scale) : 0;
-}
-
 /* Every column belongs to one split, so the task that reads a new key is the one that writes it. */
 static void store_new(const Worker *w, const Task *task) {
     const Run *r = w->run;
@@ -49,8 +41,9 @@ static void store_new(const Worker *w, const Task *task) {
         int64_t at = line0 + column;
         ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
         if (own && own->keys) {
-            store_bytes(own->keys + at * dim, own->key_scales + at, line, dim);
-            store_bytes(own->values + at * dim, own->value_scales + at, value, dim);
+            const int64_t bytes = at * column_bytes(dim, own->form), block = at * blocks_of(dim);
+            store_blocks((char *)own->keys + bytes, own->key_scales + block, line, dim, own->form);
+            store_blocks((char *)own->values + bytes, own->value_scales + block, value, dim, own->form);
         } else {
             store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
             store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
@@ -72,8 +65,9 @@ static Source source_of(const Run *r, const Task *task) {
     }
     if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
     if (own && own->keys) {
-        s.form = STORED_INT8, s.keys = (const char *)own->keys + first * s.dim, s.values = (const char *)own->values + first * s.dim;
-        s.key_scales = own->key_scales + first, s.value_scales = own->value_scales + first;
+        const int64_t bytes = first * column_bytes(s.dim, own->form), block = first * blocks_of(s.dim);
+        s.form = own->form, s.keys = (const char *)own->keys + bytes, s.values = (const char *)own->values + bytes;
+        s.key_scales = own->key_scales + block, s.value_scales = own->value_scales + block;
     } else {
         s.form = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
         s.keys = (const char *)r->b->keys[task->number] + first * kv_line(m);
