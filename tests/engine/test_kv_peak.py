@@ -27,6 +27,7 @@ from shoal.methods import make
 from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
+from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.mustafar import Mustafar
@@ -39,7 +40,7 @@ from shoal.model.kv_layer import KVLayer
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 DROPPING: list[Any] = [D3(alpha=0.8, core=2), [D3(alpha=0.7, core=2), KVInt8()]]
 """Of several rows one may have given up a layer before another one comes to be largest: there it is a bound."""
-EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), STREAM, [STREAM, KVInt8()], *DROPPING]
+EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), KVInt4(), STREAM, [STREAM, KVInt8()], *DROPPING]
 DRAFTED: list[Any] = [PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
                       [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
 """They store guesses where they make some, which is counted as if they always did."""

@@ -167,6 +167,18 @@ def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) 
         row.twin.native.forward(row.batch(0, 1), kv)
 
 
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("part", range(2))
+def test_blocks_of_other_types_or_sizes_are_refused(form: str, part: int) -> None:
+    row = Long(LONG, 130, form=form)
+    keys, values = ([one[None].clone()] for one in row.lines)
+    stored, other = (list(BLOCKS[form].encode(one)) for one in row.lines)
+    stored[part] = stored[part].float() if part else stored[part][..., :-1].contiguous()
+    for pair in ((stored, other), (other, stored)):
+        with pytest.raises(ValueError, match="what a row has of its own is"):
+            row.twin.native.bind(keys, values, [[OwnColumns(*pair)]])
+
+
 @pytest.mark.parametrize("place", range(4))
 def test_bitmaps_of_other_types_or_sizes_are_refused(place: int) -> None:
     row = Long(LONG, 130)
