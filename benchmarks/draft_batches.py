@@ -5,8 +5,8 @@
 
 Greedy answers to texts of one kind, `rows` of them at a time, each to its end or to so many tokens; plain decoding and
 the methods take turns, every other round backwards. Times are those of decoding, without the reading of prompts; a
-ratio is plain decoding's over a method's in the same round on the same texts. What was guessed changes no token: `equal`
-counts the answers that are those of plain decoding, `n` all of them. The last line on stdout is the result as JSON.
+ratio is plain decoding's over a method's in the same round on the same texts. Guesses change no token: `equal` counts
+the answers that are those of plain decoding, `n` all of them. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
