@@ -1,6 +1,6 @@
 """What drafting methods bring where several texts are decoded together.
 
-    python benchmarks/draft_batches.py --model M --data DATA --methods auto,eagle [--rows 1,4,8] [--texts code,chat]
+    python benchmarks/draft_batches.py --model M [--data DATA] --methods auto,eagle [--rows 1,4,8] [--texts code,chat]
         [--groups 2] [--new-tokens 96] [--rounds 3] [--threads 2] [--json OUT]
 
 Greedy answers to texts of one kind, `rows` of them at a time, each to its end or to so many tokens; plain decoding and
@@ -27,9 +27,9 @@ from shoal.cli import env
 from shoal.cli.method_list import methods_from
 from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
-from shoal.engine.request import chat_ids
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal.train.prompts import encoded
 from shoal.types import Result
 
 PLAIN = "full"
@@ -40,7 +40,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="folder with texts of all kinds but `problems`")
     parser.add_argument("--methods", required=True)
     parser.add_argument("--rows", default="1,4,8")
     parser.add_argument("--texts", default="code,chat")
@@ -67,7 +67,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """One row of the table for each method, for texts of that kind, `count` at a time."""
     texts = workloads.prompts(args.data, kind, count * args.groups)
-    prompts = [chat_ids([{"role": "user", "content": text}], engine.tokenizer) for text in texts]
+    prompts = encoded(texts, engine.tokenizer)
     groups = [prompts[first : first + count] for first in range(0, len(prompts) - count + 1, count)]
     ratios, answers = defaultdict[str, list[float]](list), defaultdict[str, list[Result]](list)
     for round_number in range(args.rounds):

@@ -33,6 +33,16 @@ def test_a_machine_without_kernels_is_measured() -> None:
     assert found["shoal_over"]["shoal"] == 1
 
 
+def test_drafts_in_batches_are_measured() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "draft_batches.py"), "--model",
+               str(FOLDER / "llama-Q4_1.gguf"), "--methods", "prompt_lookup:length=3", "--texts", "problems",
+               "--rows", "1,2", "--groups", "2", "--rounds", "2", "--new-tokens", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["together"], row["n"], row["equal"]) for row in rows] == [(1, 4, 4), (2, 8, 8)]
+    assert all(row["tokens_per_forward"] >= 1 and row["faster"]["median"] > 0 for row in rows)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving(speaking(), model_name="soak", max_tokens=2000) as running:
