@@ -168,7 +168,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     part = part_for("dynamic_context", "llama")
     with pytest.raises(ValueError, match="every is 0; it must be at least 1 token"):
         DynamicContext(part, every=0)
-    with pytest.raises(ValueError, match="dynamic_context has no trained part, and none for this model comes"):
+    with pytest.raises(ValueError, match="dynamic_context has no trained part, and none is known for this model"):
         target("llama").generate([1, 2], method="dynamic_context")
     with pytest.raises(ValueError, match="kind 'eagle'; dynamic_context needs one of kind 'dynamic_context'"):
         target("llama").generate([1, 2], method=DynamicContext(part_for("eagle", "llama")))

@@ -192,7 +192,7 @@ def test_parts_and_numbers_that_do_not_fit_are_refused() -> None:
         ReadME(part, 0)
     with pytest.raises(ValueError, match=r"experts is 4; it must be in \[1, 3\] for the trained part .* 1 always run"):
         engine.generate([1, 2], method=ReadME(part, 4))
-    with pytest.raises(ValueError, match="read_me has no trained part, and none for this model comes"):
+    with pytest.raises(ValueError, match="read_me has no trained part, and none is known for this model"):
         engine.generate([1, 2], method="read_me")
     with pytest.raises(ValueError, match="kind 'eagle'; read_me needs one of kind 'read_me'"):
         engine.generate([1, 2], method=ReadME(part_for("eagle", "llama")))
