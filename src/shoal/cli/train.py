@@ -162,6 +162,7 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     import torch
 
+    from shoal.bench import report
     from shoal.train import corpus, export, read_me
     from shoal.train.loop import Trainer, Training
 
@@ -190,7 +191,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     if not found.accepted:
         found.accepted.append(trainer.validate())
     facts = {**export.trained(module, answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
-             "command": " ".join(args.words)}
+             "command": report.shown(args.words)}
     card, worth, use = _written(args, engine, module, facts)
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
     _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")

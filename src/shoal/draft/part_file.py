@@ -98,8 +98,8 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
         raise ValueError(f"the trained part {folder!r} is of kind {card['part']!r}; {kind} needs one of kind {kind!r}")
     remedy = f"Train one for this model: shoal train {kind} --model MODEL --out DIR"
     if info.fingerprint is not None and info.fingerprint() not in card["fingerprints"]:
-        known = " or ".join(card["fingerprints"])
-        why = f"it was trained for a model with the fingerprint {known}; this one's is {info.fingerprint()}"
+        others = " or ".join(card["fingerprints"])
+        why = f"it was trained for a model with the fingerprint {others}; this one's is {info.fingerprint()}"
         raise Unsupported(f"the trained part {folder!r}", why, remedy)
     if info.tokenizer is not None and card["vocabulary"] not in (None, _vocabulary(info)):
         raise Unsupported(f"the trained part {folder!r}", "its model's tokenizer had another vocabulary", remedy)

@@ -90,7 +90,7 @@ INLINE Chunk chunk_at(char *at, int dim) {
 
 /* 16 words of a line from word 16 * part on, zero beyond its end. */
 INLINE Vi load_words(const char *line, const uint16_t *scales, int part, int dim, const int form, const int bf16) {
-    if (form == STORED_INT8 || form == STORED_INT4) {
+    if (has_blocks(form)) {
         fetch(line + part * (form == STORED_INT4 ? 8 : 16) * (1 + bf16) + NEAR);
         return load_block_words(line, scales, part, dim, form, bf16);
     }
@@ -154,7 +154,7 @@ static Strided find_lines(const Source *s, int values, const int32_t *columns, c
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
 /* Scales of a line. */
-INLINE int scales_of(int dim, const int form) { return form == STORED_INT8 || form == STORED_INT4 ? blocks_of(dim) : 0; }
+INLINE int scales_of(int dim, const int form) { return has_blocks(form) ? blocks_of(dim) : 0; }
 
 INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int bf16) {
     for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {

@@ -6,11 +6,11 @@
 #include "simd.h"
 
 #define KV_BLOCK 32
-#define MAX_KV_BLOCKS 8 /* of a line */
 
 enum { STORED_FP32, STORED_BF16, STORED_INT8, STORED_INT4 };
 
 INLINE int blocks_of(int dim) { return (dim + KV_BLOCK - 1) / KV_BLOCK; }
+INLINE int has_blocks(const int form) { return form == STORED_INT8 || form == STORED_INT4; }
 
 /* Of a number; a line in 4 bits is whole blocks of 16 bytes. */
 INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORED_BF16 ? 2 : 1; }
