@@ -198,3 +198,40 @@ def test_a_helper_that_was_put_off_in_one_text_is_tried_in_the_next() -> None:
 def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
     seconds, _ = helped(0.95, 0.1, 3000, believed=0.1)
     assert seconds < 0.7
+
+
+def asked(payoff: Payoff, rows: int, slope: float, rate: float, steps: int) -> list[int]:
+    """Guesses per row that a helper is asked for, on a machine where a guess adds `slope` of a step."""
+    found = []
+    for _ in range(steps):
+        length = payoff.helped(rows, 63)
+        payoff.times.observe(rows, rows * length, 1 + slope * rows * length)
+        if length:
+            kept = int(rate * length)
+            payoff.judged(kept, min(kept + 1, length))
+            payoff._helper.took(0.1)
+        found.append(length)
+    return found
+
+
+def test_where_positions_are_dear_a_new_text_brings_no_trial() -> None:
+    payoff = Payoff(HelperRecord(0.7, 0.1))
+    assert any(asked(payoff, 8, 0.2, 1.0, 50))  # what they cost has to be found out
+    for _ in range(3):
+        payoff.begin()
+        assert not any(asked(payoff, 8, 0.2, 1.0, 20))
+    assert 1 <= sum(map(bool, asked(payoff, 8, 0.2, 1.0, 400))) <= 3  # and once in a while, whether it still is so
+
+
+def test_a_stall_in_a_trial_does_not_end_all_trials() -> None:
+    payoff = Payoff(HelperRecord(0.7, 0.1))
+    asked(payoff, 8, 2.0, 1.0, 4)
+    assert sum(map(bool, asked(payoff, 8, 0.01, 1.0, 2000))) > 1000
+
+
+def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
+    payoff = Payoff(HelperRecord(0.7, 0.1))
+    for rows in (1, 8):
+        asked(payoff, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
+    assert not any(asked(payoff, 8, 0.2, 1.0, 20))
+    assert all(asked(payoff, 1, 0.02, 1.0, 20)[1:])

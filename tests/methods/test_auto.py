@@ -207,7 +207,7 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     assert found.tokens == plain.tokens
     assert 1 <= found.stats.draft_forwards <= 8
     again = shipped.generate(prompt, method=Auto(), max_new_tokens=40, ignore_eos=True)
-    assert 4 <= again.stats.draft_forwards <= 6  # another text is another matter
+    assert again.stats.draft_forwards == 0  # where no guess could pay, another text is no other matter
     proposer = Auto().recipe(shipped.info()).proposer
     drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
     reading, decoding = ([SimpleNamespace(emitted=emitted)] for emitted in (0, 1))

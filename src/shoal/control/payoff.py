@@ -198,13 +198,16 @@ class HelperRecord:
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
-        self._cost, self._most, self._judged = cost, most, 0
-        self._left, self._pause, self._tries = 0, _FIRST_PAUSE, 0
+        self._cost, self._most, self._judged, self._tries = cost, most, 0, 0
+        self._pauses: dict[int, _Pause] = {}
+        self._pause = self._pauses[_load(1)] = _Pause()
 
     def begin(self) -> None:
         """Let it try anew: what is known of other texts counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
-        self._left, self._pause, self._tries = 0, _FIRST_PAUSE, _TRIES
+        self._tries = _TRIES
+        for pause in self._pauses.values():
+            pause.begin()
 
     def length(self, times: ForwardTimes, rows: int, most: int) -> int:
         """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
@@ -214,27 +217,34 @@ class HelperRecord:
             rows: that the helper would guess for.
             most: guesses per row that there is room for.
         """
-        if self._left > 0:
-            self._left -= 1
-            return min(1, most) if self._left == 0 else 0
+        pause = self._pause = self._pauses.setdefault(_load(rows), _Pause())
+        if pause.left > 0:
+            pause.left -= 1
+            return min(1, most) if pause.left == 0 else 0
+        known = min(most, self._most, 1 + self._judged)
+        if found := self._best(self._acceptance.rate, times, rows, known):
+            pause.ended()
+            return found
+        hopeless = times.widest(rows) > 0 and not self._best(1.0, times, rows, min(most, self._most))
+        if self._tries > 0 and not hopeless:
+            return min(1, most)
+        pause.longer(hopeless)
+        return 0
+
+    def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
+        """Guesses per row, up to `most`, with the most tokens per second at that chance to be kept; 0 if none pays."""
         best, found = MARGIN, 0
-        for length in range(1, min(most, self._most, 1 + self._judged) + 1):
+        for length in range(1, most + 1):
             cost = 1 + length * self._cost + times.added(rows, rows * length)
-            gain = expected_tokens(self._acceptance.rate, length) / cost
+            gain = expected_tokens(rate, length) / cost
             if gain > best:
                 best, found = gain, length
-        if not found and self._tries > 0:
-            return min(1, most)
-        if found:
-            self._pause = _FIRST_PAUSE
-        else:
-            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return found
 
     @property
     def rests(self) -> bool:
-        """Whether it is put off beyond the next steps."""
-        return self._left > _AWAKE
+        """Whether it is put off beyond the next steps, with as many rows as there were last."""
+        return self._pause.left > _AWAKE
 
     def judged(self, kept: int, offered: int) -> None:
         """`kept` of `offered` guesses in a row were right."""
@@ -245,3 +255,27 @@ class HelperRecord:
     def took(self, share: float) -> None:
         """A guess took that share of a plain step; the first one after a pause may have had to read all since."""
         self._cost += _NEW * (min(share, 2 * self._cost) - self._cost)
+
+
+class _Pause:
+    """Steps of so many rows in which a helper makes no guess.
+
+    Attributes:
+        left: how many there are still to be.
+    """
+
+    def __init__(self) -> None:
+        self.left, self._next, self._hopeless = 0, _FIRST_PAUSE, False
+
+    def begin(self) -> None:
+        """A new text ends it, unless positions are so dear that no text is worth guessing."""
+        if not self._hopeless:
+            self.ended()
+
+    def ended(self) -> None:
+        """Nothing is put off any more."""
+        self.left, self._next, self._hopeless = 0, _FIRST_PAUSE, False
+
+    def longer(self, hopeless: bool) -> None:
+        """It begins; the next one is twice as long."""
+        self.left, self._next, self._hopeless = self._next, min(2 * self._next, _LONGEST_PAUSE), hopeless
