@@ -141,6 +141,9 @@ def test_labels_and_methods_are_each_others_inverse():
                  "aded:corpus=a+b.txt:nodes=4+full"):
         (method,) = methods_from(word).values()
         assert label_of(method) == word
+    listed = "schedule:order=[4,3]:steps=[1,9]"
+    scheduled = make({"method": "schedule", "method_args": {"order": [4, 3], "steps": [1, 9]}})
+    assert methods_from(f"d3,{listed},full") == {"d3": make("d3"), listed: scheduled, "full": make("full")}
     assert methods_from("aded+full,d3") == {"aded+full": make(["aded", "full"]), "d3": make("d3")}
     assert methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 

@@ -1,4 +1,7 @@
-"""Methods as words, several in one option: `full,d3:mean=0.6:core=4,d3:mean=0.6+prompt_lookup`."""
+"""Methods as words, several in one option: `full,d3:mean=0.6:core=4,d3:mean=0.6+prompt_lookup`.
+
+Commas within brackets belong to a list: `schedule:order=[4,3]:steps=[1,9],full` are two methods.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 def methods_from(text: str | None) -> dict[str, Method]:
     """The methods of such a text by their words; none of an empty one."""
-    return {word: _method(word) for word in (text or "").split(",") if word}
+    return {word: _method(word) for word in re.split(r",(?![^\[]*\])", text or "") if word}
 
 
 def _method(word: str) -> Method:

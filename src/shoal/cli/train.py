@@ -208,8 +208,7 @@ def _written(
 
     if isinstance(module, heal.HealModule):
         card = export.model(args.out, engine, module, module.checkpoint(), **facts)
-        method = (args.under or FULL).split(",")[0]
-        first = card["plans"][method]
+        method, first = next(iter(card["plans"].items()))
         worth = (f"under {method} {first['after']['kept_words']:.1%} of the words are the model's own, "
                  f"{first['before']['kept_words']:.1%} before healing,")
         return card, worth, f"--model {args.out} --method {method}"
