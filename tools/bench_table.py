@@ -9,7 +9,8 @@ benchmarks/real, on random weights those that `shoal bench --json` wrote into be
 bench-drafts wrote about `auto` into benchmarks/auto. The README and docs/performance.md show the files in
 benchmarks/real/avx512, and docs/performance.md those in benchmarks/real/amx as well. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
-`<!-- auto:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`.
+`<!-- auto:end -->`, those of reports in benchmarks/parts on layers of `eagle` between `<!-- parts:begin -->` and
+`<!-- parts:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`.
 """
 
 from __future__ import annotations
@@ -68,12 +69,19 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     pages[performance] = filled(pages[performance], real.glance([report for _, report in units]), "amx")
     drafting = ROOT / "docs" / "drafting.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
+    trained = [drafts(report) for _, report in _reports(results.parent / "parts") if _has_layer(report)]
+    pages[drafting] = filled(pages[drafting], "\n".join(trained), "parts")
     return pages
 
 
 def _reports(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     paths = sorted(folder.glob("*.json"), key=lambda path: path.stem)
     return [(path, json.loads(path.read_text("utf-8"))) for path in paths]
+
+
+def _has_layer(report: dict[str, Any]) -> bool:
+    """Whether it is of `shoal bench-drafts`, and a trained layer was among those who guessed."""
+    return "lossless" in report and any(system.startswith("eagle") for system in report["asked"]["systems"])
 
 
 def filled(text: str, content: str, name: str = "benchmarks") -> str:
@@ -149,8 +157,8 @@ def _dial(report: dict[str, Any]) -> str:
 
 
 def _short(system: str) -> str:
-    """A method's words without which model drafts and which rule is meant, as the command says that."""
-    return re.sub(r":(draft|text)=[^:]*|:rule=lenient", "", system)
+    """A method's words without which model or part drafts and which rule is meant, as the command says that."""
+    return re.sub(r":(draft|text|part)=[^:]*|:rule=lenient", "", system)
 
 
 def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
