@@ -9,8 +9,9 @@ benchmarks/real, on random weights those that `shoal bench --json` wrote into be
 bench-drafts wrote about `auto` into benchmarks/auto. The README and docs/performance.md show the files in
 benchmarks/real/avx512, and docs/performance.md those in benchmarks/real/amx as well. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
-`<!-- auto:end -->`, those of reports in benchmarks/parts on layers of `eagle` between `<!-- parts:begin -->` and
-`<!-- parts:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`.
+`<!-- auto:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. docs/parts.md
+shows what `shoal bench-drafts` wrote of trained layers into benchmarks/parts, and between `<!-- cards:begin -->` and
+`<!-- cards:end -->` the cards of the parts that ship or lie in hub.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,8 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     ])
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
     found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
+    trained = [report for _, report in _reports(results.parent / "parts") if _has_layer(report)]
+    found[ROOT / "docs" / "parts.md"] = "\n".join(map(drafts, trained))
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
     found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
     pages = {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
@@ -69,8 +73,8 @@ def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str
     pages[performance] = filled(pages[performance], real.glance([report for _, report in units]), "amx")
     drafting = ROOT / "docs" / "drafting.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
-    trained = [drafts(report) for _, report in _reports(results.parent / "parts") if _has_layer(report)]
-    pages[drafting] = filled(pages[drafting], "\n".join(trained), "parts")
+    parts = ROOT / "docs" / "parts.md"
+    pages[parts] = filled(pages[parts], cards(), "cards")
     return pages
 
 
@@ -177,6 +181,23 @@ def autos(files: Sequence[tuple[Path, dict[str, Any]]]) -> str:
 
 def _auto(one: dict[str, Any] | None) -> str:
     return "" if one is None else f"{one['ratio']:.2f}x (at least {one['low']:.2f}), {one['tokens_per_forward']:.2f}"
+
+
+def cards() -> str:
+    """A line per trained layer that is there, by its card, beside what the paper reports."""
+    paths = [*(ROOT / "src" / "shoal" / "parts").glob("*/part.json"), *(ROOT / "hub").glob("*/part.json")]
+    lines = [_card(path.parent.relative_to(ROOT), json.loads(path.read_text("utf-8"))) for path in sorted(paths)]
+    lines.append(["Vicuna 7B, as EAGLE reports it (arXiv 2401.15077)", "79, 74, 72", "3.94, with trees",
+                  "70 thousand conversations", "", ""])
+    return "\n" + markdown(["part", "the first, second, third guess is right, %", "tokens per forward",
+                            "tokens of answers, as often as seen", "minutes", "MB"], lines) + "\n\n"
+
+
+def _card(folder: Path, card: dict[str, Any]) -> list[str]:
+    shares = [100 * now / before for before, now in pairwise([1.0, *card["acceptance"]])]
+    seen = f"{card['training_tokens'] / 1e3:,.0f} thousand"
+    return [f"[{folder.name}](../{folder.as_posix()}/part.json)", ", ".join(f"{share:.0f}" for share in shares),
+            f"{card['tokens_per_forward']:.2f}", seen, f"{card['minutes']:.0f}", f"{card['bytes'] / 1e6:.1f}"]
 
 
 def _rounds(number: int, kind: str = "") -> str:

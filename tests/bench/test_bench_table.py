@@ -121,6 +121,20 @@ def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path
     assert "Of 4 answers of lossless methods 3 equal plain decoding's, 1 differ by a tie, 0 otherwise" in text
 
 
+def test_trained_parts_have_a_page_with_their_cards(tool: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    for name, systems in (("a", {"full": 1.0, "eagle:part=folder:width=2": 0.5}), ("b", {"full": 1.0, "deer": 3.0})):
+        (tmp_path / "parts" / f"{name}.json").write_text(json.dumps(drafts_report(systems)), encoding="utf-8")
+    (tmp_path / "parts" / "card.json").write_text(json.dumps({"part": "heal"}), encoding="utf-8")
+    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "parts.md"]
+    assert "| eagle:width=2 | 0.50x" in text and "| deer |" not in text
+    card = json.loads((ROOT / "src/shoal/parts/smollm2-135m-instruct/part.json").read_text("utf-8"))
+    first, second = card["acceptance"][:2]
+    line = next(line for line in text.splitlines() if line.startswith("| [smollm2-135m-instruct]"))
+    assert f"| {100 * first:.0f}, {100 * second / first:.0f}" in line
+    assert f"| {card['tokens_per_forward']:.2f} |" in line
+
+
 def test_a_dial_stands_in_the_order_of_its_speed(tool: ModuleType) -> None:
     text = tool.drafts(drafts_report({"full": 1.0, "d3_spec:rule=lenient:margin=2": 2.0, "d3": 0.5}))
     lines = [line for line in text.splitlines() if line.startswith("| ")]
