@@ -11,7 +11,7 @@ benchmarks/real/avx512, and docs/performance.md those in benchmarks/real/amx as 
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
 `<!-- auto:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. docs/parts.md
 shows what `shoal bench-drafts` wrote of trained layers into benchmarks/parts, and between `<!-- cards:begin -->` and
-`<!-- cards:end -->` the cards of the parts that ship or lie in hub.
+`<!-- cards:end -->` the cards of parts, those that ship or lie in hub and those in benchmarks/parts.
 """
 
 from __future__ import annotations
@@ -184,20 +184,21 @@ def _auto(one: dict[str, Any] | None) -> str:
 
 
 def cards() -> str:
-    """A line per trained layer that is there, by its card, beside what the paper reports."""
-    paths = [*(ROOT / "src" / "shoal" / "parts").glob("*/part.json"), *(ROOT / "hub").glob("*/part.json")]
-    lines = [_card(path.parent.relative_to(ROOT), json.loads(path.read_text("utf-8"))) for path in sorted(paths)]
-    lines.append(["Vicuna 7B, as EAGLE reports it (arXiv 2401.15077)", "79, 74, 72", "3.94, with trees",
+    """A line per part, by its card, beside what the paper of EAGLE reports: those that are there, then those tried."""
+    places = ("src/shoal/parts/*/part.json", "hub/*/part.json", "benchmarks/parts/*-card.json")
+    lines = [_card(path) for place in places for path in sorted(ROOT.glob(place))]
+    lines.append(["`eagle`", "Vicuna 7B, as the paper reports it (arXiv 2401.15077)", "79, 74, 72", "3.94, with trees",
                   "70 thousand conversations", "", ""])
-    return "\n" + markdown(["part", "the first, second, third guess is right, %", "tokens per forward",
-                            "tokens of answers, as often as seen", "minutes", "MB"], lines) + "\n\n"
+    return "\n" + markdown(["part", "for", "the first, second, third guess is right, %", "tokens per forward",
+                            "trained on, thousand tokens", "minutes", "MB"], lines) + "\n\n"
 
 
-def _card(folder: Path, card: dict[str, Any]) -> list[str]:
+def _card(path: Path) -> list[str]:
+    card = json.loads(path.read_text("utf-8"))
     shares = [100 * now / before for before, now in pairwise([1.0, *card["acceptance"]])]
-    seen = f"{card['training_tokens'] / 1e3:,.0f} thousand"
-    return [f"[{folder.name}](../{folder.as_posix()}/part.json)", ", ".join(f"{share:.0f}" for share in shares),
-            f"{card['tokens_per_forward']:.2f}", seen, f"{card['minutes']:.0f}", f"{card['bytes'] / 1e6:.1f}"]
+    return [f"`{card['part']}`", f"[{card['model']}](../{path.relative_to(ROOT).as_posix()})",
+            ", ".join(f"{share:.0f}" for share in shares), f"{card['tokens_per_forward']:.2f}",
+            f"{card['training_tokens'] / 1e3:,.0f}", f"{card['minutes']:.0f}", f"{card['bytes'] / 1e6:.1f}"]
 
 
 def _rounds(number: int, kind: str = "") -> str:

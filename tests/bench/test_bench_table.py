@@ -130,7 +130,7 @@ def test_trained_parts_have_a_page_with_their_cards(tool: ModuleType, tmp_path: 
     assert "| eagle:width=2 | 0.50x" in text and "| deer |" not in text
     card = json.loads((ROOT / "src/shoal/parts/smollm2-135m-instruct/part.json").read_text("utf-8"))
     first, second = card["acceptance"][:2]
-    line = next(line for line in text.splitlines() if line.startswith("| [smollm2-135m-instruct]"))
+    line = next(line for line in text.splitlines() if "shoal/parts/smollm2-135m-instruct/part.json" in line)
     assert f"| {100 * first:.0f}, {100 * second / first:.0f}" in line
     assert f"| {card['tokens_per_forward']:.2f} |" in line
 

@@ -235,3 +235,20 @@ def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
         asked(payoff, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
     assert not any(asked(payoff, 8, 0.2, 1.0, 20))
     assert all(asked(payoff, 1, 0.02, 1.0, 20)[1:])
+
+
+def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
+    """Bad luck with the first guesses of a text may not cost the rest of it."""
+    payoff, found = Payoff(HelperRecord(0.45, 0.1)), []
+    for _ in range(3):
+        payoff.times.observe(1, 0, 1.0)
+    payoff.begin()
+    for step in range(64):
+        length = payoff.helped(1, 63)
+        payoff.times.observe(1, length, 1 + 0.05 * length)
+        if length:
+            kept = 0 if step < 6 else length
+            payoff.judged(kept, min(kept + 1, length))
+            payoff._helper.took(0.05)
+        found.append(length)
+    assert not all(found[:16]) and sum(found[32:]) > 64, found

@@ -24,8 +24,9 @@ _STEPS, _WIDE = 15, 5
 """Measurements kept of plain steps, and of forwards of each size with guesses."""
 _STALL = 2.0
 """Most plain steps that a guess may seem to add: the rest is somebody else's work."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Steps until what did not pay is tried again: a helper, or likely guesses that were too dear. They double."""
+_FIRST_REST, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128, 4096
+"""Steps until what did not pay is tried again: a helper that guessed badly, which is tried with one guess, and
+positions that were too dear for any. They double."""
 _LIKELY = 0.5
 _TRIAL = 3
 """Guesses of a first trial; then up to twice as many as were timed."""
@@ -265,7 +266,7 @@ class _Pause:
     """
 
     def __init__(self) -> None:
-        self.left, self._next, self._hopeless = 0, _FIRST_PAUSE, False
+        self.left, self._next, self._hopeless = 0, _FIRST_REST, False
 
     def begin(self) -> None:
         """A new text ends it, unless positions are so dear that no text is worth guessing."""
@@ -274,8 +275,9 @@ class _Pause:
 
     def ended(self) -> None:
         """Nothing is put off any more."""
-        self.left, self._next, self._hopeless = 0, _FIRST_PAUSE, False
+        self.left, self._next, self._hopeless = 0, _FIRST_REST, False
 
     def longer(self, hopeless: bool) -> None:
         """It begins; the next one is twice as long."""
-        self.left, self._next, self._hopeless = self._next, min(2 * self._next, _LONGEST_PAUSE), hopeless
+        self.left = max(self._next, _FIRST_PAUSE) if hopeless else self._next
+        self._next, self._hopeless = min(2 * self.left, _LONGEST_PAUSE), hopeless
