@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from shoal.control.acceptance import Acceptance, expected_tokens
@@ -200,8 +200,7 @@ class HelperRecord:
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
         self._cost, self._most, self._judged, self._tries = cost, most, 0, 0
-        self._pauses: dict[int, _Pause] = {}
-        self._pause = self._pauses[_load(1)] = _Pause()
+        self._pauses, self._pause = defaultdict[int, _Pause](_Pause), _Pause()
 
     def begin(self) -> None:
         """Let it try anew: what is known of other texts counts half."""
@@ -218,7 +217,7 @@ class HelperRecord:
             rows: that the helper would guess for.
             most: guesses per row that there is room for.
         """
-        pause = self._pause = self._pauses.setdefault(_load(rows), _Pause())
+        pause = self._pause = self._pauses[_load(rows)]
         if pause.left > 0:
             pause.left -= 1
             return min(1, most) if pause.left == 0 else 0
