@@ -20,6 +20,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -131,7 +132,9 @@ def _gains(report: dict[str, Any]) -> str:
     kinds = list(dict.fromkeys(kind for _, kind in rows))
     systems = [system for system in report["asked"]["systems"] if system != PLAIN]
     titles = [f"{kind} ({rows[PLAIN, kind]['texts']})" for kind in kinds]
-    lines = [[_short(system), *(_gain(rows[system, kind]) for kind in kinds)] for system in systems]
+    names = Counter(map(_short, systems))
+    lines = [[_short(system) if names[_short(system)] == 1 else system,
+              *(_gain(rows[system, kind]) for kind in kinds)] for system in systems]
     return markdown(["method", *titles], lines)
 
 
