@@ -252,3 +252,17 @@ def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
             payoff._helper.took(0.05)
         found.append(length)
     assert not all(found[:16]) and sum(found[32:]) > 64, found
+
+
+@pytest.mark.parametrize(
+    ("cost", "slope", "rest"), [(0.02, 0.01, 16), (0.2, 0.095, 30), (0.5, 0.245, 75), (3.0, 0.5, 128)]
+)
+def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: float, rest: int) -> None:
+    """A hundred times what a trial takes, so that trials take one step of a hundred; within bounds."""
+    times, record = measured(slope), HelperRecord(0.5, cost, most=1)
+    for _ in range(8):
+        record.judged(0, 1)
+    assert record.length(times, 1, 8) == 0  # it begins to rest
+    found = [record.length(times, 1, 8) for _ in range(2 * rest + 1)]
+    assert found[rest - 1] == 1 and not any(found[: rest - 1]), found
+    assert not any(found[rest:]), "twice as long then"

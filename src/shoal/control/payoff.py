@@ -24,9 +24,11 @@ _STEPS, _WIDE = 15, 5
 """Measurements kept of plain steps, and of forwards of each size with guesses."""
 _STALL = 2.0
 """Most plain steps that a guess may seem to add: the rest is somebody else's work."""
-_FIRST_REST, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128, 4096
-"""Steps until what did not pay is tried again: a helper that guessed badly, which is tried with one guess, and
-positions that were too dear for any. They double."""
+_SHORTEST_REST, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128, 4096
+"""Steps until what did not pay is tried again: at least, of a helper that guessed badly; of positions that were too
+dear for any guess; at most. They double."""
+_TRIALS = 0.01
+"""Share of the time for trying again a helper that guessed badly, with one guess; it rests no longer than a pause."""
 _LIKELY = 0.5
 _TRIAL = 3
 """Guesses of a first trial; then up to twice as many as were timed."""
@@ -228,7 +230,8 @@ class HelperRecord:
         hopeless = times.widest(rows) > 0 and not self._best(1.0, times, rows, min(most, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        pause.longer(hopeless)
+        trial = self._cost + times.added(rows, rows)
+        pause.longer(hopeless, max(_SHORTEST_REST, min(math.ceil(trial / _TRIALS), _FIRST_PAUSE)))
         return 0
 
     def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
@@ -265,7 +268,7 @@ class _Pause:
     """
 
     def __init__(self) -> None:
-        self.left, self._next, self._hopeless = 0, _FIRST_REST, False
+        self.left, self._next, self._hopeless = 0, 0, False
 
     def begin(self) -> None:
         """A new text ends it, unless positions are so dear that no text is worth guessing."""
@@ -274,9 +277,9 @@ class _Pause:
 
     def ended(self) -> None:
         """Nothing is put off any more."""
-        self.left, self._next, self._hopeless = 0, _FIRST_REST, False
+        self.left, self._next, self._hopeless = 0, 0, False
 
-    def longer(self, hopeless: bool) -> None:
-        """It begins; the next one is twice as long."""
-        self.left = max(self._next, _FIRST_PAUSE) if hopeless else self._next
+    def longer(self, hopeless: bool, first: int) -> None:
+        """It begins, if it is the first one with so many steps; the next one is twice as long."""
+        self.left = max(self._next, _FIRST_PAUSE if hopeless else first)
         self._next, self._hopeless = min(2 * self.left, _LONGEST_PAUSE), hopeless
