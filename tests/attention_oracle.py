@@ -28,8 +28,8 @@ class Reading:
         """Bool, broadcast to [kv_heads, T, T], of the scores [kv_heads, heads per KV head, T, T] that count."""
         return seen
 
-    def found(self, layer: int, values: Tensor) -> Tensor:
-        """Keys or values [kv_heads, T, head_dim] as they are found in memory."""
+    def found(self, layer: int, values: Tensor, side: int) -> Tensor:
+        """Keys (side 0) or values (1) [kv_heads, T, head_dim] as they are found in memory."""
         return values
 
     def bias(self, layer: int, scores: Tensor) -> Tensor | float:
@@ -60,7 +60,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
             softcap: float | None = None, **_: Any) -> tuple[Tensor, None]:
     reading, layer = module.reading, module.layer_idx
     heads, size = key.shape[1], query.shape[2]
-    keys, values = reading.found(layer, key[0]), reading.found(layer, value[0])
+    keys, values = reading.found(layer, key[0], 0), reading.found(layer, value[0], 1)
     scores = query[0].view(heads, -1, size, query.shape[3]) @ keys[:, None].mT * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

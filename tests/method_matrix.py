@@ -160,6 +160,7 @@ MATRIX: tuple[Method, ...] = (
     StreamingLLM(window=4, sinks=1, every=3),
     KVInt4(first=6),
     KVInt4(),
+    KVInt4(keys=8),
     KVInt8(first=6),
     KVInt8(),
     TopKOracle(k=None),

@@ -92,7 +92,7 @@ class Twin:
     store: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = field(default_factory=dict)
     bias: dict[int, Tensor] = field(default_factory=dict)
     """Position -> what is added to its scores [kv_heads]."""
-    stored: Callable[[Tensor], Tensor] = lambda numbers: numbers
+    stored: Callable[[Tensor, int], Tensor] = lambda numbers, side: numbers
     """What storing makes of keys or values [kv_heads, head_dim]."""
 
     def committed(self, layer: int, row: int) -> list[tuple[int, Tensor, Tensor]]:
@@ -127,7 +127,7 @@ class Twin:
             w = {**w, "q_norm": None, "k_norm": None}
         queries = self.turn(layer, token.position, queries, w["q_norm"])
         keys = self.turn(layer, token.position, keys, w["k_norm"])
-        new[token.node] = (token.position, self.stored(keys), self.stored(values))
+        new[token.node] = (token.position, self.stored(keys, 0), self.stored(values, 1))
         seen = self.committed(layer, token.row) + [new[node] for node in token.path]
         window = case.windows[layer]
         if window is not None:

@@ -79,7 +79,7 @@ class Rounded(Reading):
 
     first: int
 
-    def found(self, layer: int, values: Tensor) -> Tensor:
+    def found(self, layer: int, values: Tensor, side: int) -> Tensor:
         if layer < self.first:
             return values
         blocks = values.float().split(32, -1)
@@ -92,13 +92,16 @@ class Rounded(Reading):
 
 @dataclass(frozen=True)
 class Halved(Reading):
-    """Each block of 32 numbers in 16 steps, of which the number of largest magnitude is the lowest."""
+    """Each block of 32 numbers in 16 steps, of which the one of largest magnitude is the lowest; or of values alone."""
 
     first: int
+    keys: int = 4
 
-    def found(self, layer: int, values: Tensor) -> Tensor:
+    def found(self, layer: int, values: Tensor, side: int) -> Tensor:
         if layer < self.first:
             return values
+        if self.keys == 8 and side == 0:
+            return Rounded(self.first).found(layer, values, side)
         blocks = values.float().split(32, -1)
         return torch.cat([self._steps(block) for block in blocks], -1).to(values.dtype)
 
@@ -162,12 +165,13 @@ def test_what_is_stored_is_rounded(backend: Backend, name: str, plan: DepthPlan)
     assert gap(run.logits(3).to(plain.dtype), plain) > 1e-3, "rounding was too fine to matter"
 
 
+@pytest.mark.parametrize("keys", [4, 8])
 @plans
 @on_backends(*FAMILIES)
-def test_what_is_stored_is_in_sixteen_steps(backend: Backend, name: str, plan: DepthPlan) -> None:
-    recipe = replace(KVInt4(first=1).recipe(INFO), plan=plan)
+def test_what_is_stored_is_in_sixteen_steps(backend: Backend, name: str, plan: DepthPlan, keys: int) -> None:
+    recipe = replace(KVInt4(first=1, keys=keys).recipe(INFO), plan=plan)
     run = run_of(backend, name, recipe)
-    check(run, [Halved(1)] * len(PROMPTS), name, max(backend.exact, 1e-10) if backend != NATIVE else 0.2)
+    check(run, [Halved(1, keys)] * len(PROMPTS), name, max(backend.exact, 1e-10) if backend != NATIVE else 0.2)
     plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
     assert gap(run.logits(3).to(plain.dtype), plain) > 1e-2, "rounding was too fine to matter"
 

@@ -40,7 +40,7 @@ from shoal.model.kv_layer import KVLayer
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 DROPPING: list[Any] = [D3(alpha=0.8, core=2), [D3(alpha=0.7, core=2), KVInt8()]]
 """Of several rows one may have given up a layer before another one comes to be largest: there it is a bound."""
-EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), KVInt4(), STREAM, [STREAM, KVInt8()], *DROPPING]
+EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), KVInt4(), KVInt4(keys=8), STREAM, [STREAM, KVInt8()], *DROPPING]
 DRAFTED: list[Any] = [PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
                       [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
 """They store guesses where they make some, which is counted as if they always did."""

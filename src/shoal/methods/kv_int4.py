@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.methods._stored import StoringMethod
+from shoal.methods.kv_int8 import Int8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,20 +20,37 @@ class KVInt4(StoringMethod):
     The form is the one that llama.cpp calls q4_0: in each block the number of largest magnitude becomes -8, and all are
     rounded to the nearest of 16 steps as soon as a position is stored.
 
+    Some models have keys with a few numbers far larger than all others, which leave nothing of those in 4 bits: give
+    them keys in 8.
+
     Attributes:
         first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+        keys: bits of the keys, 4 or 8; with 8 they are stored as by `kv_int8`, and values alone in 4.
     """
 
     name: ClassVar[str] = "kv_int4"
 
+    keys: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys not in (4, 8):
+            raise ValueError(f"keys is {self.keys}; it must be 4 or 8 bits. For values in 8 bits too use kv_int8")
+
     def form(self) -> Int4:
         """See `StoringMethod`."""
-        return Int4()
+        return Int4(Int8() if self.keys == 8 else None)
 
 
 @dataclass(frozen=True)
 class Int4:
-    """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks]."""
+    """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
+
+    Attributes:
+        of_keys: how keys are stored; None for as values are.
+    """
+
+    of_keys: Int8 | None = None
 
     kernel: ClassVar[str | None] = "int4"
 

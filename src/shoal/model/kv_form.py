@@ -17,8 +17,8 @@ KVSizes = tuple[int, int, int]
 class KVForm(Protocol):
     """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten.
 
-    One that columns take only when the row's part `keep` lets them settle says so by a class attribute `late`; until
-    then they lie in the slot.
+    One of values alone names the form of the keys beside them by an attribute `of_keys`. One that columns take only
+    when the row's part `keep` lets them settle says so by a class attribute `late`; until then they lie in the slot.
     """
 
     @property
@@ -48,9 +48,15 @@ def is_late(form: KVForm | None) -> bool:
     return getattr(form, "late", False)
 
 
+def forms_of(form: KVForm) -> tuple[KVForm, KVForm]:
+    """How keys are stored, and how values are."""
+    return getattr(form, "of_keys", None) or form, form
+
+
 def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
     """What one position takes, keys and values together, of a model that computes them in `dtype`."""
-    return sum(part.nbytes for dim in sizes[1:] for part in form.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
+    sides = zip(forms_of(form), sizes[1:], strict=True)
+    return sum(part.nbytes for one, dim in sides for part in one.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
 
 
 class EncodedRow:
@@ -68,7 +74,7 @@ class EncodedRow:
     """
 
     def __init__(self, form: KVForm, reserve: int = 0) -> None:
-        self.form, self._reserve = form, reserve
+        self.form, self._reserve, self._sides = form, reserve, forms_of(form)
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
         self.capacity = self.settled = 0
@@ -98,7 +104,7 @@ class EncodedRow:
         columns = max(columns, self._reserve)
         heads, *dims = sizes
         self._dims = dims
-        samples = [self.form.encode(like.new_zeros(heads, 1, dim)) for dim in dims]
+        samples = [form.encode(like.new_zeros(heads, 1, dim)) for form, dim in zip(self._sides, dims, strict=True)]
         self.keys, self.values = (tuple(part.repeat(1, columns, *[1] * (part.ndim - 2)) for part in parts)
                                   for parts in samples)
         self.capacity = columns
@@ -113,14 +119,15 @@ class EncodedRow:
 
     def write(self, at: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [heads, n, head_dim] into the columns from `at` on, for which there is room."""
-        for parts, new in ((self.keys, keys), (self.values, values)):
-            for part, encoded in zip(parts, self.form.encode(new), strict=True):
+        for form, parts, new in zip(self._sides, (self.keys, self.values), (keys, values), strict=True):
+            for part, encoded in zip(parts, form.encode(new), strict=True):
                 part[:, at : at + new.shape[1]] = encoded
 
     def read(self, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, columns, head_dim] of the first columns."""
-        keys, values = (self.form.decode([part[:, :columns] for part in parts])[..., :dim].to(dtype)
-                        for parts, dim in zip((self.keys, self.values), self._dims, strict=True))
+        sides = zip(self._sides, (self.keys, self.values), self._dims, strict=True)
+        keys, values = (form.decode([part[:, :columns] for part in parts])[..., :dim].to(dtype)
+                        for form, parts, dim in sides)
         return keys, values
 
     def clear(self) -> None:

@@ -12,13 +12,14 @@ from native_twin import Case, Token, Twin, make_twin
 from shoal.methods.kv_int4 import Int4
 from shoal.methods.kv_int8 import Int8
 from shoal.methods.mustafar import Bitmap
+from shoal.model.kv_form import forms_of
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
 from shoal.model.packed.native.batch import OwnColumns
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
-BLOCKS = {"int8": Int8(), "int4": Int4()}
+BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
 FORMS = ("slot", *BLOCKS, "bitmap")
 PRUNED = Bitmap(0.6)
 BOTH = native.ATTENTION | native.MLP
@@ -47,12 +48,12 @@ class Long:
 
     def decoded(self) -> list[Tensor]:
         if self.form in BLOCKS:
-            return [self.rounded(one) for one in self.lines]
+            return [self.rounded(one, side) for side, one in enumerate(self.lines)]
         return [one.double() for one in self.pruned()]
 
-    def rounded(self, numbers: Tensor) -> Tensor:
-        """What a form of blocks makes of them."""
-        form = BLOCKS[self.form]
+    def rounded(self, numbers: Tensor, side: int) -> Tensor:
+        """What a form of blocks makes of keys (side 0) or values (1)."""
+        form = forms_of(BLOCKS[self.form])[side]
         return form.decode(form.encode(numbers.float()))[..., : numbers.shape[-1]].to(self.case.kv_dtype).double()
 
     def pruned(self) -> list[Tensor]:
@@ -72,7 +73,7 @@ class Long:
             for one in (*keys, *values):
                 one[:, :, : self.settled] = torch.nan  # nobody reads it
         if self.form in BLOCKS:
-            own = OwnColumns(*(BLOCKS[self.form].encode(one) for one in self.lines), self.bias)
+            own = OwnColumns(*encoded(self), self.bias)
         return self.twin.native.bind(keys, values, [[own]])
 
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
@@ -87,6 +88,11 @@ class Long:
         found = self.twin.native.forward(self.batch(0, count, list(range(count))), self.binding(), threads=2)
         error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < tolerance, error
+
+
+def encoded(row: Long) -> list[list[Tensor]]:
+    """Its keys and values in its form of blocks."""
+    return [list(form.encode(one)) for form, one in zip(forms_of(BLOCKS[row.form]), row.lines, strict=True)]
 
 
 LONG = Case(layers=1, windows=(None,), positions=2048)
@@ -172,11 +178,18 @@ def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) 
 def test_blocks_of_other_types_or_sizes_are_refused(form: str, part: int) -> None:
     row = Long(LONG, 130, form=form)
     keys, values = ([one[None].clone()] for one in row.lines)
-    stored, other = (list(BLOCKS[form].encode(one)) for one in row.lines)
-    stored[part] = stored[part].float() if part else stored[part][..., :-1].contiguous()
-    for pair in ((stored, other), (other, stored)):
+    for side in range(2):
+        stored = encoded(row)
+        stored[side][part] = stored[side][part].float() if part else stored[side][part][..., :-1].contiguous()
         with pytest.raises(ValueError, match="what a row has of its own is"):
-            row.twin.native.bind(keys, values, [[OwnColumns(*pair)]])
+            row.twin.native.bind(keys, values, [[OwnColumns(*stored)]])
+
+
+def test_values_in_more_bits_than_keys_are_refused() -> None:
+    row = Long(LONG, 130, form="int8 and int4")
+    keys, values = ([one[None].clone()] for one in row.lines)
+    with pytest.raises(ValueError, match="what a row has of its own is torch.int8"):
+        row.twin.native.bind(keys, values, [[OwnColumns(*reversed(encoded(row)))]])
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -65,8 +65,11 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             w->chunk.begins[j] = head == 0;
         }
         const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
-        const int64_t at = (next + (k > first * group ? CHUNK / 2 : 0)) * column_bytes(source->dim, source->form);
-        for (int side = 0; side < 2; side++) w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
+        const int64_t column = next + (k > first * group ? CHUNK / 2 : 0);
+        for (int side = 0; side < 2; side++) {
+            const int64_t at = column * column_bytes(source->dim, source->forms[side]);
+            w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
+        }
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
 }

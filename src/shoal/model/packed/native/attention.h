@@ -51,7 +51,7 @@ typedef struct {
     const char *keys, *values;
     const uint16_t *key_scales, *value_scales;
     const float *bias;
-    int form, dim;
+    int forms[2], dim; /* forms of keys and of values */
     float scale, cap; /* of scores */
     Bitmaps older[2];    /* keys and values of the first `settled` columns, `numbers` of each line */
     int settled, numbers;
@@ -112,7 +112,7 @@ static void copy_line(char *to, const char *from, int64_t bytes) {
 
 /* The line of a column that is a bitmap. */
 static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char *to) {
-    const int words = bit_words(s->dim), bytes = form_bytes(s->form);
+    const int words = bit_words(s->dim), bytes = form_bytes(s->forms[0]);
     const uint16_t *bits = of->bits + column * words;
     const char *at = of->numbers + column * s->numbers * bytes;
     for (int i = 0; i < words; i += 4 / bytes, to += 64) {
@@ -134,7 +134,7 @@ INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[
 
 /* They are read where they are stored one behind the other, else brought together in `room`; zeros for a column that is none. */
 static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
-    const int64_t line = column_bytes(s->dim, s->form), step = round_up(line, 64), blocks = blocks_of(s->dim);
+    const int64_t line = column_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
     const char *stored = values ? s->values : s->keys;
     const uint16_t *scales = values ? s->value_scales : s->key_scales;
     uint16_t *brought = (uint16_t *)(room + 16 * step);
@@ -193,38 +193,43 @@ INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) 
 
 /* Lines from all over the cache are nothing that processors fetch by themselves. */
 INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
-    const int64_t line = column_bytes(s->dim, s->form);
     for (int i = first; i < min_int(first + 16, c->coming); i++)
         for (int side = 0; side < 2; side++) {
+            const int64_t line = column_bytes(s->dim, s->forms[side]);
             const char *at = lines_ahead(s, side, max_int(c->next[i], 0) * line, c->next[i]);
             for (int64_t byte = 0; byte < line; byte += 64) fetch_far(at + byte);
         }
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int bf16) {
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int values_form,
+                      const int bf16) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED; /* of floats, or of bytes with their scales */
     for (int i = 0; i < count; i += 16) {
         fetch_lines(c, s, i);
         lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
-        lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, form, bf16);
+        lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, values_form, bf16);
     }
 }
 
 static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_FP32, 0);
+    lay_lines(c, s, columns, count, STORED_FP32, STORED_FP32, 0);
 }
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_BF16, BF16_PRODUCTS);
+    lay_lines(c, s, columns, count, STORED_BF16, STORED_BF16, BF16_PRODUCTS);
 }
 static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, BF16_PRODUCTS);
-    else lay_lines(c, s, columns, count, STORED_INT8, 0);
+    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, STORED_INT8, BF16_PRODUCTS);
+    else lay_lines(c, s, columns, count, STORED_INT8, STORED_INT8, 0);
 }
 static void lay_int4(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    if (bf16) lay_lines(c, s, columns, count, STORED_INT4, BF16_PRODUCTS);
-    else lay_lines(c, s, columns, count, STORED_INT4, 0);
+    if (bf16) lay_lines(c, s, columns, count, STORED_INT4, STORED_INT4, BF16_PRODUCTS);
+    else lay_lines(c, s, columns, count, STORED_INT4, STORED_INT4, 0);
+}
+static void lay_int8_int4(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, STORED_INT4, BF16_PRODUCTS);
+    else lay_lines(c, s, columns, count, STORED_INT8, STORED_INT4, 0);
 }
 
 /* What is kept of 16 columns; of one that is none, anything. */
@@ -241,10 +246,11 @@ static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int c
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
     for (int i = 0; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
     while (some < count - 1 && columns[some] < 0) some++;
-    c->stored_bytes = columns[some] < s->settled ? max_int(form_bytes(s->form) / 2, 1) : form_bytes(s->form);
-    if (s->form == STORED_FP32) lay_fp32(c, s, columns, count);
-    else if (s->form == STORED_BF16) lay_bf16(c, s, columns, count);
-    else (s->form == STORED_INT8 ? lay_int8 : lay_int4)(c, s, columns, count, bf16);
+    c->stored_bytes = columns[some] < s->settled ? max_int(form_bytes(s->forms[0]) / 2, 1) : form_bytes(s->forms[0]);
+    if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, count);
+    else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, count);
+    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, count, bf16);
+    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, count, bf16);
 }
 
 INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {

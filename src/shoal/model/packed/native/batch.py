@@ -156,8 +156,8 @@ class OwnColumns:
 
     Attributes:
         keys, values: in the place of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity,
-            blocks, 16] that hold two numbers each; and scales of blocks of 32, float16 [kv_heads, capacity, blocks].
-            None for the slot.
+            blocks, 16] that hold two numbers each, keys in no fewer bits than values; and scales of blocks of 32,
+            float16 [kv_heads, capacity, blocks]. None for the slot.
         bias: float32 [kv_heads, columns], added to the scores; None for nothing.
         older: in the place of the slot's first columns, bits of keys and of values, uint8 [kv_heads, capacity, 2 for
             each 16 dimensions], and the numbers of each whose bits are set, [kv_heads, capacity, numbers] in the
@@ -175,13 +175,15 @@ class OwnColumns:
         """In the library's form, for a cache in `dtype`; ValueError for tensors of other types or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
-            blocks, held = -(-shape[1] // BLOCK), self.keys[0].dtype
-            line = (blocks, BLOCK // 2) if held == torch.uint8 else (shape[1],)
-            for name, (whole, scale) in (("key", self.keys), ("value", self.values)):
-                sizes = shape[0], whole.shape[1], blocks
-                setattr(struct, f"{name}s", self._address(whole, held, (shape[0], None, *line)))
-                setattr(struct, f"{name}_scales", self._address(scale, torch.float16, sizes))
-            struct.capacity, struct.form = self.keys[0].shape[1], _STORED[held]
+            capacity, blocks = self.keys[0].shape[1], -(-shape[1] // BLOCK)
+            kinds = [torch.int8, torch.uint8] if self.keys[0].dtype == torch.int8 else [torch.uint8]
+            for side, (name, (whole, scale)) in enumerate((("key", self.keys), ("value", self.values))):
+                held = whole.dtype if whole.dtype in kinds else kinds[0]
+                line = (blocks, BLOCK // 2) if held == torch.uint8 else (shape[1],)
+                setattr(struct, f"{name}s", self._address(whole, held, (shape[0], capacity, *line)))
+                setattr(struct, f"{name}_scales", self._address(scale, torch.float16, (shape[0], capacity, blocks)))
+                struct.forms[side] = _STORED[held]
+            struct.capacity = capacity
         if self.bias is not None:
             struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
             struct.bias_capacity = self.bias.shape[1]

@@ -29,9 +29,10 @@ INLINE float key_number(const Source *s, int64_t column, int dim) {
         keys = s->older->numbers, at = column * s->numbers + __builtin_popcount(bits[word] & ((1u << bit) - 1));
         for (int i = 0; i < word; i++) at += __builtin_popcount(bits[i]);
     }
-    if (s->form == STORED_FP32) return ((const float *)keys)[at];
-    if (s->form == STORED_BF16) return bf16_to_float(((const uint16_t *)keys)[at]);
-    return block_number(keys + column * column_bytes(s->dim, s->form), s->key_scales + column * blocks_of(s->dim), dim, s->form);
+    const int form = s->forms[0];
+    if (form == STORED_FP32) return ((const float *)keys)[at];
+    if (form == STORED_BF16) return bf16_to_float(((const uint16_t *)keys)[at]);
+    return block_number(keys + column * column_bytes(s->dim, form), s->key_scales + column * blocks_of(s->dim), dim, form);
 }
 
 /* The labels of one KV head in a layer: of columns by place, see ShoalChoice. */

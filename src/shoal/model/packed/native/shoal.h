@@ -65,7 +65,7 @@ typedef struct {
     const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set, the others are 0 */
     int32_t capacity, bias_capacity;
     int32_t settled, settled_capacity, numbers; /* how many columns that is true of; the slot has the others at their places */
-    int32_t form; /* of keys and values: STORED_INT8 or STORED_INT4 */
+    int32_t forms[2]; /* of keys and of values: STORED_INT8 or STORED_INT4; values are in no more bits than keys */
 } ShoalOwn;
 
 /* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by

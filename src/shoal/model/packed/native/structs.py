@@ -111,7 +111,7 @@ class Own(ctypes.Structure):
         ("settled", c_int32),
         ("settled_capacity", c_int32),
         ("numbers", c_int32),
-        ("form", c_int32),
+        ("forms", c_int32 * 2),
     ]
 
 

@@ -41,9 +41,9 @@ static void store_new(const Worker *w, const Task *task) {
         int64_t at = line0 + column;
         ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
         if (own && own->keys) {
-            const int64_t bytes = at * column_bytes(dim, own->form), block = at * blocks_of(dim);
-            store_blocks((char *)own->keys + bytes, own->key_scales + block, line, dim, own->form);
-            store_blocks((char *)own->values + bytes, own->value_scales + block, value, dim, own->form);
+            const int64_t block = at * blocks_of(dim), form = own->forms[0], other = own->forms[1];
+            store_blocks((char *)own->keys + at * column_bytes(dim, form), own->key_scales + block, line, dim, form);
+            store_blocks((char *)own->values + at * column_bytes(dim, other), own->value_scales + block, value, dim, other);
         } else {
             store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
             store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
@@ -65,11 +65,13 @@ static Source source_of(const Run *r, const Task *task) {
     }
     if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
     if (own && own->keys) {
-        const int64_t bytes = first * column_bytes(s.dim, own->form), block = first * blocks_of(s.dim);
-        s.form = own->form, s.keys = (const char *)own->keys + bytes, s.values = (const char *)own->values + bytes;
+        const int64_t block = first * blocks_of(s.dim);
+        s.forms[0] = own->forms[0], s.forms[1] = own->forms[1];
+        s.keys = (const char *)own->keys + first * column_bytes(s.dim, s.forms[0]);
+        s.values = (const char *)own->values + first * column_bytes(s.dim, s.forms[1]);
         s.key_scales = own->key_scales + block, s.value_scales = own->value_scales + block;
     } else {
-        s.form = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
+        s.forms[0] = s.forms[1] = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;
         s.keys = (const char *)r->b->keys[task->number] + first * kv_line(m);
         s.values = (const char *)r->b->values[task->number] + first * kv_line(m);
     }
