@@ -189,14 +189,15 @@ def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, 
     for share in ("0.25", "0"):
         assert main(["prune", "ppm", "--model", tiny_folder, "--share", share, "--multiple", "8", "--json", "--out",
                      str(tmp_path / f"less-{share}")]) == 0
-    others = f"{tmp_path}/less-0.25,{tmp_path}/less-0"
+    others = f"{tmp_path}/less-0.25,{tmp_path}/less-0,{tmp_path}/less-0@int4"
     words = ["--model", tiny_folder, "--suite", problems, "--n", "4", "--max-new-tokens", "20", "--dtype", "float32",
              "--json", "--others", others]
     capsys.readouterr()
     found = evaluated(capsys, *words, "--measure", "distance", "--out", str(tmp_path / "out"))
-    full, narrow, same = found["distance"]["rows"]
-    assert [full["label"], narrow["label"], same["label"]] == ["full", "less-0.25", "less-0"]
+    full, narrow, same, rough = found["distance"]["rows"]
+    assert [one["label"] for one in (full, narrow, same, rough)] == ["full", "less-0.25", "less-0", "less-0@int4"]
     assert narrow["kl"]["mean"] > 0.01 and same["kl"]["mean"] == 0 and same["ideal_speedup"] == 1
+    assert rough["kl"]["mean"] > 1e-4 and rough["ideal_speedup"] > 2
     assert 1 < narrow["ideal_speedup"] < 1.34 and narrow["tokens"] == full["tokens"]
     assert "--others are compared by distance" in fails(capsys, *words, "--measure", "answers")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shoal
+from documents import ROOT
 from gguf_models import write_model
 from llama_cpp_oracle import Oracle
 from real_models import real_model
@@ -233,3 +236,16 @@ def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any])
     found = oracle.logits([*ids, *answer.tokens])[len(ids) - 1 : -1].argmax(-1)
     oracle.close()
     assert "Paris" in answer.text and list(answer.tokens) == found.tolist()
+
+
+def test_what_less_weight_brings_is_measured(tmp_path: Path, tiny_folder: str) -> None:
+    assert main(["prune", "depth", "--model", tiny_folder, "--drop", "2,3", "--out", str(tmp_path / "less")]) == 0
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "smaller.py"), "--model", tiny_folder,
+               "--dtype", "float32", "--rounds", "2", "--new-tokens", "8",
+               "--others", f"{tmp_path}/less,{tiny_folder}@int8",
+               "--methods", "schedule:order=[2,3]:steps=[1,1],d3:mean=0.8:core=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    full, dropped, d3, less, rough = json.loads(done.stdout.splitlines()[-1])["rows"].values()
+    assert full["ideal"] == full["speed"]["median"] == 1 < d3["ideal"] < less["ideal"] == dropped["ideal"] < 1.5
+    assert rough["ideal"] > 1.3
+    assert all(row["realised"] == row["speed"]["median"] / row["ideal"] for row in (full, dropped, d3, less, rough))

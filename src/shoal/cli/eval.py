@@ -64,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
                         "are compared as well")
     rivals.add_argument("--seeds", metavar="N,...", default="0,1,2", help="of the random orders")
     rivals.add_argument("--others", metavar="M,...", help="distance: other models of the same tokens, such as what "
-                        "shoal prune wrote of this one, with all their layers")
+                        "shoal prune wrote of this one, with all their layers; M@int8 or M@int4 is quantised")
     how = parser.add_argument_group("procedure")
     how.add_argument("--out", metavar="DIR", type=Path, help="keep outcomes and results here, and go on from them")
     how.add_argument("--plot", metavar="DIR", type=Path, help="draw pictures into this folder (needs matplotlib)")

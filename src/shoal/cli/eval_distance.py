@@ -70,9 +70,19 @@ def measure(
 
 
 def _others(args: argparse.Namespace) -> dict[str, Engine]:
-    """The models of `--others`, loaded as `--model` is, by what they are called."""
+    """The models of `--others`, loaded as `--model` is or in the bits that they end with, by what they are called."""
     from shoal.engine.checkpoint import shown_name
 
-    names = [name for name in (args.others or "").split(",") if name]
-    return {shown_name(name): common.load_engine(argparse.Namespace(**{**vars(args), "model": name, "method": None}))
-            for name in names}
+    found = {}
+    for name in filter(None, (args.others or "").split(",")):
+        model, quant = quantised(name)
+        changes = {"model": model, "method": None, "quant": quant or args.quant}
+        found[shown_name(model) + (f"@{quant}" if quant else "")] = common.load_engine(
+            argparse.Namespace(**{**vars(args), **changes}))
+    return found
+
+
+def quantised(name: str) -> tuple[str, Any]:
+    """A model, and the quantisation that it is to be loaded with: of `M@int4` both, of another name None."""
+    model, at, quant = name.rpartition("@")
+    return (model, quant) if at and quant in ("int8", "int4") else (name, None)
