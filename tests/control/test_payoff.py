@@ -155,7 +155,7 @@ def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple
         payoff.times.observe(1, length, spent)
         if length:
             payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(cost)
+            payoff._helper.took(1, length, cost * length)
         asked.append(length)
         seconds, tokens = seconds + spent + cost * length, tokens + kept + 1
     return seconds / tokens, asked
@@ -182,7 +182,7 @@ def texts(rates: list[float], steps: int) -> list[float]:
             payoff.times.observe(1, length, 1 + 0.05 * length)
             if length:
                 payoff.judged(kept, min(kept + 1, length))
-                payoff._helper.took(0.15)
+                payoff._helper.took(1, length, 0.15 * length)
             seconds, tokens = seconds + 1 + 0.2 * length, tokens + kept + 1
         found.append(seconds / tokens)
     return found
@@ -209,7 +209,7 @@ def asked(payoff: Payoff, rows: int, slope: float, rate: float, steps: int) -> l
         if length:
             kept = int(rate * length)
             payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(0.1)
+            payoff._helper.took(rows, length, 0.1 * length)
         found.append(length)
     return found
 
@@ -249,7 +249,7 @@ def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
         if length:
             kept = 0 if step < 6 else length
             payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(0.05)
+            payoff._helper.took(1, length, 0.05 * length)
         found.append(length)
     assert not all(found[:16]) and sum(found[32:]) > 64, found
 
@@ -266,3 +266,55 @@ def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: flo
     found = [record.length(times, 1, 8) for _ in range(2 * rest + 1)]
     assert found[rest - 1] == 1 and not any(found[: rest - 1]), found
     assert not any(found[rest:]), "twice as long then"
+
+
+def drafting(fixed: float, each: float, rate: float, steps: int = 300) -> list[int]:
+    """Guesses that a helper is asked for, which takes so much for each turn and for each guess."""
+    payoff, dice, found = Payoff(HelperRecord(0.45, 0.2)), random.Random(3), []
+    for _ in range(steps):
+        length = payoff.helped(1, 63)
+        payoff.times.observe(1, length, 1 + 0.07 * length)
+        if length:
+            kept = next((place for place in range(length) if dice.random() >= rate), length)
+            payoff.judged(kept, min(kept + 1, length))
+            payoff._helper.took(1, length, fixed + each * length)
+        found.append(length)
+    return found
+
+
+@pytest.mark.parametrize(("fixed", "each", "rate"), [(0.17, 0.05, 0.65), (0.0, 0.25, 0.65), (0.4, 0.0, 0.8)])
+def test_so_many_are_asked_for_as_bring_most_by_what_a_turn_and_a_guess_take(
+    fixed: float, each: float, rate: float
+) -> None:
+    def gain(length: int) -> float:
+        return float(sum(rate**place for place in range(length + 1)) / (1 + fixed + (each + 0.07) * length))
+
+    best = max(map(gain, range(1, 9)))
+    late = drafting(fixed, each, rate)[100:]
+    assert sum(map(gain, late)) / len(late) > 0.97 * best, late
+
+
+def test_guesses_that_had_to_read_much_first_say_nothing_of_the_others() -> None:
+    record, times = HelperRecord(0.9, 0.1), measured(0.05)
+    for _ in range(9):
+        record.took(1, 2, 0.2)
+    for _ in range(9):
+        record.begin()
+        record.took(1, 2, 0.4)
+    for _ in range(12):
+        record.judged(0, 1)
+    tried = 0
+    for _ in range(2000):
+        if record.length(times, 1, 8):
+            record.took(1, 2, 0.4)
+            record.judged(0, 1)
+            tried += 1
+    assert tried > 2 and record._costs[1].of(2) == pytest.approx(0.2)
+
+
+def test_of_a_stall_not_all_counts() -> None:
+    record = HelperRecord(0.9, 0.1)
+    for _ in range(9):
+        record.took(1, 2, 0.2)
+    record.took(1, 2, 40.0)
+    assert 0.2 < record._costs[1].of(2) < 0.25

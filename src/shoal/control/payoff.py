@@ -32,7 +32,8 @@ _TRIALS = 0.01
 _LIKELY = 0.5
 _TRIAL = 3
 """Guesses of a first trial; then up to twice as many as were timed."""
-_NEW = 0.2
+_NEW, _FIRST = 0.2, 0.5
+"""Weight of a new time against the mean of the earlier ones, and of the first against what was expected."""
 _TRIES = 4
 """Guesses in a new text before a helper may be put off."""
 _AWAKE = 32
@@ -183,7 +184,7 @@ class Payoff:
         if report.target_seconds is not None:
             self.times.observe(rows, guesses, report.target_seconds)
         if helped and (step := self.times.step(rows)):
-            self._helper.took(report.draft_seconds / step / helped)
+            self._helper.took(rows, helped, report.draft_seconds / step)
 
     def judged(self, kept: int, offered: int) -> None:
         """`kept` of a helper's `offered` guesses in a row were right."""
@@ -195,19 +196,20 @@ class HelperRecord:
 
     Args:
         rate: chance that a guess is kept, to begin with.
-        cost: of a guess, as a share of a plain step, to begin with.
+        cost: of each guess, as a share of a plain step, until one was timed.
         most: most guesses one after another.
     """
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
-        self._cost, self._most, self._judged, self._tries = cost, most, 0, 0
+        self._most, self._judged, self._tries, self._behind = most, 0, 0, True
+        self._costs = defaultdict[int, _DraftCost](lambda: _DraftCost(cost))
         self._pauses, self._pause = defaultdict[int, _Pause](_Pause), _Pause()
 
     def begin(self) -> None:
         """Let it try anew: what is known of other texts counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
-        self._tries = _TRIES
+        self._tries, self._behind = _TRIES, True
         for pause in self._pauses.values():
             pause.begin()
 
@@ -222,6 +224,7 @@ class HelperRecord:
         pause = self._pause = self._pauses[_load(rows)]
         if pause.left > 0:
             pause.left -= 1
+            self._behind = True
             return min(1, most) if pause.left == 0 else 0
         known = min(most, self._most, 1 + self._judged)
         if found := self._best(self._acceptance.rate, times, rows, known):
@@ -230,15 +233,15 @@ class HelperRecord:
         hopeless = times.widest(rows) > 0 and not self._best(1.0, times, rows, min(most, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        trial = self._cost + times.added(rows, rows)
+        trial = self._costs[_load(rows)].of(1) + times.added(rows, rows)
         pause.longer(hopeless, max(_SHORTEST_REST, min(math.ceil(trial / _TRIALS), _FIRST_PAUSE)))
         return 0
 
     def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
         """Guesses per row, up to `most`, with the most tokens per second at that chance to be kept; 0 if none pays."""
-        best, found = MARGIN, 0
+        best, found, drafting = MARGIN, 0, self._costs[_load(rows)]
         for length in range(1, most + 1):
-            cost = 1 + length * self._cost + times.added(rows, rows * length)
+            cost = 1 + drafting.of(length) + times.added(rows, rows * length)
             gain = expected_tokens(rate, length) / cost
             if gain > best:
                 best, found = gain, length
@@ -255,9 +258,51 @@ class HelperRecord:
         self._tries -= 1
         self._acceptance.observe(kept, offered)
 
-    def took(self, share: float) -> None:
-        """A guess took that share of a plain step; the first one after a pause may have had to read all since."""
-        self._cost += _NEW * (min(share, 2 * self._cost) - self._cost)
+    def took(self, rows: int, guesses: int, share: float) -> None:
+        """So many guesses, one after the other in each row, took that share of a plain step of so many rows.
+
+        The first ones of a text and after a pause had to read all since, and do not count.
+        """
+        if not self._behind:
+            self._costs[_load(rows)].took(guesses, share)
+        self._behind = False
+
+
+class _DraftCost:
+    """What a helper's guesses take, as shares of a plain step: something at each turn, and something for each guess.
+
+    Args:
+        each: of each guess, until one was timed.
+    """
+
+    def __init__(self, each: float) -> None:
+        self._each, self._means, self._fixed, self._more = each, dict[int, tuple[float, int]](), 0.0, each
+
+    def of(self, guesses: int) -> float:
+        """What so many take, one after the other."""
+        return self._fixed + self._more * guesses
+
+    def took(self, guesses: int, share: float) -> None:
+        """So many took that share; of a stall not all counts."""
+        expected = self.of(guesses)
+        mean, count = self._means.get(guesses, (expected, 0))
+        weight = _NEW if count else _FIRST
+        self._means[guesses] = mean + weight * (min(share, 2 * expected) - mean), min(count + 1, _WIDE)
+        self._fit()
+
+    def _fit(self) -> None:
+        """The straight line that lies nearest, of those that neither fall nor begin below 0."""
+        if len(self._means) == 1:
+            (guesses, (mean, _)), = self._means.items()
+            self._fixed, self._more = mean / 2, mean / 2 / guesses  # half each, so that more guesses are tried
+            return
+        total = sum(count for _, count in self._means.values())
+        middle = sum(guesses * count for guesses, (_, count) in self._means.items()) / total
+        height = sum(mean * count for mean, count in self._means.values()) / total
+        spread = sum(count * (guesses - middle) ** 2 for guesses, (_, count) in self._means.items())
+        slope = sum(count * (guesses - middle) * mean for guesses, (mean, count) in self._means.items()) / spread
+        self._more = min(max(slope, 0.0), height / middle)
+        self._fixed = height - self._more * middle
 
 
 class _Pause:

@@ -24,7 +24,7 @@ from shoal.draft.part_file import TrainedPart
 from shoal.draft.prompt_tree import PromptTree, PromptTrees
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, from_layer
 
 PROMPTS = "prompts.{}"
 """Tensors of a part: [D] per prompt, what enters the first layer."""
@@ -110,7 +110,7 @@ class PromptDrafter(Drafter):
                     if chunk.vectors is not None:
                         self._ready[id(row)] = _Ready(row, states[chunk.words : len(chunk.tokens)].clone())
 
-        return hook
+        return from_layer(self._stack.num_layers, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """See `Worker.fork`."""

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.model.stack import HiddenStateHook, SequenceChunk, from_layer
+
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.model.kv import KVCache
-    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal.model.stack import Stack
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Taps:
                 for (tap, base, chunk), states in zip(fed, hidden, strict=True):
                     tap.last = base, chunk, states
 
-        return hook
+        return from_layer(self._layer, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """See `Worker.fork`."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
-"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded."""
+"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded. One that
+`from_layer` made looks at the later layers alone: an executor may leave out the calls before."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Called in a layer's attention for one row, with the layer's number, queries [heads, nodes, head_dim] and keys
 [kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
@@ -247,6 +248,18 @@ class Stack(Protocol):
             Unsupported: the MLPs are not gated ones, or do not have these neurons.
         """
         ...
+
+
+def from_layer(first: int, hook: HiddenStateHook) -> HiddenStateHook:
+    """A hook, a function, that looks at no states that enter layers before `first`."""
+    vars(hook)["first"] = first
+    return hook
+
+
+def first_seen(hook: HiddenStateHook) -> int:
+    """The first layer that a hook looks at."""
+    first: int = getattr(hook, "first", 0)
+    return first
 
 
 def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:

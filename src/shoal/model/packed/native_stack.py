@@ -31,7 +31,7 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.reading import Asker
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, lay_vectors, mark_shallow, missing_kv
+from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, first_seen, lay_vectors, mark_shallow, missing_kv
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,7 +126,9 @@ class NativeStack(PackedStack):
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self._reach:
             self._extend_tables(max(batch.positions) + 1)
-        size = (len(work.layers) + 1, len(batch.ids), self.shape.hidden)
+        seen = 0 if hook is None else first_seen(hook)
+        skipped = bisect_left(work.layers, seen)
+        size = (len(work.layers) + 1 - skipped, len(batch.ids), self.shape.hidden)
         taps = None if hook is None else torch.empty(size)
         choices = _choices(chunks, work, batch, cache, self.dtype)
         asked = choices is None and any(chunk.query_hook for chunk in chunks)
@@ -147,11 +149,11 @@ class NativeStack(PackedStack):
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
-            nodes = taps.transpose(0, 1)  # [tokens, layers + 1, D], so that all layers are filled up in one call
+            nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
             padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
             states = padded.unbind(2)
-            for layer in range(self.num_layers + 1):
-                hook(layer, states[bisect_left(work.layers, layer)])
+            for layer in range(seen, self.num_layers + 1):
+                hook(layer, states[bisect_left(work.layers, layer) - skipped])
         return logits
 
     def scratch_bytes(self, tokens: int, columns: int) -> int:

@@ -29,7 +29,8 @@ static void embed(const Worker *w) {
 static void copy_states(const Worker *w, int entry) {
     const Run *r = w->run;
     const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
-    if (!r->b->taps) return;
+    entry -= r->b->active_count + 1 - r->b->tap_count; /* earlier ones are not asked for */
+    if (!r->b->taps || entry < 0) return;
     float *to = r->b->taps + (int64_t)entry * r->b->tokens * hidden;
     for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
 }

@@ -249,8 +249,8 @@ class NativeModel:
             batch: the tokens.
             kv: the cache.
             threads: how many; None for as many as torch uses, or fewer beside other work.
-            taps: float32 [running layers + 1, tokens, hidden], filled with the states that enter each running layer,
-                and those after the last one.
+            taps: float32 [n, tokens, hidden], filled with the states that enter each of the last n - 1 running layers,
+                and those after them; n is 1 to running layers + 1.
             choose: called for each running layer with its number in `batch.layers` and the queries, float32
                 [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
                 Returns for each token the columns that it reads, int32 [kv_heads, any number], ascending, -1s first, or
@@ -276,7 +276,8 @@ class NativeModel:
         read = torch.zeros(1, dtype=torch.int32)
         struct.likeliest = read.data_ptr() if likeliest and self._bounds_pay(len(batch.wanted)) else None
         if taps is not None:
-            check_plain("taps", taps, (struct.active_count + 1, struct.tokens, self.spec.hidden))
+            struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
+            check_plain("taps", taps, (struct.tap_count, struct.tokens, self.spec.hidden))
             struct.taps = taps.data_ptr()
         if vectors is not None:
             check_plain("vectors", vectors, (struct.tokens, self.spec.hidden))

@@ -112,11 +112,11 @@ typedef struct {
     const int32_t *const *columns; /* [tokens] of [kv_heads][counts[token]]: ascending, -1 for none: what a token reads */
     const int32_t *counts;         /* [tokens], 0: all that it sees */
     ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
-    float *taps;               /* [active_count + 1][tokens][hidden]: the states that enter each layer, and the last ones; or NULL */
+    float *taps;               /* [tap_count][tokens][hidden]: the states that enter the last layers, and those behind them; or NULL */
     const float *vectors;      /* [tokens][hidden]: what enters the first layer in place of the ids' embeddings; or NULL */
     const ShoalWeight *experts; /* [num_layers][expert_count][2]: the MLPs in groups of neurons, each a paired matrix and its down */
     const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
-    int32_t expert_count;
+    int32_t expert_count, tap_count; /* of taps: 1..active_count + 1 */
 } ShoalBatch;
 
 /* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest or drawn ones. Its vectors take the

@@ -171,6 +171,7 @@ class BatchStruct(ctypes.Structure):
         ("experts", c_void_p),
         ("groups", c_void_p),
         ("expert_count", c_int32),
+        ("tap_count", c_int32),
     ]
 
 
