@@ -14,7 +14,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.packed.stack import PackedStack
 from shoal.model.rewind import earliest, rewound
-from shoal.model.stack import SequenceChunk, Stack, Start
+from shoal.model.stack import SequenceChunk, Stack, Start, from_layer
 
 FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, 1, NEVER])
@@ -103,6 +103,26 @@ def test_taps_show_the_states_and_exit_logits_read_them(backend: Backend, name: 
             shallow, filled(stack, (9, 5)), lambda layer, hidden, to=shown: to.update({layer: hidden.clone()})
         )
         assert gap(shown[2], shown[3]) == 0 < gap(shown[3], shown[4])
+
+
+@on_backends("llama", "mistral")
+@pytest.mark.parametrize("plan", [FULL, SHALLOW], ids=["full", "shallow"])
+def test_who_looks_at_later_layers_alone_sees_the_same(backend: Backend, name: str, plan: DepthPlan) -> None:
+    stack = backend.stack(name)
+    chunks = [block(4, plan), block(2, plan, 1)]
+
+    def states(first: int) -> dict[int, torch.Tensor]:
+        seen: dict[int, torch.Tensor] = {}
+        hook = from_layer(first, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+        stack.forward(chunks, filled(stack, (9, 5)), hook)
+        return seen
+
+    every = states(0)
+    assert sorted(every) == list(range(7))
+    for first in (1, 2, 3, 5, 6):
+        later = states(first)
+        assert all(gap(later[layer], every[layer]) == 0 for layer in range(first, 7)), first
+        assert backend is not NATIVE or sorted(later) == list(range(first, 7))
 
 
 @on_backends("llama", "hybrid", "gemma3")
