@@ -276,7 +276,7 @@ class _DraftCost:
     """
 
     def __init__(self, each: float) -> None:
-        self._each, self._means, self._fixed, self._more = each, dict[int, tuple[float, int]](), 0.0, each
+        self._means, self._fixed, self._more = dict[int, tuple[float, int]](), 0.0, each
 
     def of(self, guesses: int) -> float:
         """What so many take, one after the other."""
