@@ -22,10 +22,11 @@ from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.engine.request import chat_ids
+from shoal.methods._stored import Int8
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int4 import KVInt4
-from shoal.methods.kv_int8 import Int8, KVInt8
+from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.model.kv_layer import KVLayer

@@ -21,8 +21,7 @@ from shoal.decode.search import Branch, branch_seed
 from shoal.decode.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._stored import StoredFrom
-from shoal.methods.kv_int8 import Int8
+from shoal.methods._stored import Int8, StoredFrom
 from shoal.methods.prompt_lookup import NGrams, PromptLookup
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk

@@ -12,8 +12,7 @@ from torch import Tensor
 from backends import NATIVE, Backend, each_backend
 from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.methods._stored import StoredFrom
-from shoal.methods.kv_int8 import Int8
+from shoal.methods._stored import Int8, StoredFrom
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import column_bytes
 from shoal.model.kv_layer import KVLayer

@@ -1,10 +1,11 @@
-"""What methods have in common that store the KV of every layer, from one on, in a form of their own."""
+"""What methods have in common that store the KV of every layer, from one on, in a form of their own; and two forms."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
@@ -12,6 +13,8 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.model.kv_form import KVForm
 
 
@@ -50,3 +53,47 @@ class StoredFrom:
     def form(self, layer: int) -> KVForm | None:
         """See `shoal.model.kv_form.Store`."""
         return self.each if layer >= self.first else None
+
+
+@dataclass(frozen=True)
+class Int8:
+    """int8 [heads, columns, head_dim] and float16 scales [heads, columns, blocks]."""
+
+    kernel: ClassVar[str | None] = "int8"
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `shoal.model.kv_form.KVForm`."""
+        from shoal.model import kv_blocks
+
+        return kv_blocks.to_bytes(values)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `shoal.model.kv_form.KVForm`."""
+        from shoal.model import kv_blocks
+
+        return kv_blocks.from_bytes(*parts)
+
+
+@dataclass(frozen=True)
+class Int4:
+    """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
+
+    Attributes:
+        of_keys: how keys are stored; None for as values are.
+    """
+
+    of_keys: Int8 | None = None
+
+    kernel: ClassVar[str | None] = "int4"
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `shoal.model.kv_form.KVForm`."""
+        from shoal.model import kv_blocks
+
+        return kv_blocks.to_nibbles(values)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `shoal.model.kv_form.KVForm`; zeros fill up the last block."""
+        from shoal.model import kv_blocks
+
+        return kv_blocks.from_nibbles(*parts)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from shoal.methods._stored import StoringMethod
-from shoal.methods.kv_int8 import Int8
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from shoal.methods._stored import Int4, Int8, StoringMethod
 
 
 @dataclass(frozen=True)
@@ -40,28 +35,3 @@ class KVInt4(StoringMethod):
     def form(self) -> Int4:
         """See `StoringMethod`."""
         return Int4(Int8() if self.keys == 8 else None)
-
-
-@dataclass(frozen=True)
-class Int4:
-    """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
-
-    Attributes:
-        of_keys: how keys are stored; None for as values are.
-    """
-
-    of_keys: Int8 | None = None
-
-    kernel: ClassVar[str | None] = "int4"
-
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
-
-        return kv_blocks.to_nibbles(values)
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.KVForm`; zeros fill up the last block."""
-        from shoal.model import kv_blocks
-
-        return kv_blocks.from_nibbles(*parts)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from shoal.methods._stored import StoringMethod
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from shoal.methods._stored import Int8, StoringMethod
 
 
 @dataclass(frozen=True)
@@ -28,22 +24,3 @@ class KVInt8(StoringMethod):
     def form(self) -> Int8:
         """See `StoringMethod`."""
         return Int8()
-
-
-@dataclass(frozen=True)
-class Int8:
-    """int8 [heads, columns, head_dim] and float16 scales [heads, columns, blocks]."""
-
-    kernel: ClassVar[str | None] = "int8"
-
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
-
-        return kv_blocks.to_bytes(values)
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
-
-        return kv_blocks.from_bytes(*parts)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from native_twin import Case, Token, Twin, make_twin
-from shoal.methods.kv_int4 import Int4
-from shoal.methods.kv_int8 import Int8
+from shoal.methods._stored import Int4, Int8
 from shoal.methods.mustafar import Bitmap
 from shoal.model.kv_form import forms_of
 from shoal.model.packed import native
