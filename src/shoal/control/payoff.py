@@ -11,6 +11,7 @@ import statistics
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 
 from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.decode.worker import StepReport
@@ -203,7 +204,7 @@ class HelperRecord:
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
         self._most, self._judged, self._tries, self._behind = most, 0, 0, True
-        self._costs = defaultdict[int, _DraftCost](lambda: _DraftCost(cost))
+        self._costs = defaultdict[int, _DraftCost](partial(_DraftCost, cost))
         self._pauses, self._pause = defaultdict[int, _Pause](_Pause), _Pause()
 
     def begin(self) -> None:
