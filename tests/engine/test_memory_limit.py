@@ -102,6 +102,7 @@ def test_guesses_go_first_then_rows_then_what_is_allowed(engine: Engine) -> None
         plan(engine, replace(smallest, lossy=()))
 
 
+@pytest.mark.slow
 def test_more_memory_never_gives_less(engine: Engine) -> None:
     least, most = sized(engine, IDS[1:2]).total, sized(engine, IDS, method="prompt_lookup").total
     steps = [*range(least, most, (most - least) // 24), most]

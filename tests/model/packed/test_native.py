@@ -240,6 +240,7 @@ def test_the_vectors_follow_the_processor_or_the_wish(
     assert build.vector_sets()[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the first choices are for x86-64")
 def test_narrower_vectors_where_the_compiler_knows_no_better(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
