@@ -12,7 +12,6 @@ the result as JSON.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,10 +94,9 @@ def step_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
 
 def told(full: Sequence[float], some: Sequence[float], full_bytes: float, some_bytes: float) -> dict[str, Any]:
     """What was found of one of them."""
-    speed, ideal = ratio(a / b for a, b in zip(full, some, strict=True)), full_bytes / some_bytes
-    median = statistics.median(a / b for a, b in zip(full, some, strict=True))
-    return {"seconds": figure(some), "step_bytes": round(some_bytes), "speed": speed, "ideal": ideal,
-            "realised": median / ideal}
+    faster, ideal = [a / b for a, b in zip(full, some, strict=True)], full_bytes / some_bytes
+    return {"seconds": figure(some), "step_bytes": round(some_bytes), "speed": ratio(faster), "ideal": ideal,
+            "realised": figure(faster)["median"] / ideal}
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -422,3 +422,8 @@ def test_parts_together_are_what_they_are_on_modules(backend: Backend, recipe: R
     most = 0.2 if recipe.store is not None and backend == NATIVE else backend.exact
     for number in range(len(PROMPTS)):
         assert gap(found.logits(number).to(torch.float64), expected.logits(number)) <= most
+
+
+def test_keys_in_other_numbers_of_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="keys is 5; it must be 4 or 8 bits"):
+        KVInt4(keys=5)
