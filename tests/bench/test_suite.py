@@ -15,7 +15,7 @@ import transformers
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
 from shoal.bench import words, workloads
-from shoal.bench.drafts import judge, measure, suite, summary
+from shoal.bench.drafts import judge, measure, stories, suite, summary
 from shoal.bench.drafts.measure import DraftsConfig
 from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalRun, ShoalSpeaker
 from shoal.bench.drafts.suite import Decoded, DraftTask
@@ -26,7 +26,11 @@ from shoal.eval.scoring import losses
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
+from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.snapkv import SnapKV
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.tidal import Tidal
 
 PLAIN_FLOAT = Setting("float32", None, "auto", "cpu", 1)
 
@@ -145,6 +149,7 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
         ({"data": None}, "--data"),
         ({"peers": ["llama.cpp-draft-model"]}, "--assistant"),
         ({"assistant": "shoal-reference-draft"}, "draft model"),
+        ({"context": 0}, "context"),
     ],
 )
 def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
@@ -247,3 +252,56 @@ def test_random_weights_are_refused() -> None:
         measure.measure(MeasuredModel(shape="tiny"), PLAIN_FLOAT, {}, DraftsConfig([workloads.PROBLEMS], None), {}, id)
 
 
+
+
+class Letters:
+    """A token for each character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def told_stories(folder: Path) -> Path:
+    """A data folder with three stories, of letters that no other has."""
+    (folder / "squality" / "v1-3" / "txt").mkdir(parents=True)
+    rows = [{"metadata": {"passage_id": letter}, "document": letter * 40,
+             "questions": [{"question_text": f"Who is {letter}?", "responses": [{"response_text": letter}]}]}
+            for letter in "abc"]
+    (folder / "squality" / "v1-3" / "txt" / "dev.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.mark.parametrize("context", [15, 40, 100])
+def test_stories_are_as_long_as_is_wanted_and_begin_with_the_one_that_is_asked_about(
+    context: int, tmp_path: Path
+) -> None:
+    found = stories.prompts(told_stories(tmp_path), Letters(), context, 9, seed=1)
+    assert len(found) == 3, "each story is asked about once"
+    for prompt in found:
+        text, _, asked = prompt.rpartition("\n\n")
+        assert len(text) == context and asked.startswith(f"Who is {text[0]}? ")
+        assert text[:40] == text[0] * min(40, context)
+        assert len(set(text) - {"\n"}) == -(-context // 42)
+    assert found == stories.prompts(tmp_path, Letters(), context, 3, seed=1)
+
+
+def test_stories_are_measured_at_the_length_that_was_asked_for(tmp_path: Path) -> None:
+    wish = {"kinds": [workloads.STORIES], "data": told_stories(tmp_path), "shortest": 1, "context": 30}
+    found = Reports({}).measure({"prompt_lookup": PromptLookup()}, **wish)
+    assert found["asked"]["context"] == 30 and {text["kind"] for text in found["texts"]} == {"stories"}
+    assert found["lossless"] == {"answers": 2, "equal": 2, "ties": 0, "wrong": 0}
+
+
+@pytest.mark.parametrize("method", [SnapKV(budget=9, window=8, pool=1), StreamingLLM(window=6, sinks=1, every=2),
+                                    KVInt8(), Tidal(k=8)])
+def test_methods_that_hear_a_prompt_s_end_hear_it_behind_a_copied_beginning_too(method: Any) -> None:
+    engine = load(str(FIXTURES / REFERENCE), dtype="float32")
+    task, _ = measure._begun(engine, next(iter(workloads.prompts(None, workloads.PROBLEMS, 1))), 16)
+    assert task.held is not None and len(task.prompt) > 20
+    run = ShoalSpeaker(engine, method).begin(task)
+    while run.step():
+        pass
+    assert run.decoded().tokens == engine.generate(list(task.prompt), method=method, max_new_tokens=16).tokens

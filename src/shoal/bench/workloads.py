@@ -18,6 +18,8 @@ from shoal.errors import unknown
 
 PROBLEMS = "problems"
 """Word problems that ship with the package."""
+STORIES = "stories"
+"""Long texts, whose length is in a model's tokens: see `shoal.bench.drafts.stories`."""
 _DOCUMENT = 3000
 """Characters of a document that a prompt holds."""
 
@@ -41,8 +43,8 @@ def prompts(data: Path | None, kind: str, count: int, seed: int = 0) -> list[str
 def check(data: Path | None, kinds: Sequence[str]) -> None:
     """ValueError for an unknown kind, or for one that needs a folder where there is none."""
     for kind in kinds:
-        if kind not in (*KINDS, PROBLEMS):
-            raise unknown("kind of text", kind, [*KINDS, PROBLEMS])
+        if kind not in (*KINDS, PROBLEMS, STORIES):
+            raise unknown("kind of text", kind, [*KINDS, PROBLEMS, STORIES])
     if data is None and set(kinds) - {PROBLEMS}:
         raise ValueError(f"{', '.join(kinds)} are read from files; give their folder with --data")
 

@@ -38,7 +38,8 @@ def add_arguments(parser: Parser) -> None:
     texts = parser.add_argument_group("texts")
     texts.add_argument("--data", metavar="DIR", type=Path, help="folder with the texts")
     texts.add_argument("--texts", metavar="A,...", help="chat, code, edits, mathematics, summaries, retrieval; "
-                       "problems: word problems that ship with Shoal")
+                       "problems: word problems that ship with Shoal; stories: long texts with a question")
+    texts.add_argument("--context", metavar="N", type=int, default=8192, help="tokens of the stories")
     texts.add_argument("--items", metavar="N", type=int, default=4, help="texts of each kind")
     texts.add_argument("--new-tokens", metavar="N", type=int, default=64, help="most tokens of an answer")
     texts.add_argument("--shortest", metavar="N", type=int, default=32, help="texts with a shorter answer are replaced")

@@ -15,7 +15,7 @@ import torch
 
 from shoal import catalog
 from shoal.bench import idle, workloads
-from shoal.bench.drafts import summary
+from shoal.bench.drafts import stories, summary
 from shoal.bench.drafts.judge import difference
 from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
 from shoal.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
@@ -37,7 +37,9 @@ T = TypeVar("T")
 _TRIES = 3
 """Times as many rounds as are wanted, at most, where others keep the machine busy."""
 _CONTEXT = 2048
-"""Tokens of prompt and answer that llama.cpp gets room for: its drafts make it keep the logits of all of them."""
+"""Tokens of prompt and answer that llama.cpp gets room for at least: its drafts make it keep the logits of them all."""
+_FRAME = 256
+"""Tokens of a question on stories and of the form that it is put in, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DraftsConfig:
     """What is to be measured.
 
     Attributes:
-        kinds: names in `workloads.KINDS`, or `workloads.PROBLEMS`.
+        kinds: names in `workloads.KINDS`, `workloads.PROBLEMS`, or `workloads.STORIES`.
         data: folder with the texts.
         items: texts of each kind.
         new_tokens: most tokens per text.
@@ -57,6 +59,7 @@ class DraftsConfig:
         tolerance: nats between two tokens that may tie.
         minutes: begin no text after that long; None for no limit.
         seed: of the choice of texts.
+        context: tokens of `workloads.STORIES`.
     """
 
     kinds: Sequence[str]
@@ -71,6 +74,7 @@ class DraftsConfig:
     tolerance: float = 0.25
     minutes: float | None = None
     seed: int = 0
+    context: int = 8192
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds, self.minutes)
@@ -78,6 +82,8 @@ class DraftsConfig:
             raise ValueError(f"items is {self.items}; it must be at least 1")
         if self.new_tokens < 4:
             raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 4")
+        if self.context < 1:
+            raise ValueError(f"context is {self.context}; it must be at least 1 token of the stories")
         for peer in self.peers:
             if peer not in (*HF_OPTIONS, *llama_drafts.NAMES):
                 raise unknown("peer of this suite", peer, [*HF_OPTIONS, *llama_drafts.NAMES])
@@ -87,8 +93,20 @@ class DraftsConfig:
 
     def asked(self) -> dict[str, Any]:
         """What makes runs comparable, as JSON values."""
-        names = ("items", "new_tokens", "rounds", "shortest", "tolerance", "seed")
+        names = ["items", "new_tokens", "rounds", "shortest", "tolerance", "seed"]
+        names += ["context"] * (workloads.STORIES in self.kinds)
         return {**{name: getattr(self, name) for name in names}, "kinds": list(self.kinds)}
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest prompt with its answer, about."""
+        return max(_CONTEXT, self.context + _FRAME + self.new_tokens if workloads.STORIES in self.kinds else 0)
+
+    def prompts(self, kind: str, tokenizer: Any) -> list[str]:
+        """Requests of a kind, more than are wanted, since some have answers that are too short."""
+        if kind == workloads.STORIES:
+            return stories.prompts(self.data, tokenizer, self.context, 10 * self.items, self.seed)
+        return workloads.prompts(self.data, kind, 10 * self.items, self.seed)
 
 
 def measure(
@@ -126,7 +144,7 @@ def measure(
     if found.setdefault("asked", asked) != asked:
         raise ValueError(f"the report was measured with other settings: {found['asked']}; name another file")
     found |= {"exact": exact, "stopped_early": False, "texts": found.get("texts", [])}
-    for kind, prompt in _wanted(wish, found["texts"]):
+    for kind, prompt in _wanted(wish, engine.tokenizer, found["texts"]):
         if time.monotonic() > until:
             found["stopped_early"] = True
             break
@@ -152,9 +170,9 @@ def _lossless(found: Mapping[str, Any]) -> dict[str, int]:
     return {**count, "wrong": count["answers"] - count["equal"] - count["ties"]}
 
 
-def _wanted(wish: DraftsConfig, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _wanted(wish: DraftsConfig, tokenizer: Any, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Kind after kind in turn, so that a run cut short has seen all of them; until each has enough usable texts."""
-    waiting = {kind: iter(workloads.prompts(wish.data, kind, 10 * wish.items, wish.seed)) for kind in wish.kinds}
+    waiting = {kind: iter(wish.prompts(kind, tokenizer)) for kind in wish.kinds}
     known = {(text["kind"], text["prompt"]) for text in done}
     while waiting:
         for kind in sorted(waiting, key=lambda kind: len(summary.usable(done, kind))):
@@ -240,7 +258,7 @@ def _peers(subject: MeasuredModel, setting: Setting, engine: Engine, wish: Draft
         if not subject.is_file or (small is not None and not small.is_file):
             raise ValueError(f"{name} reads GGUF files; give one as --model, and as --assistant")
         assistant = None if small is None else str(small.model)
-        model = llama_drafts.LlamaDrafts(str(subject.model), _CONTEXT, setting.threads, name, assistant)
+        model = llama_drafts.LlamaDrafts(str(subject.model), wish.room, setting.threads, name, assistant)
         speakers[name] = LlamaSpeaker(model, engine.eos_token_ids)
     return speakers | _transformers(subject, setting, engine, wish, small)
 

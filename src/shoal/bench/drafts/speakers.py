@@ -13,6 +13,7 @@ from shoal.bench.peers.llama_drafts import LlamaDrafts
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.engine.stream import Stream
+from shoal.eval.long.shared import dense_beginning
 from shoal.methods.base import Method
 from shoal.model.kv_copy import copy_in
 
@@ -40,9 +41,10 @@ class ShoalRun:
         request = Request.from_options({"method": method, "max_new_tokens": task.new_tokens})
         rows = engine.rows([list(task.prompt)], request)
         cache = engine.cache_for(rows, task.new_tokens)
-        if task.held is not None:
-            copy_in(cache, 0, task.held, len(task.prompt) - 1)
         self._stream, self._seconds = Stream(engine, rows, cache), 0.0
+        known = dense_beginning(rows[0].recipe, len(task.prompt))
+        if task.held is not None and known and task.held.restorable(known):
+            copy_in(cache, rows[0].slot, task.held, known)  # the stream empties a row whose KV is not kept as it is
         next(self._stream)
         next(self._stream, None)
         self._before = len(self._stream.tokens) - len(task.prompt)

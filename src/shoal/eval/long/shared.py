@@ -33,6 +33,15 @@ def dense_prompt(recipe: Recipe) -> bool:
     return all(getattr(part, "dense_prompt", False) for part in parts)
 
 
+def dense_beginning(recipe: Recipe, length: int) -> int:
+    """Of a prompt of so many tokens, how many may come from the model's own KV: the others a part has to hear."""
+    return max(0, length - _heard(recipe)) if dense_prompt(recipe) else 0
+
+
+def _heard(recipe: Recipe) -> int:
+    return max(1, getattr(recipe.keep, "listens", 1))
+
+
 def shareable(recipe: Recipe) -> bool:
     """Whether what is stored of a prompt's beginning is the same whatever comes behind it."""
     keep = recipe.keep
@@ -67,7 +76,7 @@ class SharedPrompts:
                 f"{method.name} on long contexts", f"its part {beside[0]!r} is no way of keeping or reading KV",
                 "Name methods that fill plan, keep, store or select (shoal methods says which)",
             )
-        shared = min(self._common, min(map(len, self.prompts)) - max(1, getattr(recipe.keep, "listens", 1)))
+        shared = min(self._common, min(map(len, self.prompts)) - _heard(recipe))
         shared = max(0, shared) if shareable(recipe) else 0
         dense = self._read_dense() if dense_prompt(recipe) and shared else None
         return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._rows)

@@ -1,0 +1,36 @@
+"""Long requests: stories of SQuALITY in a row, as long as is wanted, and a question about the first of them."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from shoal.eval.sources import squality
+
+_ASKED = "Answer in a paragraph, with words of the story where you can."
+
+
+def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: int = 0) -> list[str]:
+    """At most `count` requests, each about another story, drawn with `seed`.
+
+    Args:
+        data: the data folder.
+        tokenizer: of the model.
+        context: tokens of the stories; the question comes behind them.
+        count: how many.
+        seed: of the order of the stories.
+
+    Raises:
+        ValueError: the data folder does not hold the stories.
+    """
+    drawn = squality.read(data)
+    Random(f"{seed}/stories").shuffle(drawn)
+    found = []
+    for place, story in enumerate(drawn[:count]):
+        text, others = "", islice(cycle(drawn), place, None)
+        while len(ids := tokenizer(text, add_special_tokens=False)["input_ids"]) < context:
+            text = f"{text}\n\n{next(others).text}".lstrip()
+        found.append(f"{tokenizer.decode(ids[:context])}\n\n{story.asked[0][0]} {_ASKED}")
+    return found
