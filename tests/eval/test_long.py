@@ -241,7 +241,7 @@ class Scripted(LongEvaluator):
                  "argmax": [1, 2, 9, 9] if lossy else [1, 2, 3, 4], "cut": False, "kv_bytes": 50 if lossy else 100}
                 for place, _ in enumerate(samples)]
 
-    def _strange(self, samples: Any, wanted: Wanted) -> list[dict[str, Any]]:
+    def _strange(self, shared: Any, samples: Any, wanted: Wanted) -> list[dict[str, Any]]:
         return [{"score": 0.0, "argmax": [], "tokens": [], "cut": False, "kv_bytes": 1} for _ in samples]
 
 

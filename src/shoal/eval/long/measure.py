@@ -52,13 +52,14 @@ class LongEvaluator:
         found: dict[str, dict[str, Any]] = {label: {} for label in runs}
         hidden = None if self.progress is None else not self.progress
         for context in tqdm(contexts, desc=f"{wanted.suite}, {wanted.length} tokens", unit="context", disable=hidden):
-            shared = SharedPrompts(self.engine, [sample.prompt for sample in context.samples], self.rows)
+            prompts = [sample.prompt for sample in (*context.samples, *context.strange)]
+            shared = SharedPrompts(self.engine, prompts, self.rows)
             for label, run in runs.items():
                 method, base = methods.get(label) or Full(), found[FULL]
                 measure = partial(self._outcomes, shared, context.samples, method, base, wanted)
                 found[label] |= self._kept(run, context.samples, measure)
             if context.strange:
-                measure = partial(self._strange, context.strange, wanted)
+                measure = partial(self._strange, shared, context.strange, wanted)
                 found.setdefault(STRANGE, {}).update(self._kept(runs[FULL], context.strange, measure))
         return dict(found)
 
@@ -95,8 +96,7 @@ class LongEvaluator:
         finally:
             forks.close()
 
-    def _strange(self, samples: Sequence[Sample], wanted: Wanted) -> list[dict[str, Any]]:
-        shared = SharedPrompts(self.engine, [sample.prompt for sample in samples], self.rows)
+    def _strange(self, shared: SharedPrompts, samples: Sequence[Sample], wanted: Wanted) -> list[dict[str, Any]]:
         forks = shared.under(Full(), wanted.longest)
         try:
             return self._answers(forks, samples, wanted)
