@@ -25,12 +25,13 @@ def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: i
     Raises:
         ValueError: the data folder does not hold the stories.
     """
-    drawn = squality.read(data)
-    Random(f"{seed}/stories").shuffle(drawn)
+    drawn, dice = squality.read(data), Random(f"{seed}/stories")
+    dice.shuffle(drawn)
     found = []
     for place, story in enumerate(drawn[:count]):
         text, others = "", islice(cycle(drawn), place, None)
         while len(ids := tokenizer(text, add_special_tokens=False)["input_ids"]) < context:
             text = f"{text}\n\n{next(others).text}".lstrip()
-        found.append(f"{tokenizer.decode(ids[:context])}\n\n{story.asked[0][0]} {_ASKED}")
+        question, _ = dice.choice(story.asked[1:] or story.asked)  # the first asks every story for its plot
+        found.append(f"{tokenizer.decode(ids[:context])}\n\n{question} {_ASKED}")
     return found
