@@ -257,7 +257,7 @@ def test_random_weights_are_refused() -> None:
 class Letters:
     """A token for each character."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": list(map(ord, text))}
 
     def decode(self, ids: Sequence[int]) -> str:

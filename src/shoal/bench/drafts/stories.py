@@ -30,7 +30,7 @@ def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: i
     found = []
     for place, story in enumerate(drawn[:count]):
         text, others = "", islice(cycle(drawn), place, None)
-        while len(ids := tokenizer(text, add_special_tokens=False)["input_ids"]) < context:
+        while len(ids := tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) < context:
             text = f"{text}\n\n{next(others).text}".lstrip()
         question, _ = dice.choice(story.asked[1:] or story.asked)  # the first asks every story for its plot
         found.append(f"{tokenizer.decode(ids[:context])}\n\n{question} {_ASKED}")
