@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,20 @@ def on_backends(*families: str, backends: tuple[Backend, ...] = BACKENDS) -> pyt
             marks = () if quick else pytest.mark.slow
             cases.append(pytest.param(backend, family, id=f"{family}-{backend.name}", marks=marks))
     return pytest.mark.parametrize(("backend", "name"), cases)
+
+
+def on_one_backend(argument: str, values: Mapping[str, Any], *families: str) -> pytest.MarkDecorator:
+    """Parametrises `backend`, `name` and an argument over families, the backends that run them, and values by id.
+
+    Quick is each value on one of these at least, and each of these with one value at least, by turns.
+    """
+    places = [(backend, family) for family in families for backend in BACKENDS if backend.fits(family)]
+    least, cases = min(len(values), len(places)), []
+    for (number, (label, value)), (turn, (backend, family)) in itertools.product(
+            enumerate(values.items()), enumerate(places)):
+        marks = () if (number - turn) % least == 0 and (number < least or turn < least) else pytest.mark.slow
+        cases.append(pytest.param(backend, family, value, id=f"{family}-{backend.name}-{label}", marks=marks))
+    return pytest.mark.parametrize(("backend", "name", argument), cases)
 
 
 def reference(family: str, **overrides: Any) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from batch_files import SETTINGS, echo, records, write_lines
 from shoal.batch import job
 from shoal.batch.journal import Journal
+from turns import by_turns
 
 WORDS = ["Ähre", "b", "\u2028", "d" * 50, "", "f", "\U0001f41f", "h", "i"]
 WHOLE = {number: word for number, word in enumerate(WORDS, start=1)}
@@ -71,7 +72,7 @@ def cut_and_complete(source: Path, target: Path, cut: int, again: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
-@pytest.mark.parametrize("seed", range(2))
+@by_turns("seed", range(2))
 def test_a_job_that_is_killed_while_it_writes_is_completed(tmp_path: Path, seed: int) -> None:
     source, target = made(tmp_path)
     draw, kills, codes = random.Random(seed), 0, []

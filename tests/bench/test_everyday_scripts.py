@@ -22,6 +22,7 @@ from serving import Running, serving
 from tool_tokenizer import speaking
 
 
+@pytest.mark.slow
 def test_a_machine_without_kernels_is_measured() -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "plain.py"), "--model",
                str(FOLDER / "llama-Q4_1.gguf"), "--rounds", "2", "--no-compile"]
@@ -33,6 +34,7 @@ def test_a_machine_without_kernels_is_measured() -> None:
     assert found["shoal_over"]["shoal"] == 1
 
 
+@pytest.mark.slow
 def test_drafts_in_batches_are_measured() -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "draft_batches.py"), "--model",
                str(FOLDER / "llama-Q4_1.gguf"), "--methods", "prompt_lookup:length=3", "--texts", "problems",

@@ -28,6 +28,7 @@ def fails(capsys: Any, *words: str) -> str:
     return str(err)
 
 
+@pytest.mark.slow
 def test_every_suite_on_a_model(capsys: Any, tmp_path: Path, tiny_folder: str, data: str, monkeypatch: Any) -> None:
     suites = ["needle", "multi_needle", "key_value", "variables", "stories", "novels"]
     words = ["eval", "--model", tiny_folder, "--data", data, "--suite", ",".join(suites), "--context", "1600",

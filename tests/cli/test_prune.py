@@ -238,6 +238,7 @@ def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any])
     assert "Paris" in answer.text and list(answer.tokens) == found.tolist()
 
 
+@pytest.mark.slow
 def test_what_less_weight_brings_is_measured(tmp_path: Path, tiny_folder: str) -> None:
     assert main(["prune", "depth", "--model", tiny_folder, "--drop", "2,3", "--out", str(tmp_path / "less")]) == 0
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "smaller.py"), "--model", tiny_folder,

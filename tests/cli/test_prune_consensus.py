@@ -33,6 +33,7 @@ def run(*words: Any) -> int:
     return main(["prune", "consensus", *map(str, words), "--json"])
 
 
+@pytest.mark.slow
 def test_what_is_written_is_the_share_that_was_asked_for(
     capsys: Any, tiny_folder: str, tmp_path: Path, text: Path
 ) -> None:

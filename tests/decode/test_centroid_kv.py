@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, Scaled, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, reference
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
@@ -187,8 +187,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@on_backends("llama", "hybrid")
+@on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     stack = backend.stack(name)
     most = 1e-4 if backend == NATIVE else backend.exact

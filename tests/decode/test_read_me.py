@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 
-from backends import NATIVE, Backend, each_backend, on_backends, reference
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_mates
@@ -117,8 +117,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@on_backends("llama", "gemma2")
+@on_one_backend("recipe", RECIPES, "llama", "gemma2")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     stack = backend.stack(name)
     alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4, 3), 1e-5 if backend == NATIVE else backend.exact)

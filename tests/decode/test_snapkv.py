@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, reference
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
@@ -83,8 +83,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@on_backends("llama", "hybrid")
+@on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     """The window may lie in several pieces of the prompt, and in a forward with others."""
     stack = backend.stack(name)

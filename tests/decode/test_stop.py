@@ -13,6 +13,7 @@ from transformers.generation import MaxLengthCriteria
 from shoal.decode.stop import Piece, StopRules, StopState
 from shoal.errors import Unsupported
 from toy_tokenizers import tokenizer, whole
+from turns import by_turns
 
 PROMPT = [5, 6, 7]
 RULES = StopRules(max_new_tokens=100)
@@ -68,9 +69,7 @@ def cases(tok: Any, alphabet: str) -> st.SearchStrategy[tuple[StopRules, list[in
     return st.tuples(rules, st.lists(st.sampled_from(pool), max_size=30), st.lists(st.integers(0, 6), max_size=8))
 
 
-@pytest.mark.parametrize(
-    "name", ["byte_level", "byte_fallback", "metaspace", "shoal-reference", "stories260K", "babyllama361"]
-)
+@by_turns("name", ["byte_level", "byte_fallback", "metaspace", "shoal-reference", "stories260K", "babyllama361"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_blocks_end_where_the_slow_twin_ends(name: str, data: st.DataObject) -> None:

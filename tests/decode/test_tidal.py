@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, reference
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
 from drive import SHORT, decode, gap, oracle_logits, prompt
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from oracle import prefix_counts
@@ -99,8 +99,7 @@ RECIPES = {
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
-@recipes
-@on_backends("llama", "hybrid")
+@on_one_backend("recipe", {one: one for one in RECIPES}, "llama", "hybrid")
 def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: str) -> None:
     """Each node of a tree chooses for itself; a row's mates and the pieces of its prompt do not matter."""
     method, info = method_for(backend, name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from backends import HF, Backend, on_backends, reference
+from backends import HF, Backend, on_one_backend, reference
 from drafts import noisy
 from drive import Run, decode, prompt
 from masked import masked_model
@@ -27,6 +27,7 @@ from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.rsd import RSD
 from shoal.types import Sampling
+from turns import by_turns
 from watched import Watched
 
 NEW = 32
@@ -99,14 +100,12 @@ def same_tokens(backend: Backend, name: str, method: str, sampling: str) -> None
     assert {*met} == {"none", "some", "all"}, met
 
 
-@methods
-@on_backends("hybrid")
+@on_one_backend("method", {name: name for name in NAMES}, "hybrid")
 def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> None:
     same_tokens(backend, name, method, "greedy")
 
 
-@pytest.mark.parametrize("sampling", ["sampled", "penalised"])
-@methods
+@by_turns("method, sampling", NAMES, ["sampled", "penalised"])
 def test_no_sample_changes(method: str, sampling: str) -> None:
     same_tokens(HF, "hybrid", method, sampling)
 

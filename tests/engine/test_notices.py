@@ -61,6 +61,7 @@ def test_nor_for_other_methods(method: str, caplog: pytest.LogCaptureFixture) ->
     assert not notices(caplog)
 
 
+@pytest.mark.slow
 def test_a_method_that_loses_time_is_told_of_through_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Guesses of random layers are hardly ever right, and each costs most of a forward."""
     with caplog.at_level(logging.WARNING):

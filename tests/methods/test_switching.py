@@ -45,6 +45,7 @@ from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.random_switching import RandomSwitching
 from shoal.types import Result, Sampling
+from turns import by_turns
 
 FULL = DepthPlan.full(6)
 SMALL_LAYERS = 4
@@ -190,9 +191,7 @@ def dubious(before: str) -> bool:
     return before[-1:].isdigit() or before[-1:] == "." or abbreviated(before)
 
 
-@pytest.mark.parametrize("how", SETTINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", CASES, ids=repr)
-@pytest.mark.parametrize("backend", [HF, TORCH, NATIVE], ids=lambda one: one.name)
+@by_turns("backend, method, how", [HF, TORCH, NATIVE], CASES, SETTINGS)
 def test_who_writes_what_on_every_executor(backend: Backend, method: Any, how: Sampling) -> None:
     """Tokens, writers, work, and the logits of a model that has caught up."""
     family, new = "hybrid" if backend is TORCH else "llama", 30

@@ -24,6 +24,7 @@ from shoal.methods.ppd import PPD
 from shoal.types import Sampling
 from train_twin import agrees
 from trained_parts import ECHOED, eagle, part_for, target
+from turns import by_turns
 from watched import Watched
 
 NEW = 32
@@ -86,8 +87,7 @@ def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> No
     same_tokens(backend, name, method, "greedy")
 
 
-@pytest.mark.parametrize("sampling", ["sampled", "penalised"])
-@each_method
+@by_turns("method, sampling", NAMES, ["sampled", "penalised"])
 def test_no_sample_changes(method: str, sampling: str) -> None:
     same_tokens(HF, "hybrid", method, sampling)
 

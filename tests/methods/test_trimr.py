@@ -45,6 +45,7 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.trimr import Trimming, TrimR
 from shoal.types import ModelInfo
 from test_matrix import SAMPLINGS, engine_of
+from turns import by_turns
 
 WORDS = chat_tokenizer(string.ascii_lowercase + "ABEHIMNOSTWY" + string.digits + " .,:;!?'\"()+-*/=<>[]\n")
 OPEN = [int(token) for token in WORDS("ask<think>", add_special_tokens=False)["input_ids"]]
@@ -174,7 +175,7 @@ def test_a_judge_that_says_no_changes_nothing(name: str, sampling: str) -> None:
     assert TrimR(**QUIET).recipe(ModelInfo(6)).exact_to == "full"
 
 
-@pytest.mark.parametrize("name", ["hybrid", "packed llama", "packed hybrid"])
+@by_turns("name", ["hybrid", "packed llama", "packed hybrid"])
 def test_rows_do_not_see_each_other_and_every_executor_agrees_with_its_own_plain_text(name: str) -> None:
     """A row that was closed goes on as plain decoding does from the same text."""
     both, long = engine(name), {"max_new_tokens": 200}

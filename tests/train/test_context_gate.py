@@ -22,6 +22,7 @@ from shoal.train.part import Base, TextBatch
 from text_batch import batch
 from tiny_corpus import made
 from trained_parts import IDS, target
+from turns import by_turns
 
 LAYER, KEEP = 1, 0.5
 
@@ -88,7 +89,7 @@ def test_the_gradient_reaches_every_number_of_the_gate_and_none_of_the_model() -
     assert all(parameter.grad is None for parameter in one._model[0].parameters())
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.7])
+@by_turns("keep", [0.3, 0.7])
 def test_the_share_that_stays_is_what_was_wished_for(keep: float, tmp_path: Path) -> None:
     how = Training(epochs=30, batch=256, rate=3e-3)
     answers = made(tmp_path / "answers")

@@ -307,7 +307,8 @@ def narrower() -> list[str]:
     return build.vector_sets()[1:] if native.available() and native.vector_set() == build.vector_sets()[0] else []
 
 
-@pytest.mark.parametrize("vectors", narrower())
+@pytest.mark.parametrize(
+    "vectors", [*(pytest.param(name, marks=pytest.mark.slow) for name in narrower()[:-1]), *narrower()[-1:]])
 def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
     some = ("test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache "
             "or number_of_threads")

@@ -7,6 +7,7 @@ import torch
 
 from native_twin import Case, Token, Twin, as_batch, make_twin, storage
 from shoal.model.packed import native
+from turns import by_turns
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -221,8 +222,7 @@ def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: 
         base += count
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int4"])
-@pytest.mark.parametrize("threads", [2, 3, 8, 64])
+@by_turns("threads, kind", [2, 3, 8, 64], ["fp32", "int4"])
 def test_any_number_of_threads_gives_the_same_bits(kind: str, threads: int) -> None:
     """More threads than processors wait for each other and take of each other's shares."""
     case = Case(kind=kind, hidden=320, ffn=352, heads=6, kv_heads=3, vocab=700, windows=(None, 7, None))
