@@ -28,9 +28,13 @@ def fails(capsys: Any, *words: str) -> str:
     return str(err)
 
 
-@pytest.mark.slow
-def test_every_suite_on_a_model(capsys: Any, tmp_path: Path, tiny_folder: str, data: str, monkeypatch: Any) -> None:
-    suites = ["needle", "multi_needle", "key_value", "variables", "stories", "novels"]
+@pytest.mark.parametrize("suites", [
+    ["needle", "novels"],
+    pytest.param(["needle", "multi_needle", "key_value", "variables", "stories", "novels"], marks=pytest.mark.slow),
+], ids=["two", "all"])
+def test_suites_on_a_model(
+    suites: list[str], capsys: Any, tmp_path: Path, tiny_folder: str, data: str, monkeypatch: Any
+) -> None:
     words = ["eval", "--model", tiny_folder, "--data", data, "--suite", ",".join(suites), "--context", "1600",
              *SMALL, *METHODS, "--out", str(tmp_path)]
     assert main([*words, "--json"]) == 0

@@ -96,7 +96,6 @@ RECIPES = {
     "of bytes": lambda part: Recipe(DepthPlan.full(LAYERS), select=part, store=KVInt8().recipe(INFO).store),
     "of ends": lambda part: replace(StreamingLLM(window=12, sinks=1, every=3).recipe(INFO), select=part),
 }
-recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 @on_one_backend("recipe", {one: one for one in RECIPES}, "llama", "hybrid")

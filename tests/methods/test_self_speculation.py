@@ -50,6 +50,10 @@ each_method = pytest.mark.parametrize(
     "method", [pytest.param(name, marks=pytest.mark.slow) if "," in name else name for name in METHODS]
 )
 """The variants of a method, which are many, run with the slow tests."""
+brief_methods = pytest.mark.parametrize("method", [
+    name if name in ("layerskip", "d3_spec", "del") else pytest.param(name, marks=pytest.mark.slow) for name in METHODS
+])
+"""For what takes long: those that look for layers run with the slow tests too."""
 
 
 @functools.cache
@@ -106,7 +110,7 @@ def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
         assert watch.trees
 
 
-@each_method
+@brief_methods
 @on_backends("hybrid", backends=(HF,))
 def test_every_outcome_is_met(backend: Backend, name: str, method: str) -> None:
     met: Counter[str] = Counter()
@@ -139,7 +143,7 @@ def test_under_a_plan_of_the_target(backend: Backend, method: str) -> None:
     assert watch.trees
 
 
-@each_method
+@brief_methods
 @on_backends("hybrid")
 def test_the_cache_is_that_of_a_plain_run(backend: Backend, name: str, method: str) -> None:
     stack, ids = mild_stack(backend, name), [prompt(21, 1)]
@@ -271,7 +275,7 @@ def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
         assert "".join(step.text for step in run.rows[0].steps) == text[: text.index(stop)]
 
 
-@each_method
+@brief_methods
 def test_rows_are_independent(method: str) -> None:
     """Neither tokens nor what drafting brought depend on batch-mates."""
     stack = mild_stack(HF, "hybrid")

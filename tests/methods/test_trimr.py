@@ -175,7 +175,7 @@ def test_a_judge_that_says_no_changes_nothing(name: str, sampling: str) -> None:
     assert TrimR(**QUIET).recipe(ModelInfo(6)).exact_to == "full"
 
 
-@by_turns("name", ["hybrid", "packed llama", "packed hybrid"])
+@by_turns("name", ["packed llama", "hybrid", "packed hybrid"])
 def test_rows_do_not_see_each_other_and_every_executor_agrees_with_its_own_plain_text(name: str) -> None:
     """A row that was closed goes on as plain decoding does from the same text."""
     both, long = engine(name), {"max_new_tokens": 200}
