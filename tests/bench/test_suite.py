@@ -136,6 +136,8 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
         workloads.prompts(tmp_path, "mathematics", 1)
     with pytest.raises(ValueError, match="kind of text"):
         workloads.prompts(tmp_path, "poems", 1)
+    with pytest.raises(ValueError, match="kind of text"):
+        workloads.prompts(tmp_path, stories.STORIES, 1)  # those need a tokenizer
 
 
 @pytest.mark.parametrize(
@@ -278,18 +280,18 @@ def told_stories(folder: Path) -> Path:
 def test_stories_are_as_long_as_is_wanted_and_begin_with_the_one_that_is_asked_about(
     context: int, tmp_path: Path
 ) -> None:
-    found = stories.prompts(told_stories(tmp_path), Letters(), context, 9, seed=1)
+    found = list(stories.prompts(told_stories(tmp_path), Letters(), context, 9, seed=1))
     assert len(found) == 3, "each story is asked about once"
     for prompt in found:
         text, _, asked = prompt.rpartition("\n\n")
         assert len(text) == context and asked.startswith(f"Who is {text[0]}? ")
         assert text[:40] == text[0] * min(40, context)
         assert len(set(text) - {"\n"}) == -(-context // 42)
-    assert found == stories.prompts(tmp_path, Letters(), context, 3, seed=1)
+    assert found == list(stories.prompts(tmp_path, Letters(), context, 3, seed=1))
 
 
 def test_stories_are_measured_at_the_length_that_was_asked_for(tmp_path: Path) -> None:
-    wish = {"kinds": [workloads.STORIES], "data": told_stories(tmp_path), "shortest": 1, "context": 30}
+    wish = {"kinds": [stories.STORIES], "data": told_stories(tmp_path), "shortest": 1, "context": 30}
     found = Reports({}).measure({"prompt_lookup": PromptLookup()}, **wish)
     assert found["asked"]["context"] == 30 and {text["kind"] for text in found["texts"]} == {"stories"}
     assert found["lossless"] == {"answers": 2, "equal": 2, "ties": 0, "wrong": 0}

@@ -18,8 +18,6 @@ from shoal.errors import unknown
 
 PROBLEMS = "problems"
 """Word problems that ship with the package."""
-STORIES = "stories"
-"""Long texts, whose length is in a model's tokens: see `shoal.bench.drafts.stories`."""
 _DOCUMENT = 3000
 """Characters of a document that a prompt holds."""
 
@@ -40,11 +38,12 @@ def prompts(data: Path | None, kind: str, count: int, seed: int = 0) -> list[str
     return random.Random(f"{seed}/{kind}").sample(found, min(count, len(found)))
 
 
-def check(data: Path | None, kinds: Sequence[str]) -> None:
-    """ValueError for an unknown kind, or for one that needs a folder where there is none."""
+def check(data: Path | None, kinds: Sequence[str], beside: Sequence[str] = ()) -> None:
+    """ValueError for a kind that is unknown, here and `beside`, or for one that needs a folder where there is none."""
+    known = [*KINDS, PROBLEMS, *beside]
     for kind in kinds:
-        if kind not in (*KINDS, PROBLEMS, STORIES):
-            raise unknown("kind of text", kind, [*KINDS, PROBLEMS, STORIES])
+        if kind not in known:
+            raise unknown("kind of text", kind, known)
     if data is None and set(kinds) - {PROBLEMS}:
         raise ValueError(f"{', '.join(kinds)} are read from files; give their folder with --data")
 

@@ -47,7 +47,7 @@ class DraftsConfig:
     """What is to be measured.
 
     Attributes:
-        kinds: names in `workloads.KINDS`, `workloads.PROBLEMS`, or `workloads.STORIES`.
+        kinds: names in `workloads.KINDS`, `workloads.PROBLEMS`, or `stories.STORIES`.
         data: folder with the texts.
         items: texts of each kind.
         new_tokens: most tokens per text.
@@ -59,7 +59,7 @@ class DraftsConfig:
         tolerance: nats between two tokens that may tie.
         minutes: begin no text after that long; None for no limit.
         seed: of the choice of texts.
-        context: tokens of `workloads.STORIES`.
+        context: tokens of `stories.STORIES`.
     """
 
     kinds: Sequence[str]
@@ -89,24 +89,24 @@ class DraftsConfig:
                 raise unknown("peer of this suite", peer, [*HF_OPTIONS, *llama_drafts.NAMES])
         if any("draft-model" in peer for peer in self.peers) != (self.assistant is not None):
             raise ValueError("a peer with a draft model and --assistant, the model that drafts for it, go together")
-        workloads.check(self.data, self.kinds)
+        workloads.check(self.data, self.kinds, beside=[stories.STORIES])
 
     def asked(self) -> dict[str, Any]:
         """What makes runs comparable, as JSON values."""
         names = ["items", "new_tokens", "rounds", "shortest", "tolerance", "seed"]
-        names += ["context"] * (workloads.STORIES in self.kinds)
+        names += ["context"] * (stories.STORIES in self.kinds)
         return {**{name: getattr(self, name) for name in names}, "kinds": list(self.kinds)}
 
     @property
     def room(self) -> int:
         """Tokens of the longest prompt with its answer, about."""
-        return max(_CONTEXT, self.context + _FRAME + self.new_tokens if workloads.STORIES in self.kinds else 0)
+        return max(_CONTEXT, self.context + _FRAME + self.new_tokens if stories.STORIES in self.kinds else 0)
 
-    def prompts(self, kind: str, tokenizer: Any) -> list[str]:
+    def prompts(self, kind: str, tokenizer: Any) -> Iterator[str]:
         """Requests of a kind, more than are wanted, since some have answers that are too short."""
-        if kind == workloads.STORIES:
+        if kind == stories.STORIES:
             return stories.prompts(self.data, tokenizer, self.context, 10 * self.items, self.seed)
-        return workloads.prompts(self.data, kind, 10 * self.items, self.seed)
+        return iter(workloads.prompts(self.data, kind, 10 * self.items, self.seed))
 
 
 def measure(
@@ -172,7 +172,7 @@ def _lossless(found: Mapping[str, Any]) -> dict[str, int]:
 
 def _wanted(wish: DraftsConfig, tokenizer: Any, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Kind after kind in turn, so that a run cut short has seen all of them; until each has enough usable texts."""
-    waiting = {kind: iter(wish.prompts(kind, tokenizer)) for kind in wish.kinds}
+    waiting = {kind: wish.prompts(kind, tokenizer) for kind in wish.kinds}
     known = {(text["kind"], text["prompt"]) for text in done}
     while waiting:
         for kind in sorted(waiting, key=lambda kind: len(summary.usable(done, kind))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -9,10 +10,12 @@ from typing import Any
 
 from shoal.eval.sources import squality
 
+STORIES = "stories"
+"""The kind of text, beside those of `shoal.bench.workloads`; its length is in tokens of a model."""
 _ASKED = "Answer in a paragraph, with words of the story where you can."
 
 
-def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: int = 0) -> list[str]:
+def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: int = 0) -> Iterator[str]:
     """At most `count` requests, each about another story, drawn with `seed`.
 
     Args:
@@ -27,11 +30,9 @@ def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: i
     """
     drawn, dice = squality.read(data), Random(f"{seed}/stories")
     dice.shuffle(drawn)
-    found = []
     for place, story in enumerate(drawn[:count]):
         text, others = "", islice(cycle(drawn), place, None)
         while len(ids := tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) < context:
             text = f"{text}\n\n{next(others).text}".lstrip()
         question, _ = dice.choice(story.asked[1:] or story.asked)  # the first asks every story for its plot
-        found.append(f"{tokenizer.decode(ids[:context])}\n\n{question} {_ASKED}")
-    return found
+        yield f"{tokenizer.decode(ids[:context])}\n\n{question} {_ASKED}"
