@@ -16,6 +16,9 @@ import torch
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs run in Python then
+
 from families import FAMILIES, fingerprint, tiny
 
 settings.register_profile("shoal", deadline=None, print_blob=True)

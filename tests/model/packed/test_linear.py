@@ -77,7 +77,7 @@ def test_no_weight_is_off_by_more_than_half_a_level(dtype: str, rows: int, colum
     matrix = weight(rows, columns, DTYPES[dtype])
     packed = Quantised(matrix, quant, indexed=True)
     top, group = (127, columns) if quant == "int8" else (7, GROUP)
-    scales = packed._stored[1].double().repeat_interleave(group, dim=1)[:, :columns]
+    scales = packed.stored[1].double().repeat_interleave(group, dim=1)[:, :columns]
     error = (packed.dequantised().double() - matrix.double()).abs()
     rounding = torch.finfo(DTYPES[dtype]).eps * matrix.double().abs()
     assert bool((error <= 0.51 * scales + rounding).all())

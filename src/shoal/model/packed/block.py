@@ -35,14 +35,14 @@ def attention(
         attend: writes k and v to the cache and attends.
     """
     normed = _norm(x, layer.attention_norm, shape.eps).to(dtype)
-    qkv = _apply(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
     q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = _norm_heads(q, layer.q_norm, shape.eps), _norm_heads(k, layer.k_norm, shape.eps)
+        q, k = norm_heads(q, layer.q_norm, shape.eps), norm_heads(k, layer.k_norm, shape.eps)
     if tables is not None:
         q, k = rotate(q, *tables), rotate(k, *tables)
     mixed = attend(q, k, v).reshape(len(x), -1)
-    out = _apply(layer.out, mixed, layer.out_bias).to(x.dtype)
+    out = applied(layer.out, mixed, layer.out_bias).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * shape.residual_scale
 
 
@@ -61,8 +61,8 @@ def mlp(
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
     """The matrices of the MLP on its normed inputs [T, hidden]."""
-    gate, up = _apply(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
-    return _apply(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
+    gate, up = applied(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
+    return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
 
 
 def scaled_attention(
@@ -136,12 +136,13 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight.shape, weight, eps)
 
 
-def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm of `x` [T, heads, head_dim] over each head or, where the weight is that long, over all of them."""
     flat = x.to(weight.dtype).reshape(len(x), -1, len(weight))
     return _norm(flat, weight, eps).to(x.dtype).view(x.shape)
 
 
-def _apply(matrix: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+def applied(matrix: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The matrix times `x` [T, columns], and the bias."""
     out = matrix(x)
     return out if bias is None else out + bias.to(out.dtype)

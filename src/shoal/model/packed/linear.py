@@ -7,15 +7,18 @@ A matrix is packed once from [rows, columns] in the checkpoint's orientation; ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from shoal.model.packed.linear_cuda import GROUP as GROUP
-from shoal.model.packed.linear_cuda import Quant as Quant
-from shoal.model.packed.linear_cuda import cuda_kernel
+from shoal.model.packed.cuda import door as gpu
+from shoal.model.packed.cuda.int4 import int4_product
+
+Quant = Literal["int8", "int4"]
+GROUP = 32
+"""Columns that share a scale in int4."""
 
 _AT_ONCE = 2**20
 _WIDENED = 2**19
@@ -48,30 +51,34 @@ class Linear(Protocol):
 
 
 class Dense:
-    """Weights as they are; bfloat16 ones on the CPU are reordered for oneDNN, which then reads them at the roof."""
+    """Weights as they are; bfloat16 ones on the CPU are reordered for oneDNN, which then reads them at the roof.
+
+    Attributes:
+        plain: [rows, columns], or None where only oneDNN's order is kept.
+    """
 
     def __init__(self, weight: Tensor, *, indexed: bool = False) -> None:
         self.rows, self.columns = weight.shape
         self.nbytes = weight.numel() * weight.element_size()
-        self._plain: Tensor | None = weight
+        self.plain: Tensor | None = weight
         self._packed: Tensor | None = None
         self._widens = _lacks_products(weight)
         if _reorders(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-            self._plain = weight if indexed else None
+            self.plain = weight if indexed else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
         if self._packed is None:
-            assert self._plain is not None
-            return _widened(x, self._plain) if self._widens and len(x) >= _MANY else linear(x, self._plain)
+            assert self.plain is not None
+            return _widened(x, self.plain) if self._widens and len(x) >= _MANY else linear(x, self.plain)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See `Linear`; only for matrices made with `indexed`."""
-        assert self._plain is not None
-        return self._plain[ids]
+        assert self.plain is not None
+        return self.plain[ids]
 
 
 def _reorders(weight: Tensor) -> bool:
@@ -101,43 +108,51 @@ def _widened(x: Tensor, weight: Tensor) -> Tensor:
 class Quantised:
     """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns.
 
-    Multiplied by torch's own weight-only kernels where they take the dtype, else dequantised at every use. Two levels
-    of int4 share a byte; where torch's kernel has them in its own order, only a table keeps them by rows as well. That
-    kernel also reads a zero point beside every scale.
+    Multiplied by torch's own weight-only kernels where they take the dtype, int8 on a GPU by Shoal's, else dequantised
+    at every use. Two levels of int4 share a byte; where torch's kernel has them in its own order, only a table has them
+    by rows as well. That kernel also reads a zero point beside every scale.
+
+    Attributes:
+        stored: levels, int8 [rows, 1, columns] or uint8 [rows, groups, GROUP / 2], and scales [rows, groups]; or None.
     """
 
     def __init__(self, weight: Tensor, quant: Quant, *, indexed: bool = False) -> None:
         self.rows, self.columns = weight.shape
-        self._dtype, self._device, self.quant = weight.dtype, weight.device, quant
+        self.dtype, self._device, self.quant = weight.dtype, weight.device, quant
         group = self.columns if quant == "int8" else GROUP
         levels, scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
         self._kernel = _kernel(levels, scales, self.columns, quant)
-        self._stored: tuple[Tensor, Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor] | None = None
         if quant == "int8" or self._kernel is None or indexed:
-            self._stored = levels if quant == "int8" else _paired(levels), scales
+            self.stored = levels if quant == "int8" else _paired(levels), scales
         per_byte, points = (1, 0) if quant == "int8" else (2, self._kernel is not None)
         self.nbytes = levels.numel() // per_byte + (1 + points) * scales.numel() * scales.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return linear(x, self.dequantised()) if self._kernel is None else self._kernel(x)
+        if self._kernel is not None:
+            return self._kernel(x)
+        few = gpu.multiplied(x, self) if x.is_cuda else None
+        return linear(x, self.dequantised()) if few is None else few
 
     def dequantised(self) -> Tensor:
         """[rows, columns] in the dtype that the weights came in."""
-        if self._stored is None:
-            return self(torch.eye(self.columns, dtype=self._dtype, device=self._device)).t()
-        return self._values(*self._stored)
+        if self.stored is None:
+            return self(torch.eye(self.columns, dtype=self.dtype, device=self._device)).t()
+        return self._values(*self.stored)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See `Linear`; only for matrices made with `indexed`."""
-        assert self._stored is not None
-        levels, scales = self._stored
+        assert self.stored is not None
+        levels, scales = self.stored
         return self._values(levels[ids], scales[ids])
 
     def _values(self, stored: Tensor, scales: Tensor) -> Tensor:
+        if self.quant == "int8" and scales.dtype == self.dtype:  # exact products, rounded once as below
+            return (stored.to(self.dtype) * scales[..., None]).flatten(-2)
         levels = stored if self.quant == "int8" else _parted(stored)
         values = levels.to(torch.float32) * scales[..., None].float()
-        return values.flatten(-2)[..., : self.columns].to(self._dtype)
+        return values.flatten(-2)[..., : self.columns].to(self.dtype)
 
 
 def _paired(levels: Tensor) -> Tensor:
@@ -159,8 +174,8 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
     """A weight-only kernel of torch's for these numbers, or None where it has none."""
     if scales.dtype != torch.bfloat16 or columns % GROUP:
         return None
-    if levels.device.type == "cuda":
-        return cuda_kernel(levels, scales, quant)
+    if levels.device.type == "cuda" and quant == "int4":
+        return int4_product(levels, scales)
     if levels.device.type != "cpu":
         return None
     if quant == "int8":

@@ -16,11 +16,11 @@ from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opene
 from shoal.model.kv import KVCache
 from shoal.model.masks import mask
 from shoal.model.packed import block
-from shoal.model.packed.graphs import GraphRunner
+from shoal.model.packed.cuda import door
+from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense, Linear, Quantised
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
-from shoal.model.packed.static import Key, StaticStep
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import (
@@ -36,6 +36,8 @@ from shoal.model.stack import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from shoal.model.packed.cuda.graphs import GraphRunner
 
 _PIECE = 256
 """Columns of the head that are read back at once where a part of its rows is wanted."""
@@ -68,21 +70,22 @@ class PackedStack:
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None
-        if device.type == "cuda":
-            self.use_graphs(capture=True)
+        if device.type == "cuda" and dtype != torch.float64 and door.available():
+            self.use_graphs()
+            self.prefill_chunk = MOST_TOKENS
 
-    def use_graphs(self, capture: bool) -> None:
-        """Run steps of the fixed form through a `GraphRunner`."""
+    def use_graphs(self, *, capture: bool = True) -> None:
+        """Run what it can through a `GraphRunner`, which needs Triton."""
+        from shoal.model.packed.cuda.graphs import GraphRunner
 
-        def make(key: Key, cache: KVCache) -> StaticStep:
-            return StaticStep(key, self.shape, self.weights, self.rotary, cache, self.dtype)
-
-        self.graphs = GraphRunner(make, capture)
+        self.graphs = GraphRunner(self.shape, self.weights, self.rotary, self.dtype, capture=capture)
 
     def with_layers(self, layers: list[Layer]) -> Self:
-        """A stack with other layers of the same shape that shares all else; it captures no graphs."""
+        """A stack with other layers of the same shape that shares all else, and has graphs of its own."""
         twin = copy(self)
-        twin.weights, twin.graphs = replace(self.weights, layers=layers), None
+        twin.weights = replace(self.weights, layers=layers)
+        if twin.graphs is not None:
+            twin.use_graphs()
         return twin
 
     @torch.no_grad()

@@ -1,18 +1,13 @@
-"""torch's weight-only int8 and int4 kernels on NVIDIA GPUs. Not yet run on one: what they return is checked at load."""
+"""torch's product with a matrix in 4 bits on NVIDIA GPUs, made for few tokens. What it returns is checked at load."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-
-Quant = Literal["int8", "int4"]
-GROUP = 32
-"""Columns that share a scale in int4."""
 
 _INNER_TILES = (8, 4, 2)
 _TILE = 16
@@ -22,31 +17,26 @@ Product = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
 
 
-def cuda_kernel(levels: Tensor, scales: Tensor, quant: Quant) -> Product | None:
+def int4_product(levels: Tensor, scales: Tensor) -> Product | None:
     """The kernel for a matrix, or None where torch has none that reproduces it; the reason is logged.
 
     Args:
-        levels: int8 [rows, groups, group].
+        levels: int8 [rows, groups, 32], -8..7.
         scales: bfloat16 [rows, groups].
-        quant: "int8" with one group per row, or "int4" with groups of `GROUP`.
     """
     try:
-        product = _int8(levels, scales) if quant == "int8" else _int4(levels, scales)
+        product = _packed(levels, scales)
         return product if _agrees(product, levels, scales) else None
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        log.info("no %s kernel of torch's for this matrix: %s", quant, str(error).splitlines()[0])
+        log.info("no int4 kernel of torch's for this matrix: %s", str(error).splitlines()[0])
         return None
 
 
-def _int8(levels: Tensor, scales: Tensor) -> Product:
-    matrix, factors = levels.flatten(1).contiguous(), scales[:, 0].contiguous()
-    return lambda x: torch._weight_int8pack_mm(x, matrix, factors)
-
-
-def _int4(levels: Tensor, scales: Tensor) -> Product:
+def _packed(levels: Tensor, scales: Tensor) -> Product:
+    group = levels.shape[2]
     packed = torch._convert_weight_to_int4pack(nibbles(levels), inner_tiles(levels[0].numel()))
     pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
-    return lambda x: torch._weight_int4pack_mm(x, packed, GROUP, pairs)
+    return lambda x: torch._weight_int4pack_mm(x, packed, group, pairs)
 
 
 def nibbles(levels: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""Captured forwards: a CUDA graph for each layer, and one for each end, that any depth plan strings together.
+
+A forward of few tokens is a matter of launching small kernels, and a graph launches a layer's at once. Layers are
+captured when a plan first runs them, plans that come again often as a whole. The first run is the one that warms up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.model.kv import KVCache
+from shoal.model.packed import block
+from shoal.model.packed.cuda.form import ForwardForm, fit_of, lacking_room
+from shoal.model.packed.cuda.static import StaticForward
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import Shape
+from shoal.model.packed.weights import Weights
+from shoal.model.stack import SequenceChunk
+
+LIMIT = 48
+"""Most forms kept; the one that was used longest ago is given up for a new one."""
+OFTEN = 16
+"""Runs of the same layers after which they are captured as a whole."""
+REACH = 4096
+"""Positions that the rotary table holds from the beginning."""
+WHOLES = 8
+"""Most such captures per form."""
+
+FIRST = 3
+"""Pieces of such a capture that are launched apart: the GPU has them to do while it is told of the others."""
+
+log = logging.getLogger(__name__)
+
+
+class CapturedForward:
+    """A step whose pieces are captured as they are first run.
+
+    Args:
+        step: what runs.
+        capture: whether pieces are captured; otherwise they run eagerly.
+        pool: memory that the graphs share.
+    """
+
+    def __init__(self, step: StaticForward, capture: bool, pool: Any) -> None:
+        self.step, self._capture, self._pool = step, capture, pool
+        self._pieces: dict[object, Any] = {}
+        self._wholes: dict[tuple[int, ...], list[Any]] = {}
+        self._runs: Counter[tuple[int, ...]] = Counter()
+
+    def run(self, layers: tuple[int, ...]) -> None:
+        """The whole forward."""
+        whole = self._wholes.get(layers)
+        if whole is not None:
+            for graph in whole:
+                graph.replay()
+            return
+        for name, run in self._parts(layers):
+            self._run(name, run)
+        self._runs[layers] += 1
+        if self._capture and self._runs[layers] >= OFTEN and len(self._wholes) < WHOLES:
+            runs = [run for _, run in self._parts(layers)]
+            halves = [half for half in (runs[:FIRST], runs[FIRST:]) if half]
+            self._wholes[layers] = [_captured(_all(half), self._pool) for half in halves]
+
+    def _parts(self, layers: Sequence[int]) -> list[tuple[object, Callable[[], None]]]:
+        inner = [(layer, partial(self.step.layer, layer)) for layer in layers]
+        return [("enter", self.step.enter), *inner, ("leave", self.step.leave)]
+
+    def _run(self, name: object, run: Callable[[], None]) -> None:
+        graph = self._pieces.get(name)
+        if graph is not None:
+            graph.replay()
+            return
+        run()
+        if self._capture:
+            self._pieces[name] = _captured(run, self._pool)
+
+
+def _all(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
+def _captured(run: Callable[[], object], pool: Any) -> Any:
+    """Record what has run before, and so is compiled; `torch.cuda.graph` would collect garbage first, every time."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool)
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    return graph
+
+
+class GraphRunner:
+    """Runs forwards that have a form, see `fit_of`, through captured pieces.
+
+    Args:
+        shape: of the decoder.
+        weights: its packed weights.
+        rotary: its rotary table.
+        dtype: of matrices and KV.
+        capture: whether pieces are captured; otherwise they run eagerly.
+    """
+
+    def __init__(
+        self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, *, capture: bool = True
+    ) -> None:
+        self._shape, self._weights, self._rotary, self._dtype, self._capture = shape, weights, rotary, dtype, capture
+        self._like = weights.final_norm.new_empty(0, dtype=dtype)
+        self._forms: dict[ForwardForm, CapturedForward] = {}
+        self._pool: Any = None
+        rotary.reach(REACH)
+
+    @property
+    def forms(self) -> tuple[ForwardForm, ...]:
+        """The forms held, the one last used at the end."""
+        return tuple(self._forms)
+
+    def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
+        """Logits as of `Stack.forward`, or None where the forward has no form."""
+        fit = fit_of(chunks, cache)
+        if fit is None:
+            return None
+        rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        for layer in lacking_room(fit.layers, chunks, cache):
+            sizes = self._shape.kv_heads, self._shape.head_dim, self._shape.head_dim
+            cache.layers[layer].prepare(self._like, sizes, rows, counts)
+        self._reach(max(cache.positions[chunk.row] + chunk.fed + len(chunk.tokens) for chunk in chunks))
+        pieces = self._forms.pop(fit.form, None) or self._made(fit.form)
+        self._forms[fit.form] = pieces
+        pieces.step.load(chunks, cache)
+        pieces.run(fit.layers)
+        for layer in fit.layers:
+            scratch = cache.layers[layer].scratch
+            for row, count in zip(rows, counts, strict=True):
+                scratch[row] += count
+        logits = pieces.step.logits
+        if fit.form.every and fit.form.tokens > sum(counts):
+            numbers = [fit.form.queries * chunk + n for chunk, count in enumerate(counts) for n in range(count)]
+            logits = logits[torch.tensor(numbers, device=logits.device)]
+        return block.scaled_logits(logits, self._shape)
+
+    def _reach(self, positions: int) -> None:
+        """Let the rotary table hold so many positions; graphs know where it lies, so they go when it grows."""
+        if positions > self._rotary.positions:
+            self._rotary.reach(positions)
+            self._forms.clear()
+            self._pool = None  # torch takes no pool again that nothing was left in
+
+    def _made(self, form: ForwardForm) -> CapturedForward:
+        while len(self._forms) >= LIMIT:
+            del self._forms[next(iter(self._forms))]
+        if self._capture and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        log.info("%s rows x %s tokens: captured as their layers run", form.rows, form.queries)
+        step = StaticForward(form, self._shape, self._weights, self._rotary, self._dtype)
+        return CapturedForward(step, self._capture, self._pool)

@@ -1,0 +1,208 @@
+"""A forward in pieces of fixed shapes and addresses, as CUDA graphs need them: the embedding, each layer, the head.
+
+What changes from one to the next lies in tensors that are written before the pieces run: tokens, positions, and where
+the KV of each layer is. So the pieces of one form serve every cache, every length and every depth plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from shoal.model.kv import KVCache
+from shoal.model.packed import block
+from shoal.model.packed.cuda import kernels
+from shoal.model.packed.cuda.form import ForwardForm
+from shoal.model.packed.cuda.products import Activation, matrix_of, product
+from shoal.model.packed.linear import Linear
+from shoal.model.packed.rotary import RotaryTable
+from shoal.model.packed.shape import Shape
+from shoal.model.packed.weights import Layer, Weights
+from shoal.model.stack import SequenceChunk
+
+SHARES = (8, 64)
+"""Fewest and most programs that share a row's columns, of one KV head."""
+
+_FEW, _ABREAST = 64, (16, 64)
+"""Queries per row from which on it is a prompt that is read; queries times heads that stand abreast of fewer, and of so
+many. Fewer may be drafts, which must add up as one query does."""
+
+
+class _Bound(NamedTuple):
+    """Whose KV the table tells of, and what of it may change."""
+
+    cache: ref[KVCache]
+    rows: tuple[int, ...]
+    state: list[int]
+
+
+class StaticForward:
+    """The pieces of a form; `load` writes what they read.
+
+    Attributes:
+        form: see there.
+        x: the residual stream [T, hidden], float32.
+        logits: [T or rows, V] in the type of the model, once `leave` has run.
+    """
+
+    def __init__(
+        self, form: ForwardForm, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype
+    ) -> None:
+        self.form, self._shape, self._weights, self._dtype = form, shape, weights, dtype
+        device, tokens = weights.final_norm.device, form.tokens
+        self._group = shape.heads // shape.kv_heads
+        usual = max(SHARES[0], min(SHARES[1], triton.next_power_of_2(256 // shape.kv_heads)))
+        self._shares = 1 if form.queries >= _FEW else usual
+        width = shape.heads * shape.head_dim
+
+        def wide(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.float32, device=device)
+
+        def narrow(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        parts = [tokens, tokens, form.rows, form.rows, form.rows]
+        self._told = torch.zeros(sum(parts), dtype=torch.long, device=device)
+        self._ids, self._positions, self._rows, self._counts, self._last = self._told.split(parts)
+        self._kv = torch.zeros(shape.num_layers, kernels.ADDRESSES + form.rows, dtype=torch.long, device=device)
+        self._bound: _Bound | None = None
+        self._cos, self._sin = rotary.cos, rotary.sin
+        self.x, self._normed = wide(tokens, shape.hidden), narrow(tokens, shape.hidden)
+        self._qkv, self._q, self._mixed = narrow(tokens, shape.qkv_rows), narrow(tokens, width), narrow(tokens, width)
+        self._sums = wide(tokens, shape.heads, self._shares, shape.head_dim)
+        self._peaks = wide(tokens, shape.heads, self._shares, 2)
+        self._inner = narrow(tokens * max(shape.ffns))
+        self.logits = narrow(tokens if form.every else form.rows, shape.vocab)
+
+    def load(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+        """Write the inputs of a forward whose KV has room, and whose positions the rotary table reaches."""
+        queries, ids, positions = self.form.queries, list[int](), list[int]()
+        for chunk in chunks:
+            filling = [0] * (queries - len(chunk.tokens))
+            ids += [*chunk.tokens, *filling]
+            positions += [*chunk.positions(cache.positions[chunk.row]), *filling]
+        rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        last = [queries * index + count - 1 for index, count in enumerate(counts)]
+        self._told.copy_(torch.tensor([*ids, *positions, *rows, *counts, *last]))
+        self._bind(rows, cache)
+
+    def _bind(self, rows: Sequence[int], cache: KVCache) -> None:
+        """Write where the KV lies, unless it is where it was."""
+        state = list[int]()
+        for layer in cache.layers:
+            state.append(layer.version)
+            state += [layer.starts[row] for row in rows]
+        bound = self._bound
+        if bound is not None and bound.cache() is cache and bound.rows == tuple(rows) and bound.state == state:
+            return
+        table = list[list[int]]()
+        for layer in cache.layers:
+            keys, values, where = layer.keys, layer.values, (0,) * kernels.ADDRESSES
+            if keys is not None and values is not None:
+                where = keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1)
+            table.append([*where, *(layer.starts[row] for row in rows)])
+        self._kv.copy_(torch.tensor(table))
+        self._bound = _Bound(ref(cache), tuple(rows), state)
+
+    def enter(self) -> None:
+        """Write the embedding to the stream."""
+        self.x.copy_(self._weights.embedding.lookup(self._ids))
+        self.x.mul_(self._shape.embedding_scale)
+
+    def layer(self, index: int) -> None:
+        """Add to the stream what a layer does, and store its K and V of the tokens."""
+        layer, shape = self._weights.layers[index], self._shape
+        self._norm(layer.attention_norm)
+        self._apply(layer.qkv, self._normed, layer.qkv_bias, self._qkv)
+        self._norm_heads(layer)
+        self._attend(index)
+        self._add(layer.out, self._mixed, layer.out_bias, layer.attention_out_norm)
+        self._norm(layer.mlp_norm)
+        inner = self._inner[: self.form.tokens * shape.ffns[index]].view(self.form.tokens, -1)
+        self._gate(layer, inner)
+        self._add(layer.down, inner, layer.down_bias, layer.mlp_out_norm)
+
+    def leave(self) -> None:
+        """Write the logits."""
+        self._norm(self._weights.final_norm)
+        normed = self._normed if self.form.every else self._normed.index_select(0, self._last)
+        self._apply(self._weights.head, normed, None, self.logits)
+
+    def _norm(self, weight: Tensor | None) -> None:
+        """The stream, normed, in the type of the model."""
+        hidden = self._shape.hidden
+        if weight is None:
+            self._normed.copy_(self.x)
+            return
+        size = triton.next_power_of_2(hidden)
+        kernels.norm[(self.form.tokens,)](
+            self.x, weight, self._normed, hidden, self._shape.eps, BLOCK=size, num_warps=8 if size >= 2048 else 4
+        )
+
+    def _norm_heads(self, layer: Layer) -> None:
+        """RMSNorm of q and k, in place."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return
+        shape = self._shape
+        heads = self._qkv.view(self.form.tokens, -1, shape.head_dim)
+        q, k, _ = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        q.copy_(block.norm_heads(q, layer.q_norm, shape.eps))
+        k.copy_(block.norm_heads(k, layer.k_norm, shape.eps))
+
+    def _apply(self, linear: Linear, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        matrix = matrix_of(linear, len(x))
+        if matrix is None:
+            out.copy_(block.applied(linear, x, bias))
+        else:
+            product(x, matrix, out, bias=bias)
+
+    def _gate(self, layer: Layer, out: Tensor) -> None:
+        """The gated inputs of the MLP's second matrix."""
+        matrix = matrix_of(layer.gate_up, self.form.tokens)
+        if matrix is not None:
+            gate: Activation = "silu" if self._shape.activation == "silu" else "gelu_tanh"
+            product(self._normed, matrix, out, bias=layer.gate_up_bias, gate=gate)
+            return
+        first, second = block.applied(layer.gate_up, self._normed, layer.gate_up_bias).chunk(2, dim=-1)
+        torch.mul(block.ACTIVATIONS[self._shape.activation](first), second, out=out)
+
+    def _add(self, linear: Linear, x: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
+        """Add a sublayer's output to the stream."""
+        matrix = matrix_of(linear, len(x)) if norm is None else None
+        if matrix is not None:
+            product(x, matrix, self.x, bias=bias, add=True, factor=self._shape.residual_scale)
+            return
+        out = block.applied(linear, x, bias).to(self.x.dtype)
+        if norm is not None:
+            out = rms_norm(out, norm.shape, norm, self._shape.eps)
+        self.x.add_(out, alpha=self._shape.residual_scale)
+
+    def _attend(self, index: int) -> None:
+        """Store K and V of the tokens and write attention's outputs."""
+        shape, form, group = self._shape, self.form, self._group
+        turn, window = shape.rotary[index], shape.windows[index]
+        table, starts = self._kv[index], self._kv[index, kernels.ADDRESSES :]
+        size = max(16, triton.next_power_of_2(shape.head_dim))
+        kernels.rotate[(form.tokens, shape.heads + 2 * shape.kv_heads)](
+            self._qkv, self._q, self._cos[turn or 0], self._sin[turn or 0], self._positions, self._rows, self._counts,
+            table, starts, shape.heads, shape.kv_heads, form.queries,
+            SIZE=shape.head_dim, HALF=self._cos.shape[2], BLOCK=size, ROTARY=turn is not None, num_warps=1,
+        )  # fmt: skip
+        abreast = min(form.queries, max(1, _ABREAST[form.queries >= _FEW] // group))
+        tile = max(16, triton.next_power_of_2(group * abreast))
+        kernels.attend[(form.rows, shape.kv_heads * triton.cdiv(form.queries, abreast), self._shares)](
+            self._q, self._sums, self._peaks, self._positions, self._rows, self._counts, table, starts,
+            shape.heads, form.queries, shape.attention_scale, shape.attention_cap or 0.0, window or 0,
+            SIZE=shape.head_dim, BLOCK=size, GROUP=group, ABREAST=abreast, M=tile, COLUMNS=kernels.CHUNK,
+            CAPPED=shape.attention_cap is not None, WINDOWED=window is not None,
+            PRECISION="ieee" if self._dtype == torch.float32 else "tf32", num_warps=4,
+        )  # fmt: skip
+        kernels.combine[(form.tokens * shape.heads,)](
+            self._sums, self._peaks, self._mixed, SIZE=shape.head_dim, BLOCK=size, SHARES=self._shares, num_warps=4
+        )
