@@ -11,13 +11,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["SHOAL_CONFIG"] = ""  # no settings of the user
 os.environ["SHOAL_WEIGHTS"] = ""  # no weights of tests in the user's cache
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():  # kernels for GPUs run in Python then; Triton asks when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 from hypothesis import settings
 from transformers import PreTrainedModel
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs run in Python then
 
 from families import FAMILIES, fingerprint, tiny
 
