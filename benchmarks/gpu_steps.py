@@ -1,0 +1,126 @@
+"""Steps and prompts of Shoal and of transformers on a GPU, by turns in one process, on random weights of a known shape.
+
+    python benchmarks/gpu_steps.py [--shape 7b] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
+        [--context 64] [--tokens 64] [--rounds 5] [--no-peer] [--json OUT]
+
+A step is a token of every row: what a generation of `tokens` takes more than one of two tokens, by the tokens between.
+`first` is what one token takes, the prompt read with it. Medians over the rounds; ratios are medians of those within a
+round. `--device cpu` shows that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.bench import report
+from shoal.bench.rounds import figure, in_order, ratio
+from shoal.bench.subject import MeasuredModel
+from shoal.cli import env
+from shoal.engine.engine import Engine
+from shoal.methods.d3 import D3
+from shoal.methods.full import Full
+
+Generate = Callable[[int], object]
+"""Generates that many tokens."""
+_PEER = "transformers"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print."""
+    args = arguments(argv)
+    subject, cells = MeasuredModel(args.shape), list[dict[str, Any]]()
+    engines = {quant: subject.engine(torch.bfloat16, args.device, "auto", None if quant == "none" else quant)
+               for quant in args.quant.split(",")}
+    model = None if args.no_peer else subject.hf_model(torch.bfloat16, args.device)
+    for batch in map(int, args.batch.split(",")):
+        rows = [[(7 * place + row) % subject.text.vocab_size for place in range(args.context)] for row in range(batch)]
+        systems = dict(generators(engines, rows, D3(mean=args.mean, horizon=args.tokens)))
+        if model is not None:
+            systems[_PEER] = partial(by_transformers, model, torch.tensor(rows, device=args.device))
+        cells.append({"batch": batch, "systems": measured(systems, args)})
+        print(table(cells[-1]), flush=True)
+    found = {"schema": 1, "command": " ".join(["benchmarks/gpu_steps.py", *argv]), "machine": env.collect(),
+             "shape": args.shape, "context": args.context, "tokens": args.tokens, "cells": cells}
+    if args.json:
+        report.write(found, args.json)
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--quant", default="none,int8,int4")
+    parser.add_argument("--mean", type=float, default=0.8, help="mean depth of D3")
+    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--json", type=report.Path)
+    return parser.parse_args(argv)
+
+
+def generators(engines: dict[str, Engine], rows: list[list[int]], d3: D3) -> list[tuple[str, Generate]]:
+    """Shoal's systems by name: each format at full depth, the first one with D3 too."""
+    found = list[tuple[str, Generate]]()
+    for quant, engine in engines.items():
+        methods = {"full": Full(), f"d3:mean={d3.mean:g}": d3}
+        for label, method in list(methods.items())[: 1 if found else 2]:
+            run = partial(engine.generate, rows, method=method, ignore_eos=True)
+            found.append((f"{label} {quant}", lambda count, run=run: run(max_new_tokens=count)))
+    return found
+
+
+def by_transformers(model: Any, ids: torch.Tensor, count: int) -> None:
+    """The same by `generate`."""
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
+                   do_sample=False, pad_token_id=0)
+
+
+def measured(systems: dict[str, Generate], args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a first token and of a step, by system."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    for number in range(args.rounds + 1):
+        for name, generate in in_order(list(systems.items()), number):
+            first, second, whole = (seconds(generate, count) for count in (1, 2, args.tokens + 2))
+            if number:  # the first round compiles and captures
+                times[name].append((first, (whole - second) / args.tokens))
+    steps = {name: [step for _, step in pairs] for name, pairs in times.items()}
+    found: dict[str, Any] = {}
+    for name, pairs in times.items():
+        found[name] = {"first_seconds": figure([first for first, _ in pairs]), "step_seconds": figure(steps[name])}
+        if _PEER in systems and name != _PEER:
+            found[name]["speedup"] = ratio([a / b for a, b in zip(steps[_PEER], steps[name], strict=True)])
+    return found
+
+
+def seconds(generate: Generate, count: int) -> float:
+    """What a generation takes, to its end on the device."""
+    start = time.perf_counter()
+    generate(count)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def table(cell: dict[str, Any]) -> str:
+    """A line per system."""
+    lines = [f"batch {cell['batch']}"]
+    for name, one in cell["systems"].items():
+        faster = f"  {one['speedup']['median']:.2f}x transformers" if "speedup" in one else ""
+        step, first = (1e3 * one[key]["median"] for key in ("step_seconds", "first_seconds"))
+        lines.append(f"  {name:16} step {step:8.3f} ms  first {first:8.1f} ms{faster}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
