@@ -5,7 +5,8 @@ The tokens are padded to a tile of the tensor cores. So what a token gets does n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ MOST = {torch.int8: 64, torch.bfloat16: 32, torch.float16: 32}
 """Most tokens, by the type of the weights; with more, a product is a matter of arithmetic, and torch's own better."""
 
 _NARROW = (torch.bfloat16, torch.float16)
+_WIDE = 2
+"""Bytes of a token's number."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,20 @@ def tile_for(matrix: Matrix, gated: bool, tokens: int) -> Tile:
     return Tile(64 if rows >= 32000 else 32, 256, 4, 3)
 
 
+def fitted(tile: Tile, matrix: Matrix, gated: bool, tokens: int, shared: int) -> Tile:
+    """The tile with as many loads under way as `shared` bytes of shared memory hold: one fewer than its stages."""
+    load = tile.columns * ((1 + gated) * tile.rows * matrix.weight.itemsize + tokens * _WIDE)
+    return replace(tile, stages=max(1, min(tile.stages, 1 + shared // load)))
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have: 227 KiB on an H100, 99 on GeForce cards."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
+
+
 def product(
     x: Tensor,
     matrix: Matrix,
@@ -111,7 +128,7 @@ def product(
     outputs, width = matrix.weight.shape
     rows = outputs // 2 if gate else outputs
     tokens = max(16, triton.next_power_of_2(len(x)))
-    cut = tile or tile_for(matrix, bool(gate), tokens)
+    cut = tile or fitted(tile_for(matrix, bool(gate), tokens), matrix, bool(gate), tokens, _shared_memory(x.device))
     columns = min(cut.columns, triton.next_power_of_2(width))
     scales = matrix.weight if matrix.scales is None else matrix.scales
     kernels.product[(triton.cdiv(rows, cut.rows),)](

@@ -202,6 +202,7 @@ class StaticForward:
             SIZE=shape.head_dim, BLOCK=size, GROUP=group, ABREAST=abreast, M=tile, COLUMNS=kernels.CHUNK,
             CAPPED=shape.attention_cap is not None, WINDOWED=window is not None,
             PRECISION="ieee" if self._dtype == torch.float32 else "tf32", num_warps=4,
+            num_stages=3 if size * self._dtype.itemsize <= 256 else 1,  # of keys and values: what 99 KiB hold
         )  # fmt: skip
         kernels.combine[(form.tokens * shape.heads,)](
             self._sums, self._peaks, self._mixed, SIZE=shape.head_dim, BLOCK=size, SHARES=self._shares, num_warps=4
