@@ -207,6 +207,7 @@ def test_a_card_that_cannot_be_used(tmp_path: Path, content: str | None, words: 
         ("D3", r"Did you mean 'd3'\?"),
         ("early-exit", r"Did you mean 'early_exit'\?"),
         ("base", "unknown method 'base'"),
+        ("tidal+auto", r"unknown method .tidal\+auto.: \+ joins .*--method tidal --with auto"),
         ({"method": "d3", "method_args": {"alhpa": 0.9}}, r"option of d3 'alhpa'\. Did you mean 'alpha'\?.*horizon"),
         ({"method": "full", "method_args": {"alpha": 0.9}}, r"option of full 'alpha'.*Known: none"),
         ({"method": "d3", "alpha": 0.9}, r"key of a method 'alpha'.*method_args"),

@@ -37,6 +37,11 @@ def get(name: str) -> type[Method]:
         return _named_in(name)
     foreign = _foreign()
     if name not in foreign:
+        first, *others = name.split("+")
+        if others and set(names()).issuperset([first, *others]):
+            more = " ".join(f"--with {other}" for other in others)
+            raise ValueError(f"unknown method {name!r}: + joins methods in --methods alone. Give a list of them, "
+                             f"in a command --method {first} {more}")
         raise unknown("method", name, names())
     return cast("type[Method]", foreign[name].load())
 
