@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
-WORKERS ?= 2
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +23,8 @@ from transformers import PreTrainedModel
 
 from families import FAMILIES, fingerprint, tiny
 
+MANY, SHARE = 10, 8
+
 settings.register_profile("shoal", deadline=None, print_blob=True)
 settings.load_profile("shoal")
 
@@ -29,6 +32,22 @@ settings.load_profile("shoal")
 def pytest_configure() -> None:
     """With several workers, threads of one only get in the way of the others."""
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many cases the quick suite runs some, drawn by their names; `make test-all` runs them all.
+
+    Those are `MANY` and one in `SHARE` of the others.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        drawn = sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in drawn[MANY + max(0, len(drawn) - MANY) // SHARE :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
