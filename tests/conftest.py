@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many cases the quick suite runs some, drawn by their names; `make test-all` runs them all.
 
-    Those are `MANY` and one in `SHARE` of the others.
+    Those are as many as the mark `quick` says, or `MANY` and one in `SHARE` of the others.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for several in cases.values():
         drawn = sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in drawn[MANY + max(0, len(drawn) - MANY) // SHARE :]:
+        mark = drawn[0].get_closest_marker("quick")
+        for item in drawn[mark.args[0] if mark else MANY + max(0, len(drawn) - MANY) // SHARE :]:
             item.add_marker(pytest.mark.slow)
 
 

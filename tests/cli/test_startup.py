@@ -55,6 +55,7 @@ def test_bad_usage_is_one_line_on_stderr_and_code_2():
 
 
 @pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])
+@pytest.mark.quick(1)
 def test_a_file_runs_without_the_models_code(file):
     """What transformers needs to define a model takes as long to import as torch."""
     code = (

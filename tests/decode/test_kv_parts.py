@@ -244,6 +244,7 @@ def test_rows_with_parts_share_steps_with_others(backend: Backend, name: str) ->
 
 @pytest.mark.parametrize("recipe", MIXED[1:], ids=["ends in bytes", "top in bytes", "top of ends"])
 @on_backends("llama", "hybrid")
+@pytest.mark.quick(4)
 def test_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     """Blocks of guesses are cut where columns are rewritten, and each node reads its own columns."""
     for ids in PROMPTS:

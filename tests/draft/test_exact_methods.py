@@ -101,16 +101,19 @@ def same_tokens(backend: Backend, name: str, method: str, sampling: str) -> None
 
 
 @on_one_backend("method", {name: name for name in NAMES}, "hybrid")
+@pytest.mark.quick(5)
 def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> None:
     same_tokens(backend, name, method, "greedy")
 
 
 @by_turns("method, sampling", NAMES, ["sampled", "penalised"])
+@pytest.mark.quick(4)
 def test_no_sample_changes(method: str, sampling: str) -> None:
     same_tokens(HF, "hybrid", method, sampling)
 
 
 @methods
+@pytest.mark.quick(4)
 def test_rows_leave_and_others_go_on(method: str) -> None:
     backend, name = HF, "hybrid"
     plain, run, _ = both(
@@ -131,6 +134,7 @@ def test_max_new_tokens_is_never_passed(method: str) -> None:
 
 
 @methods
+@pytest.mark.quick(4)
 def test_an_end_inside_a_block_cuts_it_there(method: str) -> None:
     free, _, _ = both(HF, "llama", method, BATCHES[1], sampling=SAMPLINGS["greedy"])
     tokens, cut = free.tokens[0], 0

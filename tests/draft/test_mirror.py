@@ -63,6 +63,7 @@ def reused(result: Result) -> list[bool]:
     ("family", "sampling", "exit_layer", "k"),
     [("llama", "greedy", 3, 1), ("llama", "sampled", 5, 4), ("hybrid", "penalised", 5, 3), ("hybrid", "greedy", 6, 2)],
 )
+@pytest.mark.quick(1)
 def test_guesses_are_those_that_are_made_afterwards(family: str, sampling: str, exit_layer: int, k: int) -> None:
     engine, draft, options = home(family), draft_of(family), SAMPLINGS[sampling]
     method = MirrorSD(draft, exit_layer=exit_layer, k=k, length=3)
@@ -74,6 +75,7 @@ def test_guesses_are_those_that_are_made_afterwards(family: str, sampling: str, 
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
+@pytest.mark.quick(1)
 def test_under_other_rules_too(rule: Any) -> None:
     engine, draft, options = home(), draft_of("llama"), SAMPLINGS["sampled"]
     plain, found = (
@@ -208,6 +210,7 @@ def offline(draft: Any, text: Sequence[int], token: int, kept: bool, exit_layer:
 @pytest.mark.parametrize(("exit_layer", "k"), [
     (1, 1), (2, 4), (5, 3), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((3, 2), (4, 1), (5, 1)))
 ])
+@pytest.mark.quick(1)
 def test_a_draft_is_ready_where_transformers_would_have_foreseen_it(exit_layer: int, k: int) -> None:
     engine, draft, length = home(), draft_of("llama", 0.01), 2
     method = MirrorSD(draft, exit_layer=exit_layer, k=k, length=length)
@@ -294,6 +297,7 @@ def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 5, 6, 9])
+@pytest.mark.quick(2)
 def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
     engine, draft = home(), noisy(tiny("llama"), 0.03)
     stack, calls = stack_of_draft(engine, draft), 0
@@ -317,6 +321,7 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(97, 104), (97, 90)])
+@pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
     """The exit layer names tokens that the draft model has no embedding for."""
     words = byte_level()

@@ -87,6 +87,7 @@ def test_a_draft_model_is_found_by_its_folder(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("sizes"), [(97, 104), (97, 90)])
+@pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
     """Padded embeddings: the draft says nothing about tokens it has not, and none that the target has not."""
     words = byte_level()

@@ -113,6 +113,7 @@ EXACT = {
 
 
 @by_turns("name", EXACT)
+@pytest.mark.quick(3)
 def test_samples_have_the_law_of_the_target(name: str) -> None:
     found, kept = samples(EXACT[name])
     assert chi_square(found, probs()) > 1e-4
@@ -158,6 +159,7 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("name", "module"), [("trained layer", shoal.draft.eagle), ("masked", shoal.draft.masked)])
+@pytest.mark.quick(1)
 def test_a_law_of_others_that_was_not_drawn_from_is_seen(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

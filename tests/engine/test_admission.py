@@ -66,6 +66,7 @@ def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[fl
     [((10, 13, 16), STEEP, True), ((2, 3, 30), STEEP, False), ((6, 12, 18), "full", False)],
     ids=["similar", "unequal", "full"],
 )
+@pytest.mark.quick(1)
 def test_waves_spare_layers_where_answers_are_alike(tokens: Sequence[int], method: Any, waves_win: bool) -> None:
     join, expected = play(ContinuousBatching(), 1, tokens, method)
     waves, answers = play(GangBatching(), 1, tokens, method)

@@ -58,6 +58,7 @@ WAYS: list[Callable[[Any, list[list[int]]], list[list[int]]]] = [plain, chunked,
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ["llama", "hybrid", "gemma3", "gpt2"])
+@pytest.mark.quick(5)
 def test_half_precision_agrees_up_to_a_tie(name: str, dtype: torch.dtype, way: Any) -> None:
     model = tiny(name, dtype=dtype)
     before, compared = fingerprint(model), 0
@@ -117,6 +118,7 @@ def eager(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "hybrid", "gemma2", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.quick(3)
 def test_eager_attention(name: str) -> None:
     """A boolean mask would be added as 0 and 1 without a word."""
     model = eager(name)

@@ -106,11 +106,13 @@ def drawn(name: str, plan: DepthPlan, length: int) -> Counter[tuple[int, ...]]:
 
 
 @by_turns("name", SAMPLINGS)
+@pytest.mark.quick(1)
 def test_two_tokens_have_the_joint_law_of_the_model(name: str) -> None:
     value, critical = statistic(drawn(name, FULL, 2), joint(name, FULL, 2))
     assert value < critical
 
 
+@pytest.mark.slow
 def test_three_tokens_under_a_plan() -> None:
     counts = drawn("T = 1", SHALLOW, 3)
     value, critical = statistic(counts, joint("T = 1", SHALLOW, 3))
@@ -119,6 +121,7 @@ def test_three_tokens_under_a_plan() -> None:
     assert wrong > 2 * critical
 
 
+@pytest.mark.slow
 def test_drafts_leave_the_law_alone() -> None:
     """Whatever is proposed, and accepted where the draw hits it."""
     guesses = {number: (2, 2, 2, 2) for number in range(DRAWS)}

@@ -83,6 +83,7 @@ def test_imports_are_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1), D3Spec()], ids=str)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.quick(3)
 def test_answers_go_on_with_a_member(options: dict[str, Any], method: Any) -> None:
     words = chat_tokenizer(MARKS_FIRST)
     engine = engine_for(tiny("llama", layers=2), words)

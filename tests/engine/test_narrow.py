@@ -60,6 +60,7 @@ def logits(engine: Any) -> Tensor:
 
 @pytest.mark.parametrize("equal", [False, True], ids=["widths differ", "one width"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(4)
 def test_every_road_gives_the_logits_of_zeroed_activations(tmp_path: Path, family: str, equal: bool) -> None:
     whole = saved(tmp_path / "whole", family)
     kept = some(tiny(family), equal=equal)

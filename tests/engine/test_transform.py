@@ -85,6 +85,7 @@ def by_plan(folder: Path) -> Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(4)
 def test_every_road_gives_the_logits_of_surgery_by_hand(tmp_path: Path, family: str, tied: bool) -> None:
     whole = saved(tmp_path / "whole", family, tie_word_embeddings=tied)
     fewer = written(whole, tmp_path / "fewer", *GONE)

@@ -78,6 +78,7 @@ def valid(schema: Any, text: str) -> bool:
 
 
 @by_turns("name, method, sampling", ENDLESS, [Full(), PromptLookup(min_ngram=1)], SAMPLINGS)
+@pytest.mark.quick(2)
 def test_every_answer_is_valid_within_its_limit(name: str, method: Any, sampling: str) -> None:
     options = SAMPLINGS[sampling]
     schema, least = ENDLESS[name]
@@ -106,6 +107,7 @@ def test_the_contexts_end_is_a_limit_too() -> None:
 
 
 @by_turns("name", ENDLESS)
+@pytest.mark.quick(1)
 def test_an_answer_with_room_stays_as_it_is(name: str) -> None:
     schema, _ = ENDLESS[name]
     for seed in range(4):
@@ -132,6 +134,7 @@ def test_batches_and_a_scheduler_answer_as_one_does_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K", "shoal-reference"])
+@pytest.mark.quick(1)
 def test_whatever_is_drawn_ends_in_time(name: str) -> None:
     dice, eos = random.Random(name), tokenizer(name).eos_token_id
     for schema, least in ENDLESS.values():
@@ -155,6 +158,7 @@ def test_it_depends_on_the_text_and_the_limit_alone_in_whatever_order_it_is_aske
 
 
 @pytest.mark.parametrize("name", ["byte_level", "stories260K"])
+@pytest.mark.quick(1)
 def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
     dice, narrowed = random.Random(5), 0
     for schema, least in ENDLESS.values():

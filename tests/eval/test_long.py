@@ -159,6 +159,7 @@ PROMPTS = [[*COMMON, *prompt(size, 20 + size)] for size in (4, 9, 26, 13)]
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.quick(4)
 def test_answers_are_those_without_sharing(tiny_engine: Engine, name: str) -> None:
     method, options = make(METHODS[name]), {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0}
     alone = [list(tiny_engine.generate(ids, method=method, **options).tokens) for ids in PROMPTS]

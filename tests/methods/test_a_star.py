@@ -251,6 +251,7 @@ def by_hand(
      (AStar(k=2, step=5, width=1), 17)],
     ids=repr,
 )
+@pytest.mark.quick(3)
 def test_answers_branches_and_work_are_those_of_the_slow_twin(name: str, method: AStar, budget: int) -> None:
     limited = AStar(**{**vars(method), "budget": budget})
     options: dict[str, Any] = {**WARM, "max_new_tokens": 12, "top_k": 20}

@@ -80,6 +80,7 @@ def by_hand(
 @on_backends("llama", "hybrid", "gemma3")
 @pytest.mark.parametrize("how", [SETTINGS[0], pytest.param(SETTINGS[1], marks=pytest.mark.slow)],
                          ids=["greedy", "sampled"])
+@pytest.mark.quick(2)
 def test_tokens_and_forwards_are_the_slow_twins_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
     method = AdaDec(threshold=1.0, candidates=3, lookahead=3)
     run = decode(None, SHORT, recipe_of(method), NEW, stack=backend.stack(name), sampling=how, seed=4, watch=False)

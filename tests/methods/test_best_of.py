@@ -72,6 +72,7 @@ INNER = (
 
 
 @by_turns("model, inner", ["llama", "hybrid", "packed hybrid"], INNER)
+@pytest.mark.quick(3)
 def test_it_is_the_likeliest_of_separate_runs(model: str, inner: Method | None) -> None:
     engine, options = engine_of(model), {**WARM, "top_p": 0.9, "repetition_penalty": 1.2}
     expected = by_hand(engine, SHORT, 4, inner or "full", **options)

@@ -99,6 +99,7 @@ def both(
 
 @each_method
 @on_backends("llama", "hybrid")
+@pytest.mark.quick(3)
 def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
     for stack, ids in [
         (backend.stack(name), IDS[:1]),
@@ -332,6 +333,7 @@ def test_all_layers_accept_everything() -> None:
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @each_method
 @pytest.mark.parametrize("backend", ["hf", "packed"])
+@pytest.mark.quick(3)
 def test_trained_weights(backend: str, method: str, sampling: str) -> None:
     """A small story model of five layers, where it is at hand."""
     engine = engine_for(load_model(STORIES), backend=backend)

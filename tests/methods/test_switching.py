@@ -192,6 +192,7 @@ def dubious(before: str) -> bool:
 
 
 @by_turns("backend, method, how", [HF, TORCH, NATIVE], CASES, SETTINGS)
+@pytest.mark.quick(5)
 def test_who_writes_what_on_every_executor(backend: Backend, method: Any, how: Sampling) -> None:
     """Tokens, writers, work, and the logits of a model that has caught up."""
     family, new = "hybrid" if backend is TORCH else "llama", 30

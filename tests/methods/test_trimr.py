@@ -145,6 +145,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "knobs"), CASES)
+@pytest.mark.quick(4)
 def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) -> None:
     method = TrimR(judge=states, **{**QUIET, **knobs})
     most = len(text) + 150

@@ -309,6 +309,7 @@ def narrower() -> list[str]:
 
 @pytest.mark.parametrize(
     "vectors", [*(pytest.param(name, marks=pytest.mark.slow) for name in narrower()[:-1]), *narrower()[-1:]])
+@pytest.mark.slow
 def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
     some = ("test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache "
             "or number_of_threads")
