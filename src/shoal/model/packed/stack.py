@@ -85,7 +85,7 @@ class PackedStack:
         twin = copy(self)
         twin.weights = replace(self.weights, layers=layers)
         if twin.graphs is not None:
-            twin.use_graphs()
+            twin.use_graphs(capture=twin.graphs.capture)
         return twin
 
     @torch.no_grad()

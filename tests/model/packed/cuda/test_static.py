@@ -156,9 +156,14 @@ def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> Non
         stack.forward([SequenceChunk(0, ids, [0] * 254, FULL)], cache)
         stack.graphs = graph
         cache.commit(0, range(254))
+    feed(stacks, caches, [1])
+    _, stack = stacks
+    runner, stack.graphs = stack.graphs, None
+    stack.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(stack.windows, 1))  # grows it from outside
+    stack.graphs = runner
+    assert stack.rotary.positions > 256
     for seed in range(4):
         feed(stacks, caches, [1], seed=seed)
-    assert stacks[1].rotary.positions > 256
     assert forms(stacks[1]) == [ForwardForm(1, 1, True)]
 
 

@@ -119,11 +119,12 @@ class GraphRunner:
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, *, capture: bool = True
     ) -> None:
-        self._shape, self._weights, self._rotary, self._dtype, self._capture = shape, weights, rotary, dtype, capture
+        self._shape, self._weights, self._rotary, self._dtype, self.capture = shape, weights, rotary, dtype, capture
         self._like = weights.final_norm.new_empty(0, dtype=dtype)
         self._forms: dict[ForwardForm, CapturedForward] = {}
         self._pool: Any = None
         rotary.reach(REACH)
+        self._table = rotary.cos
 
     @property
     def forms(self) -> tuple[ForwardForm, ...]:
@@ -155,17 +156,18 @@ class GraphRunner:
         return block.scaled_logits(logits, self._shape)
 
     def _reach(self, positions: int) -> None:
-        """Let the rotary table hold so many positions; graphs know where it lies, so they go when it grows."""
-        if positions > self._rotary.positions:
-            self._rotary.reach(positions)
+        """Let the rotary table hold so many positions; graphs know where it lies, so they go once it has grown."""
+        self._rotary.reach(positions)
+        if self._rotary.cos is not self._table:
+            self._table = self._rotary.cos
             self._forms.clear()
             self._pool = None  # torch takes no pool again that nothing was left in
 
     def _made(self, form: ForwardForm) -> CapturedForward:
         while len(self._forms) >= LIMIT:
             del self._forms[next(iter(self._forms))]
-        if self._capture and self._pool is None:
+        if self.capture and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         log.info("%s rows x %s tokens: captured as their layers run", form.rows, form.queries)
         step = StaticForward(form, self._shape, self._weights, self._rotary, self._dtype)
-        return CapturedForward(step, self._capture, self._pool)
+        return CapturedForward(step, self.capture, self._pool)
