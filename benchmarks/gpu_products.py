@@ -9,7 +9,6 @@ cache; `tile_for` in `shoal/model/packed/cuda/products.py` keeps what was best. 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from shoal.bench import report
 from shoal.cli import env
 from shoal.model.packed.cuda.products import Matrix, Tile, product
 
@@ -51,10 +51,8 @@ def main(argv: Sequence[str]) -> int:
         (micros, *tile), torchs = row["tiles"][0], row["torch_microseconds"]
         beside = "" if torchs is None else f", torch's {torchs:.1f}"
         print(f"{row['shape']:16} {row['bits']:2} bits {micros:7.1f} us as {tile}{beside}")
-    if args.json:
-        whole = {"schema": 1, "command": " ".join(["benchmarks/gpu_products.py", *argv]), "machine": env.collect(),
-                 "rows": found}
-        args.json.write_text(json.dumps(whole), "utf-8")
+    heading = report.heading(env.collect(), ["python", "benchmarks/gpu_products.py", *argv])
+    report.publish({**heading, "kind": "gpu products", "rows": found}, args.json)
     return 0
 
 

@@ -5,7 +5,7 @@
 
 A step is a token of every row: what a generation of `tokens` takes more than one of two tokens, by the tokens between.
 `first` is what one token takes, the prompt read with it. Medians over the rounds; ratios are medians of those within a
-round. `--device cpu` shows that the script works.
+round. `--device cpu` shows that the script works. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
             systems[_PEER] = partial(by_transformers, model, torch.tensor(rows, device=args.device))
         cells.append({"batch": batch, "systems": measured(systems, args)})
         print(table(cells[-1]), flush=True)
-    found = {"schema": 1, "command": " ".join(["benchmarks/gpu_steps.py", *argv]), "machine": env.collect(),
-             "shape": args.shape, "context": args.context, "tokens": args.tokens, "cells": cells}
-    if args.json:
-        report.write(found, args.json)
+    report.publish({
+        **report.heading(env.collect(), ["python", "benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
+        "shape": args.shape, "context": args.context, "tokens": args.tokens, "cells": cells,
+    }, args.json)  # fmt: skip
     return 0
 
 
@@ -65,7 +66,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--json", type=report.Path)
+    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
