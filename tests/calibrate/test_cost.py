@@ -20,7 +20,7 @@ OVERHEAD, LAYER, KV, TOKEN = 4e-3, 2e-3, 5e-6, 1e-3
 def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny Llama; every forward moves the clock on by what its work is said to cost."""
     made, now = engine_for(llama), [0.0]
-    made.slowness = lambda seconds: 1.0
+    made.slowness, made.spared = lambda seconds: 1.0, 0.0
     forward = made.stack.forward
 
     def timed(chunks: Sequence[Any], cache: Any, hook: Any = None) -> Any:
@@ -29,7 +29,9 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
             now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in chunks)
         else:
             read = sum(attended(chunk.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in chunks)
-            now[0] += (OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read) * made.slowness(now[0])
+            whole = chunk.plan.depth(step) < made.stack.num_layers or not chunk.likeliest
+            work = OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read + whole * made.spared
+            now[0] += work * made.slowness(now[0])
         return forward(chunks, cache, hook)
 
     monkeypatch.setattr(made.stack, "forward", timed)
@@ -56,6 +58,13 @@ def test_a_prediction_is_what_a_method_then_takes(engine: Any) -> None:
     plan = engine.recipe(method, 30).plan
     assert card.predict(plan, 20, 30) == pytest.approx(spent[-1], rel=0.02)
     assert card.tpot(plan, 20, 30) == pytest.approx((spent[-1] - spent[0]) / 29, rel=0.02)
+
+
+def test_layers_cost_what_they_cost_where_the_full_model_spares_most_of_the_head(engine: Any) -> None:
+    engine.spared = 3 * LAYER
+    card = cost.measure(engine, contexts=(8, 40), seconds=0.2)
+    assert card.layer_seconds == pytest.approx(LAYER, rel=0.02)
+    assert card.head_seconds + card.overhead_seconds == pytest.approx(OVERHEAD, rel=0.02)
 
 
 def test_prompts_leave_room_in_the_context(engine: Any) -> None:
