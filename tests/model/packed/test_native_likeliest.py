@@ -91,6 +91,13 @@ def test_one_forward_in_which_bounds_are_good_starts_the_rests_anew(monkeypatch:
     assert found == [False, True, False, True, True, False, False, False, True, False]
 
 
+def test_of_a_head_of_floats_more_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.model.packed.native.model._MOST_READ", 0.0)
+    floats = native.pack(torch.randn(CASE.vocab, 96, generator=torch.Generator().manual_seed(0)), "bf16")
+    forward = forward_of(floats, 1, 2, CASE)
+    assert all(bool((forward(True) == -torch.inf).any()) for _ in range(20))
+
+
 def test_equals_are_all_there() -> None:
     best = int(both(head())[0].argmax())
     places = [0, 17, 3000, CASE.vocab - 1]

@@ -37,7 +37,9 @@ from shoal.model.packed.native.weights import PackedWeight, share_inputs
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
-"""Share of the head that bounds may let through: more is not worth reading five eighths of it before (measured)."""
+_MOST_READ_OF_FLOATS = 0.4
+"""Shares of the head that bounds may let through: more is not worth reading the bounds before, five eighths of a head of
+8 bits and a third of one of 16 or less (measured)."""
 _MOST_WHOLE = 32
 """Most forwards that read the whole head before bounds are tried again: one after they let too much through, two when
 they do so again at once, then four, and so on."""
@@ -290,7 +292,7 @@ class NativeModel:
         logits = self._run(struct, threads, asked)
         del at_work
         if struct.likeliest:
-            self._note_read(len(batch.wanted), int(read) * LANES > _MOST_READ * self.spec.vocab)
+            self._note_read(len(batch.wanted), int(read) * LANES > self._most_read * self.spec.vocab)
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
@@ -345,6 +347,10 @@ class NativeModel:
         """What became of bounds for so many tokens."""
         self._failed[tokens] = min(_MOST_WHOLE, 2 * self._failed.get(tokens, 0) or 1) if much else 0
         self._whole[tokens] = self._failed[tokens]
+
+    @property
+    def _most_read(self) -> float:
+        return _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
 
     def _bounds_pay(self, tokens: int) -> bool:
         """Whether bounds are to be tried for so many tokens, if any: of late they did not let too much through."""

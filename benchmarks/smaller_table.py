@@ -1,0 +1,86 @@
+"""Speed beside distance: what `smaller.py` timed and `shoal eval --measure distance` measured, joined by name.
+
+    python benchmarks/smaller_table.py --model NAME SPEED.json,...  DISTANCE.json,... [--model ...] [--plot OUT.png]
+
+Prints a Markdown table per model; the picture, which needs matplotlib, has a panel for each. Names that the first or
+the second has alone are left out, as are the full model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Mapping[str, Mapping[str, Any]]
+_HEAD = "| who goes | speed | realised | divergence, nats | likeliest words kept, % |\n|---|---|---|---|---|"
+_KINDS = {"cfsp": "#2e8b57", "d3": "#0b6fb8", "shortgpt": "#d1495b", "depth": "#c98a1b", "read_me": "#8d6bb0",
+          "consensus": "#77a6b6", "lot": "#9a9a9a", "ppm": "#5b5b5b", "int8": "#000000", "int4": "#000000"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs=3, action="append", required=True, metavar=("NAME", "SPEED", "DISTANCE"))
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args(argv)
+    models = {name: joined(_reports(speed), _reports(distance)) for name, speed, distance in args.model}
+    for name, rows in models.items():
+        print(f"{name}\n\n{_HEAD}", *map(line, rows.items()), "", sep="\n")
+    if args.plot is not None:
+        draw(models, args.plot)
+    return 0
+
+
+def _reports(names: str) -> Iterator[Mapping[str, Any]]:
+    for name in names.split(","):
+        yield json.loads(Path(name).read_text(encoding="utf-8"))
+
+
+def joined(speeds: Iterator[Mapping[str, Any]], distances: Iterator[Mapping[str, Any]]) -> Rows:
+    """What was both timed and measured, by name, the slowest first; of what was timed again the last time counts."""
+    timed = {name: row for report in speeds for name, row in report["rows"].items() if name != "full"}
+    measured = {row["label"]: row for report in distances for row in report["distance"]["rows"]}
+    both = {name: {**timed[name], **measured[name]} for name in timed if name in measured}
+    return dict(sorted(both.items(), key=lambda one: one[1]["speed"]["median"]))
+
+
+def line(named: tuple[str, Mapping[str, Any]]) -> str:
+    """One row of the table."""
+    name, row = named
+    speed, kl, kept = row["speed"], row["kl"], {end: 100 * value for end, value in row["kept"].items()}
+    return (f"| `{name}` | {speed['median']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}] | {row['realised']:.2f} | "
+            f"{kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}] | "
+            f"{kept['mean']:.1f} [{kept['low']:.1f}, {kept['high']:.1f}] |")
+
+
+def draw(models: Mapping[str, Rows], path: Path) -> None:
+    """Divergence against measured speed: what loses less lies lower, what is faster further right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(models), 4.2), layout="constrained")
+    for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
+        for kind, colour in _KINDS.items():
+            found = [row for name, row in rows.items() if kind in re.split(r"[@:-]", name)]
+            if not found:
+                continue
+            errors = [[row["kl"]["mean"] - row["kl"]["low"] for row in found],
+                      [row["kl"]["high"] - row["kl"]["mean"] for row in found]]
+            axes.errorbar([row["speed"]["median"] for row in found], [row["kl"]["mean"] for row in found], yerr=errors,
+                          marker="s" if kind.startswith("int") else "o", color=colour, label=kind)
+            if kind.startswith("int"):
+                axes.annotate(kind, (found[0]["speed"]["median"], found[0]["kl"]["mean"]), (5, 5),
+                              textcoords="offset points")
+        axes.set(title=model, xlabel="times faster, measured", ylabel="KL, nats per token", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
