@@ -38,8 +38,8 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
 _MOST_READ_OF_FLOATS = 0.4
-"""Shares of the head that bounds may let through: more is not worth reading the bounds before, five eighths of a head of
-8 bits and a third of one of 16 or less (measured)."""
+"""Shares of the head that bounds may let through: more is not worth reading them before (measured). They are five
+eighths of a head of 8 bits, and a third or less of one of floats."""
 _MOST_WHOLE = 32
 """Most forwards that read the whole head before bounds are tried again: one after they let too much through, two when
 they do so again at once, then four, and so on."""
