@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from real_models import real_model
 from shoal.calibrate import neurons
 from shoal.cli import main
 from shoal.engine.checkpoint import Checkpoint
+from shoal.engine.device import default_dtype
+from shoal.engine.engine import Engine
 
 TEXT = "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now? " * 40
 
@@ -62,7 +65,7 @@ def test_cfsp_goes_by_what_the_model_did_on_a_text(
     files = Checkpoint(tiny_folder, None, False)
     ids = files.tokenizer()(TEXT)["input_ids"]
     pieces = [ids[at : at + 512] for at in range(0, min(len(ids), 32 * 512), 512)]
-    seen = neurons.activity(files.model(torch.float32).eval(), pieces, progress=False)
+    seen = neurons.activity(files.model(default_dtype(torch.device("cpu"))).eval(), pieces, progress=False)
     shares = [0.7] * 6 if "--uniform" in words else neurons.shares(seen.turns, 0.3)
     keep = neurons.counts(shares, [files.config().intermediate_size] * 6, 4)
     scores = neurons.cfsp(files.weights(), seen, "released" if "released" in words else "stated")
@@ -71,6 +74,22 @@ def test_cfsp_goes_by_what_the_model_did_on_a_text(
     assert told["widths"] == keep and told["tokens"] == sum(map(len, pieces)) and told["text"] == "text.txt"
     assert (len(set(keep)) == 1) == ("--uniform" in words)
     assert narrow.fingerprint == wanted.fingerprint
+
+
+def test_the_model_is_in_memory_once_at_a_time(
+    capsys: Any, tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules, alive = Checkpoint.model, list[int]()
+
+    def watched(files: Checkpoint, *args: Any, **options: Any) -> Any:
+        alive.append(sum(isinstance(one, Engine) for one in gc.get_objects()))
+        return modules(files, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "model", watched)
+    gc.collect()
+    before = sum(isinstance(one, Engine) for one in gc.get_objects())
+    pruned(capsys, "cfsp", "--model", tiny_folder, "--share", 0.3, "--multiple", 4, "--out", tmp_path / "narrow")
+    assert alive == [before]
 
 
 def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -327,3 +329,19 @@ def test_packing_uses_the_kernels_where_it_can(tmp_path: Path) -> None:
     for dtype, fits in {"float32": True, "bfloat16": True, "float16": False, "float64": False}.items():
         stack = shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").stack
         assert isinstance(stack, NativeStack) == (fits and native.available())
+
+
+def test_an_engine_is_gone_with_its_last_holder(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    for _ in range(2):  # frames of what the first load imports hold it until the collector comes
+        gc.collect()
+        gc.disable()
+        try:
+            engine = shoal.load(tmp_path)
+            engine.generate([1, 2, 3], max_new_tokens=2)
+            held = ref(engine), ref(engine.stack)
+            del engine
+            left = [one() for one in held]
+        finally:
+            gc.enable()
+    assert left == [None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,9 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
         scores = neurons.peak_to_peak(source)
     else:
         form: neurons.Form = args.form or "stated"
-        seen = neurons.activity(files.model(_dtype(args)).eval(), _texts(args, files))
+        texts = _texts(args, files)  # before the modules are there: the model is not in memory twice
+        gc.collect()  # frames of what was imported meanwhile may hold the engine
+        seen = neurons.activity(files.model(_dtype(args)).eval(), texts)
         scores, turns = neurons.cfsp(source, seen, form), None if args.uniform else seen.turns
         why |= {"form": form, "uniform": args.uniform, "tokens": seen.tokens,
                 "text": args.text.name if args.text else "what the model says to prompts of Shoal's",
@@ -99,9 +102,9 @@ def left(
 
 
 def _dtype(args: argparse.Namespace) -> Any:
-    from shoal.engine.device import as_dtype
+    from shoal.engine.device import as_dtype, default_dtype, device_of
 
-    return as_dtype(args.dtype or "float32")
+    return as_dtype(args.dtype) if args.dtype else default_dtype(device_of("cpu"))
 
 
 def _texts(args: argparse.Namespace, files: Checkpoint) -> list[list[int]]:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from shoal.errors import Unsupported
 
@@ -27,7 +28,7 @@ class DraftModels:
     """
 
     def __init__(self, home: Engine, open_model: OpenModel) -> None:
-        self._home, self._open = home, open_model
+        self._home, self._open = ref(home), open_model  # no ring: an engine's memory is free when nobody holds it
         self._known: dict[object, tuple[Any, Engine]] = {}
         self._fit = set[object]()
         self._lock = threading.Lock()
@@ -43,12 +44,13 @@ class DraftModels:
             ValueError: it cannot be loaded.
             Unsupported: its tokens are others, and must not be.
         """
-        named = isinstance(model, str | os.PathLike)
+        named, home = isinstance(model, str | os.PathLike), self._home()
+        assert home is not None, "the engine is gone"
         key = os.fspath(model) if named else id(model)
         with self._lock:
-            engine = self._known[key][1] if key in self._known else self._open(self._home, key if named else model)
+            engine = self._known[key][1] if key in self._known else self._open(home, key if named else model)
             if same and key not in self._fit:
-                check_tokens(self._home, engine)
+                check_tokens(home, engine)
                 self._fit.add(key)
             self._known[key] = model, engine  # holds the model, so that nobody else gets its id
             return engine
