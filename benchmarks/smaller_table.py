@@ -18,8 +18,10 @@ from typing import Any
 
 Rows = Mapping[str, Mapping[str, Any]]
 _HEAD = "| who goes | speed | realised | divergence, nats | likeliest words kept, % |\n|---|---|---|---|---|"
-_KINDS = {"cfsp": "#2e8b57", "d3": "#0b6fb8", "shortgpt": "#d1495b", "depth": "#c98a1b", "read_me": "#8d6bb0",
-          "consensus": "#77a6b6", "lot": "#9a9a9a", "ppm": "#5b5b5b", "int8": "#000000", "int4": "#000000"}
+_KINDS = {"d3": ("#0b6fb8", "d3"), "shortgpt": ("#d1495b", "constant depth"), "cfsp": ("#2e8b57", "cfsp: narrower"),
+          "depth": ("#c98a1b", "depth: shorter"), "read_me": ("#8d6bb0", "read_me: experts"),
+          "consensus": ("#77a6b6", "consensus: narrower"), "lot": ("#9a9a9a", "neurons by lot"),
+          "ppm": ("#5b5b5b", "ppm: narrower"), "int8": ("#000000", None), "int4": ("#000000", None)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,21 +66,18 @@ def draw(models: Mapping[str, Rows], path: Path) -> None:
 
     figure = Figure(figsize=(4.6 * len(models), 4.2), layout="constrained")
     for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
-        for kind, colour in _KINDS.items():
+        for kind, (colour, words) in _KINDS.items():
             found = [row for name, row in rows.items() if kind in re.split(r"[@:-]", name)]
-            if not found:
-                continue
-            errors = [[row["kl"]["mean"] - row["kl"]["low"] for row in found],
-                      [row["kl"]["high"] - row["kl"]["mean"] for row in found]]
-            axes.errorbar([row["speed"]["median"] for row in found], [row["kl"]["mean"] for row in found], yerr=errors,
-                          marker="s" if kind.startswith("int") else "o", color=colour, label=kind)
-            if kind.startswith("int"):
-                axes.annotate(kind, (found[0]["speed"]["median"], found[0]["kl"]["mean"]), (5, 5),
-                              textcoords="offset points")
+            times, values = [row["speed"]["median"] for row in found], [row["kl"] for row in found]
+            errors = [[one["mean"] - one["low"] for one in values], [one["high"] - one["mean"] for one in values]]
+            axes.errorbar(times, [one["mean"] for one in values], yerr=errors, marker="s" if words is None else "o",
+                          color=colour, label=words if found else None)
+            if found and words is None:
+                axes.annotate(kind, (times[0], values[0]["mean"]), (5, 5), textcoords="offset points")
         axes.set(title=model, xlabel="times faster, measured", ylabel="KL, nats per token", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
 
 
