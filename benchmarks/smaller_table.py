@@ -44,8 +44,10 @@ def _reports(names: str) -> Iterator[Mapping[str, Any]]:
 
 
 def joined(speeds: Iterator[Mapping[str, Any]], distances: Iterator[Mapping[str, Any]]) -> Rows:
-    """What was both timed and measured, by name, the slowest first; of what was timed again the last time counts."""
-    timed = {name: row for report in speeds for name, row in report["rows"].items() if name != "full"}
+    """What was both timed and measured, by name, the slowest first; of what was timed again the first time counts."""
+    timed: dict[str, Mapping[str, Any]] = {}
+    for report in speeds:
+        timed = {**{name: row for name, row in report["rows"].items() if name != "full"}, **timed}
     measured = {row["label"]: row for report in distances for row in report["distance"]["rows"]}
     both = {name: {**timed[name], **measured[name]} for name in timed if name in measured}
     return dict(sorted(both.items(), key=lambda one: one[1]["speed"]["median"]))
@@ -68,6 +70,7 @@ def draw(models: Mapping[str, Rows], path: Path) -> None:
     for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         for kind, (colour, words) in _KINDS.items():
             found = [row for name, row in rows.items() if kind in re.split(r"[@:-]", name)]
+            found.sort(key=lambda row: row["kl"]["mean"])
             times, values = [row["speed"]["median"] for row in found], [row["kl"] for row in found]
             errors = [[one["mean"] - one["low"] for one in values], [one["high"] - one["mean"] for one in values]]
             axes.errorbar(times, [one["mean"] for one in values], yerr=errors, marker="s" if words is None else "o",
