@@ -1,6 +1,6 @@
 """Speed beside distance: what `smaller.py` timed and `shoal eval --measure distance` measured, joined by name.
 
-    python benchmarks/smaller_table.py --model NAME SPEED.json,...  DISTANCE.json,... [--model ...] [--plot OUT.png]
+    python benchmarks/smaller_table.py --model NAME SPEED.json,... DISTANCE.json,... [--model ...] [--plot OUT.png]
 
 Prints a Markdown table per model; the picture, which needs matplotlib, has a panel for each. Names that the first or
 the second has alone are left out, as are the full model's own.
@@ -45,9 +45,7 @@ def _reports(names: str) -> Iterator[Mapping[str, Any]]:
 
 def joined(speeds: Iterator[Mapping[str, Any]], distances: Iterator[Mapping[str, Any]]) -> Rows:
     """What was both timed and measured, by name, the slowest first; of what was timed again the first time counts."""
-    timed: dict[str, Mapping[str, Any]] = {}
-    for report in speeds:
-        timed = {**{name: row for name, row in report["rows"].items() if name != "full"}, **timed}
+    timed = {name: row for report in reversed([*speeds]) for name, row in report["rows"].items() if name != "full"}
     measured = {row["label"]: row for report in distances for row in report["distance"]["rows"]}
     both = {name: {**timed[name], **measured[name]} for name in timed if name in measured}
     return dict(sorted(both.items(), key=lambda one: one[1]["speed"]["median"]))

@@ -15,7 +15,7 @@ import shoal
 from gguf_models import write_model
 from real_models import real_model
 from shoal.calibrate import neurons
-from shoal.cli import main
+from shoal.cli import common, main
 from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
@@ -79,17 +79,26 @@ def test_cfsp_goes_by_what_the_model_did_on_a_text(
 def test_the_model_is_in_memory_once_at_a_time(
     capsys: Any, tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules, alive = Checkpoint.model, list[int]()
+    modules, load, order, alive = Checkpoint.model, common.load_engine, list[str](), list[int]()
 
-    def watched(files: Checkpoint, *args: Any, **options: Any) -> Any:
-        alive.append(sum(isinstance(one, Engine) for one in gc.get_objects()))
+    def engines() -> int:
+        return sum(isinstance(one, Engine) for one in gc.get_objects())
+
+    def with_modules(files: Checkpoint, *args: Any, **options: Any) -> Any:
+        order.append("modules")
+        alive.append(engines())
         return modules(files, *args, **options)
 
-    monkeypatch.setattr(Checkpoint, "model", watched)
+    def with_engine(*args: Any) -> Engine:
+        order.append("engine")
+        return load(*args)
+
+    monkeypatch.setattr(Checkpoint, "model", with_modules)
+    monkeypatch.setattr(common, "load_engine", with_engine)
     gc.collect()
-    before = sum(isinstance(one, Engine) for one in gc.get_objects())
+    before = engines()
     pruned(capsys, "cfsp", "--model", tiny_folder, "--share", 0.3, "--multiple", 4, "--out", tmp_path / "narrow")
-    assert alive == [before]
+    assert order == ["engine", "modules"] and alive == [before]
 
 
 def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:

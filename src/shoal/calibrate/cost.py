@@ -27,6 +27,7 @@ _FEWEST = 3
 _MOST = 256
 _LIKELIEST: Mapping[str, Any] = {}
 _ALL_LOGITS: Mapping[str, Any] = {"logit_bias": {0: 0.0}}
+"""What a stream is asked for: greedy tokens, and the same from all logits, which a bias of nothing takes."""
 
 
 def measure(
@@ -61,10 +62,20 @@ def measure(
         _take_turns(courses, seconds * len(courses))
     prefill = [(length, min(c.first for c in courses if c.length == length)) for length in lengths]
     seen = [course.observation() for course in courses]
-    full, (deepest, *shallow) = seen[: len(lengths)], seen[len(lengths) :]
-    spared = deepest.seconds - full[0].seconds
-    observations = [*full, *(replace(one, seconds=one.seconds - spared) for one in shallow)]
+    observations = _under_one_head(seen[: len(lengths)], seen[len(lengths) :])
     return CostCard.fit(observations, engine.stack.windows, engine.stack.head_layers, prefill, rows)
+
+
+def _under_one_head(full: Sequence[Observation], whole_head: Sequence[Observation]) -> list[Observation]:
+    """Full steps as they are, and shallow ones less what looking for the likeliest token alone spares a full step.
+
+    Args:
+        full: of all layers, the first one behind prompts of the length of the others.
+        whole_head: the same depth and smaller ones, all with a head that reads all its rows; the full depth first.
+    """
+    deepest, *shallow = whole_head
+    spared = deepest.seconds - full[0].seconds
+    return [*full, *(replace(one, seconds=one.seconds - spared) for one in shallow)]
 
 
 def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
