@@ -1,6 +1,6 @@
-"""Steps and prompts of Shoal and of transformers on a GPU, by turns in one process, on random weights of a known shape.
+"""Steps and prompts of Shoal and of transformers on a GPU, by turns in one process, on a model or random weights.
 
-    python benchmarks/gpu_steps.py [--shape 7b] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
+    python benchmarks/gpu_steps.py [--shape 7b | --model M] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
         [--context 64] [--tokens 64] [--rounds 5] [--no-peer] [--json OUT]
 
 A step is a token of every row: what a generation of `tokens` takes more than one of two tokens, by the tokens between.
@@ -36,7 +36,7 @@ _PEER = "transformers"
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     args = arguments(argv)
-    subject, cells = MeasuredModel(args.shape), list[dict[str, Any]]()
+    subject, cells = MeasuredModel(None if args.model else args.shape, args.model), list[dict[str, Any]]()
     engines = {quant: subject.engine(torch.bfloat16, args.device, "auto", None if quant == "none" else quant)
                for quant in args.quant.split(",")}
     model = None if args.no_peer else subject.hf_model(torch.bfloat16, args.device)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         print(table(cells[-1]), flush=True)
     report.publish({
         **report.heading(env.collect(), ["python", "benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
-        "shape": args.shape, "context": args.context, "tokens": args.tokens, "cells": cells,
+        "subject": subject.name, "context": args.context, "tokens": args.tokens, "cells": cells,
     }, args.json)  # fmt: skip
     return 0
 
@@ -58,6 +58,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="7b")
+    parser.add_argument("--model", help="folder, Hub id or .gguf file, instead of a shape")
     parser.add_argument("--quant", default="none,int8,int4")
     parser.add_argument("--mean", type=float, default=0.8, help="mean depth of D3")
     parser.add_argument("--batch", default="1,4,16")

@@ -14,7 +14,7 @@ from drive import prompt
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv import KVCache
-from shoal.model.packed.cuda.form import ForwardForm, fit_of, lacking_room
+from shoal.model.packed.cuda.form import MOST_GROUPS, ForwardForm, fit_of, fits_of, lacking_room
 from shoal.model.stack import SequenceChunk
 
 graphs = pytest.importorskip("shoal.model.packed.cuda.graphs", reason="needs Triton")
@@ -71,6 +71,29 @@ def test_forms_are_filled_up() -> None:
         ForwardForm(1, 1, True),
     ]  # fmt: skip
     assert fits[3] is not None and fits[3].layers == (0, 1, 2, 4, 5)
+
+
+def test_a_piece_of_a_prompt_that_ends_later_has_a_form() -> None:
+    fit = fit_of([*chains(7, wanted=0), *chains(7, 6, wanted=1)[1:]], filled())
+    assert fit is not None and fit.form == ForwardForm(2, 8, False)
+
+
+def groups_of(chunks: list[SequenceChunk], rows: int) -> list[tuple[list[int], ForwardForm]]:
+    found = fits_of(chunks, KVCache([None] * 6, rows, [600] * 6))
+    return [(list(numbers), fit.form) for numbers, fit in found or ()]
+
+
+def test_what_has_no_form_as_a_whole_runs_in_groups_that_have_one() -> None:
+    prompts = [SequenceChunk(row, prompt(size, row), [0] * size, FULL) for row, size in ((1, 200), (3, 90), (4, 180))]
+    tokens, shallow = chains(1, 1, 1, 1, 1, 1), chains(*[1] * 7, plan=D3, step=3)
+    mixed = [tokens[0], prompts[0], tokens[2], *prompts[1:], tokens[5], shallow[6]]
+    assert groups_of(mixed, 7) == [
+        ([1, 4], ForwardForm(2, 256, False)), ([3], ForwardForm(1, 96, False)), ([0, 2, 5], ForwardForm(3, 1, True)),
+        ([6], ForwardForm(1, 1, True)),
+    ]  # fmt: skip
+    assert groups_of([*mixed, MISFITS["a tree"][0]], 7) == []
+    many = [SequenceChunk(row, prompt(400, row), [0] * 400, FULL) for row in range(MOST_GROUPS + 1)]
+    assert groups_of(many, MOST_GROUPS + 1) == [] and len(groups_of(many[1:], MOST_GROUPS + 1)) == MOST_GROUPS
 
 
 def test_layers_that_store_otherwise_have_no_form() -> None:

@@ -90,6 +90,23 @@ def test_pieces_are_the_flat_forward(name: str) -> None:
     assert forms(stacks[1]) == [ForwardForm(2, 4, False), ForwardForm(2, 2, True), ForwardForm(2, 1, True)]
 
 
+def test_rows_that_decode_beside_prompts_of_other_lengths() -> None:
+    """Each kind runs in a form of its own; the logits come in the order of the chunks, of a piece that goes on none."""
+    stacks = pair("llama")
+    caches = empty(stacks, 5)
+    feed(stacks, caches, [3, 4], step=0, every=False)
+    kinds = [(0, 1, 1, SHALLOW), (1, 1, 1, FULL), (2, 9, 0, FULL), (3, 2, 1, FULL), (4, 8, 1, FULL)]
+    chunks = [SequenceChunk(row, prompt(size, row), [3 * (row < 2)] * size, plan, wanted=wanted)
+              for row, size, wanted, plan in kinds]  # fmt: skip
+    expected, logits = (stack.forward(chunks, cache) for stack, cache in zip(stacks, caches, strict=True))
+    assert len(logits) == 4 and gap(logits, expected) <= EXACT
+    assert forms(stacks[1])[1:] == [ForwardForm(3, 10, False), ForwardForm(1, 1, True)]
+    for cache in caches:
+        for chunk in chunks:
+            cache.commit(chunk.row, range(len(chunk.tokens)))
+    feed(stacks, caches, [0, 1, 1, 1, 1])
+
+
 @pytest.mark.slow
 def test_windows_before_and_after_they_move() -> None:
     stacks = pair("hybrid")

@@ -13,6 +13,8 @@ QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 3
 """Tokens per row that forms have; chunks are filled up to the next of these."""
 MOST_TOKENS = 512
 """Of all rows of a form."""
+MOST_GROUPS = 4
+"""Forwards that one is split into at most; each reads the weights again."""
 _WASTE = 2.0
 """Tokens of a form, over the real ones, from which on the rows are better run one after the other."""
 
@@ -45,25 +47,59 @@ class Fit:
     layers: tuple[int, ...]
 
 
+def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Sequence[int], Fit]] | None:
+    """Groups of the chunks, by number, that have a form each, or None where the forward must be run flat.
+
+    Rows do not see each other, so groups may run in turn: rows that decode, rows of another depth, pieces of prompts.
+    """
+    whole = fit_of(chunks, cache)
+    if whole is not None:
+        return [(range(len(chunks)), whole)]
+    groups = _groups(chunks)
+    fits = [fit_of([chunks[number] for number in numbers], cache) for numbers in groups]
+    found = list[tuple[Sequence[int], Fit]]()
+    found += [(numbers, fit) for numbers, fit in zip(groups, fits, strict=True) if fit is not None]
+    return found if 0 < len(found) == len(groups) <= MOST_GROUPS else None
+
+
+def _groups(chunks: Sequence[SequenceChunk]) -> list[list[int]]:
+    """Chunks that run the same layers, want logits alike and are of about the same length, the longest first."""
+    kinds = [(_layers_of([chunk]) or (), chunk.wanted == len(chunk.tokens), -len(chunk.tokens)) for chunk in chunks]
+    groups = list[list[int]]()
+    for number in sorted(range(len(chunks)), key=kinds.__getitem__):
+        group = [*groups[-1], number] if groups else []
+        if group and kinds[group[0]][:2] == kinds[number][:2] and _queries([-kinds[n][2] for n in group]):
+            groups[-1] = group
+        else:
+            groups.append([number])
+    return groups
+
+
 def fit_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Fit | None:
-    """The form of a forward, or None where it has none and must be run flat.
+    """The form of a forward, or None where it has none.
 
     The chunks are chains of about the same length that run whole layers, the same for all, and want logits of all of
-    their tokens or of the last. What came before is stored in slots as it was computed, or nothing did. Whatever else a
-    forward is, right or wrong, is left to the flat one.
+    their tokens or of the last at most. What came before is stored in slots as it was computed, or nothing did.
+    Whatever else a forward is, right or wrong, is left to the flat one.
     """
     counts = [len(chunk.tokens) for chunk in chunks]
-    place = bisect_left(QUERIES, max(counts))
-    if place == len(QUERIES) or not all(map(_is_chain, chunks)):
+    queries = _queries(counts)
+    if queries is None or not all(map(_is_chain, chunks)):
         return None
     every = all(chunk.wanted == count for chunk, count in zip(chunks, counts, strict=True))
-    form = ForwardForm(len(chunks), QUERIES[place], every)
-    if not every and any(chunk.wanted != 1 for chunk in chunks):
-        return None
-    if form.tokens > min(MOST_TOKENS, max(len(chunks), int(_WASTE * sum(counts)))):
+    if not every and any(chunk.wanted > 1 for chunk in chunks):
         return None
     layers = _layers_of(chunks)
-    return None if layers is None or not _are_plain(layers, chunks, cache) else Fit(form, layers)
+    if layers is None or not _are_plain(layers, chunks, cache):
+        return None
+    return Fit(ForwardForm(len(chunks), queries, every), layers)
+
+
+def _queries(counts: Sequence[int]) -> int | None:
+    """Tokens per row of the form that holds so many of each; None where it would be too large or too empty."""
+    place = bisect_left(QUERIES, max(counts))
+    most = min(MOST_TOKENS, max(len(counts), int(_WASTE * sum(counts))))
+    return QUERIES[place] if place < len(QUERIES) and len(counts) * QUERIES[place] <= most else None
 
 
 def _is_chain(chunk: SequenceChunk) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.model.kv import KVCache
 from shoal.model.packed import block
-from shoal.model.packed.cuda.form import ForwardForm, fit_of, lacking_room
+from shoal.model.packed.cuda.form import Fit, ForwardForm, fits_of, lacking_room
 from shoal.model.packed.cuda.static import StaticForward
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
@@ -105,6 +105,15 @@ def _captured(run: Callable[[], object], pool: Any) -> Any:
     return graph
 
 
+def _wanted(logits: Tensor, chunks: Sequence[SequenceChunk], form: ForwardForm) -> Tensor:
+    """Of a form's logits those that the chunks want."""
+    width = form.queries if form.every else 1
+    numbers = [width * index + n for index, chunk in enumerate(chunks) for n in range(chunk.wanted)]
+    if len(numbers) == len(logits):
+        return logits
+    return logits.index_select(0, torch.tensor(numbers, dtype=torch.long, device=logits.device))
+
+
 class GraphRunner:
     """Runs forwards that have a form, see `fit_of`, through captured pieces.
 
@@ -132,10 +141,21 @@ class GraphRunner:
         return tuple(self._forms)
 
     def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
-        """Logits as of `Stack.forward`, or None where the forward has no form."""
-        fit = fit_of(chunks, cache)
-        if fit is None:
+        """Logits as of `Stack.forward`, or None where the forward has no form, nor has it in groups of its rows."""
+        fits = fits_of(chunks, cache)
+        if fits is None:
             return None
+        if len(fits) == 1:
+            return self._run(chunks, cache, fits[0][1])
+        logits: dict[int, Tensor] = {}
+        for numbers, fit in fits:
+            group = [chunks[number] for number in numbers]
+            pieces = self._run(group, cache, fit).split([chunk.wanted for chunk in group])
+            logits.update(zip(numbers, pieces, strict=True))
+        return torch.cat([logits[number] for number in range(len(chunks))])
+
+    def _run(self, chunks: Sequence[SequenceChunk], cache: KVCache, fit: Fit) -> Tensor:
+        """The logits that are wanted of chunks that have a form, which the next forward of this form overwrites."""
         rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         for layer in lacking_room(fit.layers, chunks, cache):
             sizes = self._shape.kv_heads, self._shape.head_dim, self._shape.head_dim
@@ -149,11 +169,7 @@ class GraphRunner:
             scratch = cache.layers[layer].scratch
             for row, count in zip(rows, counts, strict=True):
                 scratch[row] += count
-        logits = pieces.step.logits
-        if fit.form.every and fit.form.tokens > sum(counts):
-            numbers = [fit.form.queries * chunk + n for chunk, count in enumerate(counts) for n in range(count)]
-            logits = logits[torch.tensor(numbers, device=logits.device)]
-        return block.scaled_logits(logits, self._shape)
+        return block.scaled_logits(_wanted(pieces.step.logits, chunks, fit.form), self._shape)
 
     def _reach(self, positions: int) -> None:
         """Let the rotary table hold so many positions; graphs know where it lies, so they go once it has grown."""
