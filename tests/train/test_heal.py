@@ -36,9 +36,11 @@ HOW = Training(epochs=12, batch=256, rate=3e-2, muon=False)
 peft = pytest.importorskip("peft", reason="shoal train heal needs the package peft")
 
 
-def module(family: str = "llama", plans: dict[str, DepthPlan] = PLANS, rank: int = 4) -> HealModule:
+def module(
+    family: str = "llama", plans: dict[str, DepthPlan] = PLANS, rank: int = 4, recompute: bool = False
+) -> HealModule:
     engine = target(family)
-    return HealModule(Base(engine.stack), copy.deepcopy(engine.model).float(), plans, rank)
+    return HealModule(Base(engine.stack), copy.deepcopy(engine.model).float(), plans, rank, recompute=recompute)
 
 
 def shaken(one: HealModule) -> HealModule:
@@ -73,6 +75,28 @@ def test_the_loss_is_the_cross_entropy_with_the_models_own_law() -> None:
             wanted.append(-float(own.softmax(-1) @ law.log_softmax(-1)))
             assert bool(guessed.right[row, place]) == (int(law.argmax()) == int(texts.tokens[row, place + 1]))
     assert int(guessed.asked.sum()) == len(wanted) and abs(loss.item() - sum(wanted) / len(wanted)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_run_again_for_their_gradient_give_the_same_one(family: str) -> None:
+    """With less kept on the way: what enters the layers, and neither their attention nor their MLPs."""
+    kept, found = [0, 0], list[list[torch.Tensor]]()
+
+    def noted(value: torch.Tensor) -> torch.Tensor:
+        kept[len(found)] += value.nbytes
+        return value
+
+    for recompute in (False, True):
+        one = shaken(module(family, plans={"d3": PLAN}, recompute=recompute))
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda value: value):
+            read = one.read(batch(family), PLAN)
+        (read * torch.linspace(0, 1, read.shape[-1])).sum().backward()
+        found.append([weight.grad for weight in one.adapters if weight.grad is not None])
+    assert len(found[0]) == len(list(one.adapters)) and all(map(torch.equal, *found))
+    assert kept[1] < 0.3 * kept[0]
+    texts = batch(family)
+    merged = module(family, plans={"d3": PLAN}, recompute=True).checkpoint(torch.float32)
+    assert torch.equal(merged(texts.tokens).logits, target(family).model.float()(texts.tokens).logits)
 
 
 def test_healing_brings_the_law_under_the_plan_nearer(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
-         **dict.fromkeys(("student", "rank"), (HEAL,))}
+         **dict.fromkeys(("student", "rank", "recompute"), (HEAL,))}
 """Options that not all kinds have."""
 
 
@@ -122,6 +122,8 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--student", metavar="DIR", help="heal: a smaller model that was cut out of --model, instead of "
                       "--model itself")
     what.add_argument("--rank", metavar="R", type=int, default=16, help="heal: of the adapters")
+    what.add_argument("--recompute", action="store_true", help="heal: run each layer again for its gradient instead of "
+                      "keeping what it held: less memory, more time")
     what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
                       "text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
@@ -317,7 +319,8 @@ def _module(
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
-        return HealModule(Base(engine.stack), _plain(args, args.student), plans, args.rank, args.seed)
+        plain = _plain(args, args.student)
+        return HealModule(Base(engine.stack), plain, plans, args.rank, args.seed, args.recompute)
     if args.part == PROMPTS:
         return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
     if args.part == EXPERTS:

@@ -37,6 +37,7 @@ class HealModule(TrainedModule):
         plans: by name, the depths at which it is healed; a full plan where only the weights are fewer.
         rank: of the adapters.
         seed: of their first weights, and of which plan a step takes.
+        recompute: see `LayerReading`.
 
     Raises:
         ValueError: a plan has not as many layers as the model, the states are of another size, or the rank is below 1.
@@ -48,7 +49,8 @@ class HealModule(TrainedModule):
     steps: Tensor
 
     def __init__(
-        self, base: Base, model: Any, plans: Mapping[str, DepthPlan], rank: int = 16, seed: int = 0
+        self, base: Base, model: Any, plans: Mapping[str, DepthPlan], rank: int = 16, seed: int = 0,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         config = model.config.get_text_config()
@@ -59,7 +61,7 @@ class HealModule(TrainedModule):
         check_plans(plans, layers)
         self._plans, self._rank, self._seed = dict(plans), rank, seed
         self._model = (with_adapters(model, rank, seed),)  # in a tuple: what is trained of it is listed below
-        self._reading = LayerReading(self._model[0].get_base_model().model)
+        self._reading = LayerReading(self._model[0].get_base_model().model, recompute)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
         self.adapters = nn.ParameterList(trained)
         self.head = CutHead(base, range(config.vocab_size))

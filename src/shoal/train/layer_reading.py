@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Share = Callable[[int, Tensor], Tensor | None]
 """Of a layer's number and the states [B, T, D] that enter it: how much of the layer each token takes, [B, T] from 0,
@@ -22,15 +23,18 @@ class LayerReading:
 
     Args:
         body: the layers of a model of transformers with what stands around them, without its head.
+        recompute: keep only what enters a layer, and run it again for its gradient.
     """
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, recompute: bool = False) -> None:
         self._body = body
         self._share: Share | None = None
         self._shares: dict[int, Tensor | None] = {}
         for number, layer in enumerate(body.layers):
             layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
             layer.register_forward_hook(partial(self._leave, number), with_kwargs=True)
+            if recompute:  # transformers' own switch is one for models in training mode, and would run the hooks again
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def read(self, tokens: Tensor, share: Share | None = None) -> Tensor:
         """What the head reads [B, T, D], float32, behind tokens int64 [B, T]."""
