@@ -107,6 +107,7 @@ def test_every_method_on_modules_without_windows(method: Method, sampling: str) 
     check(method, MODELS[0], sampling)
 
 
+@pytest.mark.slow
 @by_turns("sampling", SAMPLINGS)
 def test_the_matrix_can_tell_methods_apart(sampling: str) -> None:
     """Were a lossy plan too weak to change a token, the equalities above would say nothing."""

@@ -68,6 +68,7 @@ def test_errors_are_counted_not_raised(server: Running, capsys: pytest.CaptureFi
     assert "404" in next(iter(one["messages"]))
 
 
+@pytest.mark.slow
 def test_a_soak_judges_errors_and_memory(
     server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -264,6 +264,7 @@ def test_samples_have_the_renormalised_law(name: str) -> None:
     assert name == "plain" or 0.01 < kept < 1
 
 
+@pytest.mark.slow
 def test_a_law_that_is_masked_after_its_truncation_is_seen() -> None:
     assert chi_square(samples(Full())[0], law(masked_last=True)) < 1e-6
 

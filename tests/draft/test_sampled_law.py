@@ -158,8 +158,8 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "module"), [("trained layer", shoal.draft.eagle), ("masked", shoal.draft.masked)])
-@pytest.mark.quick(1)
 def test_a_law_of_others_that_was_not_drawn_from_is_seen(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +172,7 @@ def test_a_law_of_others_that_was_not_drawn_from_is_seen(
     assert chi_square(samples(EXACT[name])[0], probs()) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first nodes of a tree stay in the cache, whichever were accepted."""
 

@@ -133,6 +133,7 @@ def test_drafts_leave_the_law_alone() -> None:
     assert min(planted.met[kind] for kind in ("none", "some", "all")) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drawn_as", "tested_as"), [("T = 0.6", "T = 1"), ("T = 1", "repetition penalty")])
 def test_the_harness_tells_laws_apart(drawn_as: str, tested_as: str) -> None:
     counts = drawn(drawn_as, FULL, 2)

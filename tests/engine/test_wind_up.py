@@ -157,8 +157,8 @@ def test_it_depends_on_the_text_and_the_limit_alone_in_whatever_order_it_is_aske
         assert torch.equal(found(other), mask(schema, 40)(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["byte_level", "stories260K"])
-@pytest.mark.quick(1)
 def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
     dice, narrowed = random.Random(5), 0
     for schema, least in ENDLESS.values():

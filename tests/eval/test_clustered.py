@@ -42,6 +42,7 @@ def test_items_alone_give_the_paired_interval():
     assert (alone.low, alone.high) == pytest.approx((paired.low, paired.high), abs=0.004)
 
 
+@pytest.mark.slow
 def test_clusters_that_differ_widen_the_interval_and_cover_the_truth():
     rng = random.Random(7)
     hits = wide = 0

@@ -145,6 +145,7 @@ JOBS: list[Job] = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(todo=actions(len(JOBS), 14), rows=st.integers(3, 8), chunk=st.integers(1, 24),
        how=st.sampled_from(["join", "waves"]), kept=st.sampled_from((0, 1 << 14, 1 << 24)))

@@ -132,7 +132,7 @@ def test_routes_that_are_none(server: Running) -> None:
     check(httpx.get(f"{server.url}/v1/completions"), 405)
 
 
-@pytest.mark.parametrize("bodies", [250, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bodies", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_bodies_leave_a_stream_alone(server: Running, bodies: int) -> None:
     rng = random.Random(0)
     text, done = json.dumps({**PLAIN, "temperature": 0}).encode(), threading.Event()

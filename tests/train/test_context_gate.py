@@ -89,6 +89,7 @@ def test_the_gradient_reaches_every_number_of_the_gate_and_none_of_the_model() -
     assert all(parameter.grad is None for parameter in one._model[0].parameters())
 
 
+@pytest.mark.slow
 @by_turns("keep", [0.3, 0.7])
 def test_the_share_that_stays_is_what_was_wished_for(keep: float, tmp_path: Path) -> None:
     how = Training(epochs=30, batch=256, rate=3e-3)

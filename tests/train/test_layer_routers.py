@@ -102,6 +102,7 @@ def test_the_loss_adds_what_is_undecided_and_what_is_beyond_the_wished_share() -
     assert one.weight.grad[[0, 1, 4, 5]].abs().max() == 0, "what always runs has nothing to learn"
 
 
+@pytest.mark.slow
 def test_the_wished_share_is_learned_and_shares_become_choices(tmp_path: Path) -> None:
     rival = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
     one, answers = module(keep=5 / 6, rivals={"third": rival, "full": DepthPlan.full(LAYERS)}), made(tmp_path / "made")
