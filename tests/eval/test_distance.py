@@ -15,6 +15,7 @@ from families import tiny
 from oracle import decoder_layers, prefix_counts, prefix_oracle
 from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import NEVER, DepthPlan
+from shoal.draft import part_file
 from shoal.engine.engine import Engine
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
@@ -28,9 +29,15 @@ from shoal.eval.outcomes import Outcomes
 from shoal.eval.rising import RisingPlan, way
 from shoal.eval.why import apart
 from shoal.methods.full import Full
+from shoal.methods.read_me import ReadME
 from shoal.methods.schedule import Schedule
+from shoal.model.experts import ExpertChoice
+from shoal.model.kv import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.source import ModelSource
+from shoal.model.router import ExpertRouter
+from shoal.model.stack import SequenceChunk
+from trained_parts import part_for, target
 
 FULL = DepthPlan.full(6)
 
@@ -100,6 +107,27 @@ def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
     judge = FullReading(engine, read)
     for _ in range(2):
         check(model, judge.under(way(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
+
+
+def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
+    """Token by token, each with the groups that the router names by the text up to it; prompts run all of them."""
+    engine, read, alone = target("llama"), texts(80, 7), []
+    part = part_file.read(part_for("read_me", "llama"), "read_me", engine.info())
+    router = ExpertRouter(part)
+    for text in read:
+        cache, plan = KVCache(engine.stack.windows, 1, [120] * 6), DepthPlan.full(6)
+        tokens, said = [*text.prompt, *text.answer], []
+        engine.stack.forward([SequenceChunk(0, text.prompt, [0] * len(text.prompt), plan)], cache)
+        cache.commit(0, range(len(text.prompt)))
+        for place in range(len(text.prompt), len(tokens) - 1):
+            choice = ExpertChoice(router.mlps(engine.stack), [router.masks(tokens[: place + 1], 2)])
+            said.append(engine.stack.forward([SequenceChunk(0, [tokens[place]], [1], plan, experts=choice)], cache)[0])
+            cache.commit(0, range(1))
+        truth, law = slow_log_probs(engine.model, text, FULL), torch.stack(said).log_softmax(-1)
+        alone.append((truth.exp() * (truth - law)).sum(-1))
+    who = contender(engine, ReadME(part_for("read_me", "llama"), experts=2), 80)
+    for mine, kl in zip(distance.subject(engine.stack, who).read(FullReading(engine, read)), alone, strict=True):
+        assert mine.kl == pytest.approx(kl.tolist(), abs=1e-4) and sum(mine.kl) > 0.01
 
 
 @pytest.mark.parametrize("kernels", [False, True])

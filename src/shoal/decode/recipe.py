@@ -200,17 +200,18 @@ class Recipe:
         """Whether what is stored, or read of it, is something else than the model's own."""
         return any(part is not None for part in (self.keep, self.store, self.select))
 
-    def check_scored(self, name: str) -> None:
+    def check_scored(self, name: str, *read: str) -> None:
         """Refuse to score given texts where the plan alone does not say how likely they are.
 
         Args:
             name: whose recipe this is, for the error.
+            read: parts that whoever scores takes account of beside the plan.
 
         Raises:
             Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
         """
         lossy = ("loop",) if self.loop is not None and not self.loop.exact else ()
-        others = [part for part in self.parts if part in (*_UNSCORED, *lossy)]
+        others = [part for part in self.parts if part in (*_UNSCORED, *lossy) and part not in read]
         if others:
             raise Unsupported(
                 f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "

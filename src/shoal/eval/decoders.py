@@ -44,10 +44,10 @@ class Contender:
     method: Method | None = None
     recipe: Recipe | None = None
 
-    def check_scored(self) -> None:
+    def check_scored(self, *read: str) -> None:
         """Refuse to measure losses that would be another method's: see `Recipe.check_scored`."""
         if self.recipe is not None:
-            self.recipe.check_scored(self.label)
+            self.recipe.check_scored(self.label, *read)
 
 
 def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Contender:

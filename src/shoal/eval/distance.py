@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shoal.decode.worker import Experts
 from shoal.depth.plan import DepthPlan
 from shoal.engine.draft_models import same_tokens
 from shoal.engine.engine import Engine
@@ -114,9 +115,9 @@ class FullReading:
         self._rows = 1 if engine.stack.device.type == "cpu" else BLOCK
         self._reread.under(way(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
 
-    def under(self, how: Way) -> list[Readings]:
-        """Every text under a plan."""
-        return self._found(lambda take: self._reread.under(how, take))
+    def under(self, how: Way, experts: Experts | None = None) -> list[Readings]:
+        """Every text under a plan, and with the neurons that a recipe's part chooses."""
+        return self._found(lambda take: self._reread.under(how, take, experts))
 
     def beside(self, stack: Stack) -> list[Readings]:
         """Every text as another model reads it, prompts included, with all its layers."""
@@ -218,12 +219,12 @@ def subject(stack: Stack, who: Contender) -> Subject:
     """A contender as what is measured.
 
     Raises:
-        Unsupported: its plan alone does not say how likely a token is, or needs a packed model.
+        Unsupported: its plan and its experts do not say how likely a token is, or it needs a packed model.
     """
-    who.check_scored()
-    how = way(stack, who.plan)
+    who.check_scored("experts")
+    how, experts = way(stack, who.plan), None if who.recipe is None else who.recipe.experts
     whole = who.spec["method"] == "full"
-    return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how), who.plan.layer_tokens)
+    return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how, experts), who.plan.layer_tokens)
 
 
 def other_model(engine: Engine, beside: Engine) -> Subject:

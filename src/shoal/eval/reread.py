@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.eval.rising import Way
 from shoal.model.kv import KVCache
@@ -35,9 +39,9 @@ class Reread:
         self._cache = KVCache(stack.windows, len(texts), [longest] * stack.num_layers)
         self._read_prompts()
 
-    def under(self, way: Way, take: Take) -> None:
+    def under(self, way: Way, take: Take, experts: Experts | None = None) -> None:
         """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
-        self._again(*way, take, twins=False)
+        self._again(*way, take, worker=None if experts is None else experts.begin(way[0], self._cache))
 
     def apart(self, way: Way, take: Take) -> None:
         """The same where what a token is judged by and what later tokens see of it differ.
@@ -47,9 +51,11 @@ class Reread:
         """
         self._again(*way, take, twins=True)
 
-    def _again(self, stack: Stack, plan: DepthPlan, take: Take, twins: bool) -> None:
+    def _again(
+        self, stack: Stack, plan: DepthPlan, take: Take, twins: bool = False, worker: Worker | None = None
+    ) -> None:
         self._read_prompts()  # again only where a sliding window has lost something of them
-        self._feed(stack, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, twins)
+        self._feed(stack, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, twins, worker)
         for row, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(row, len(prompt))
 
@@ -59,18 +65,27 @@ class Reread:
 
     @torch.no_grad()
     def _feed(
-        self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None, twins: bool = False
+        self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None, twins: bool = False,
+        worker: Worker | None = None,
     ) -> None:
         """Feed every row up to its end, forwards as full as they can be."""
         while pieces := self._pieces(ends, BLOCK // (1 + twins)):
             chunks = [self._chunk(row, count, plan, take is not None) for row, count in pieces]
             if twins:
                 chunks = [_with_twins(chunk) for chunk in chunks]
+            if worker is not None:
+                choices = worker.experts([self._row(chunk.row) for chunk in chunks], chunks)
+                chunks = [replace(chunk, experts=one) for chunk, one in zip(chunks, choices, strict=True)]
             logits = stack.forward(chunks, self._cache).split([chunk.wanted for chunk in chunks])
             for (row, count), values in zip(pieces, logits, strict=True):
                 if take is not None:
                     take(row, self._cache.positions[row] - len(self._texts[row][0]) + 1, values)
                 self._cache.commit(row, range(count))
+
+    def _row(self, row: int) -> Any:
+        """A text as a worker that chooses experts knows a row."""
+        prompt, answer = self._texts[row]
+        return SimpleNamespace(slot=row, tokens=[*prompt, *answer])
 
     def _pieces(self, ends: Sequence[int], room: int) -> list[tuple[int, int]]:
         """Rows that a forward feeds, and how many tokens of each, `room` together."""
