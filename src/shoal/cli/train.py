@@ -15,6 +15,7 @@ drops, or for what `shoal prune` left out.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from pathlib import Path
@@ -359,6 +360,8 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
                              "that fill the plan alone, such as d3")
         plans[word] = recipe.plan
     check_plans(plans, engine.stack.num_layers)
+    del engine
+    gc.collect()  # a student's is not needed any more, and frames of imports may hold it
     return plans
 
 

@@ -23,7 +23,7 @@ from shoal.train.apart import Apart
 from shoal.train.layer_reading import LayerReading, Share
 from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
-_PIECE = 512
+_PIECE = 256
 """Places whose laws over all tokens are in memory at once."""
 
 
