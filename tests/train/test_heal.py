@@ -114,7 +114,8 @@ def test_healing_brings_the_law_under_the_plan_nearer(tmp_path: Path) -> None:
 
 def test_what_is_written_decodes_as_the_adapters_said(tmp_path: Path) -> None:
     one = shaken(module())
-    card = export.model(tmp_path / "healed", target("llama"), one, one.checkpoint(torch.float32), note="words")
+    healed = copy.deepcopy(one).checkpoint(torch.float32)
+    card = export.model(tmp_path / "healed", target("llama"), one, healed, note="words")
     assert card["part"] == "heal" and card["note"] == "words" and card["fingerprints"] == [target("llama").fingerprint]
     engine, ids = shoal.load(str(tmp_path / "healed"), dtype="float32"), list(range(7, 13))
     run = decode(None, [ids], Recipe(PLAN), NEW, stack=engine.stack)

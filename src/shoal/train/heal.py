@@ -8,7 +8,6 @@ what is written is a checkpoint of the same shape.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -126,8 +125,8 @@ class HealModule(TrainedModule):
                 "plans": int(hashlib.sha256(plans.encode()).hexdigest()[:8], 16)}
 
     def checkpoint(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """The healed model as transformers' model."""
-        return copy.deepcopy(self._model[0]).merge_and_unload().to(dtype)
+        """The healed model as transformers' model; the module's own, which must not be read or trained any more."""
+        return self._model[0].merge_and_unload().to(dtype)
 
 
 def shares(batch: TextBatch, plan: DepthPlan) -> Share | None:
