@@ -77,6 +77,18 @@ def test_captured_steps_are_the_flat_forward(name: str, dtype: torch.dtype) -> N
     assert ForwardForm(3, 1, True) in stack.graphs.forms and ForwardForm(3, 3, True) in stack.graphs.forms
 
 
+def test_rows_of_several_kinds_are_the_flat_forward() -> None:
+    """A row that decodes at a smaller depth, and pieces of prompts, one of which ends later."""
+    flat, stack = stack_on_gpu("llama", torch.float32), stack_on_gpu("llama", torch.float32)
+    flat.graphs = None
+    kinds = [(0, 1, 3, 1, D3), (1, 9, 0, 0, DepthPlan.full(6)), (2, 2, 0, 1, DepthPlan.full(6))]
+    chunks = [SequenceChunk(row, prompt(size, row), [step] * size, plan, wanted=wanted)
+              for row, size, step, wanted, plan in kinds]  # fmt: skip
+    expected, logits = (one.forward(chunks, filled(one, SHORT)) for one in (flat, stack))
+    assert len(logits) == 2 and float((expected - logits).abs().max()) <= GAPS[torch.float32]
+    assert stack.graphs is not None and ForwardForm(1, 1, True) in stack.graphs.forms
+
+
 @functools.cache
 def engine_on(device: str, name: str = "llama", dtype: torch.dtype = torch.float32) -> Engine:
     model = tiny(name, dtype=dtype)

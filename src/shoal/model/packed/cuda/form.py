@@ -55,11 +55,15 @@ def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Seque
     whole = fit_of(chunks, cache)
     if whole is not None:
         return [(range(len(chunks)), whole)]
+    if len(chunks) == 1 or not all(map(_is_chain, chunks)):  # a tree in every step is to cost no search for groups
+        return None
     groups = _groups(chunks)
+    if len(groups) > MOST_GROUPS:
+        return None
     fits = [fit_of([chunks[number] for number in numbers], cache) for numbers in groups]
     found = list[tuple[Sequence[int], Fit]]()
     found += [(numbers, fit) for numbers, fit in zip(groups, fits, strict=True) if fit is not None]
-    return found if 0 < len(found) == len(groups) <= MOST_GROUPS else None
+    return found if len(found) == len(groups) else None
 
 
 def _groups(chunks: Sequence[SequenceChunk]) -> list[list[int]]:
