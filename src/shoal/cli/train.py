@@ -306,6 +306,8 @@ def _module(
     plans: dict[str, DepthPlan] | None,
 ) -> TrainedModule:
     """The part with its first weights."""
+    import torch
+
     from shoal.train.context_gate import ContextGateModule, check_lengths
     from shoal.train.drafter import DrafterModule, mask_token
     from shoal.train.eagle import EagleModule
@@ -320,8 +322,8 @@ def _module(
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
-        plain = _plain(args, args.student)
-        return HealModule(Base(engine.stack), plain, plans, args.rank, args.seed, args.recompute)
+        plain, half = _plain(args, args.student), engine.stack.dtype == torch.bfloat16
+        return HealModule(Base(engine.stack), plain, plans, args.rank, args.seed, args.recompute, half)
     if args.part == PROMPTS:
         return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
     if args.part == EXPERTS:

@@ -102,7 +102,7 @@ class ConsensusModule(TrainedModule):
 
         asked = batch.guessed_from(0, 1)
         states = self.read(batch, gates)
-        loss, words = self.head.distilled(states[asked], self.head.wanted(batch.states[asked]))
+        loss, words = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
         right[asked] = words == batch.tokens.roll(-1, 1)[asked]
         means, weight = torch.cat(made), _PUSH * _GROWN**gone_by

@@ -82,7 +82,7 @@ class ContextGateModule(ShippedModule):
         """See `TrainedModule`; right is the gated model's likeliest word. Without gradients nothing is drawn."""
         states, gates = self._gated(batch, self._noise(batch) if torch.is_grad_enabled() else None)
         asked, inside, long = batch.guessed_from(0, 1), _inside(batch), _long(batch)
-        loss, words = self.head.distilled(states[asked], self.head.wanted(batch.states[asked]))
+        loss, words = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
         right[asked] = words == batch.tokens.roll(-1, 1)[asked]
         shares = (gates * inside).sum(1)[long] / inside.sum(1)[long]

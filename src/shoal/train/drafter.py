@@ -133,8 +133,8 @@ class DrafterModule(TrainedModule):
             right = torch.zeros_like(asked)
             if asked.any():
                 where = canvas.rows[asked, 0], canvas.places[asked, place]
-                wanted = self.head.wanted(batch.states[where[0], where[1] - 1])
-                loss, words = self.head.distilled(outputs[asked, place], wanted)
+                own = batch.states[where[0], where[1] - 1]
+                loss, words = self.head.distilled(outputs[asked, place], own)
                 total = total + _FADE**place * loss
                 right[asked] = words == batch.tokens[where]
             found.append(Guessed(right, asked))

@@ -88,11 +88,10 @@ class EagleModule(PartModule):
         """See `PartModule`; the output at place t guesses token t + 2."""
         total, found = torch.zeros(()), []
         first = batch.guessed_from(0, 2)[:, :-1]
-        wanted = self.head.wanted(batch.states[:, 1:][first])
         scale = batch.states[:, 1:][first].square().mean().sqrt()
         for depth, outputs in enumerate(self.outputs(batch)):
             asked = batch.guessed_from(depth, 2)[:, :-1]
-            loss, guesses = self.head.distilled(outputs[asked], wanted[asked[first]])
+            loss, guesses = self.head.distilled(outputs[asked], batch.states[:, 1:][asked])
             apart = smooth_l1_loss(outputs[asked] / scale, batch.states[:, 1:][asked] / scale)
             total = total + _FADE**depth * (loss + _LIKE * apart)
             right = torch.zeros_like(asked)

@@ -14,16 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
+from shoal.heap import give_back
 from shoal.train.apart import Apart
 from shoal.train.layer_reading import LayerReading, Share
 from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
-
-_PIECE = 256
-"""Places whose laws over all tokens are in memory at once."""
 
 
 class HealModule(TrainedModule):
@@ -37,6 +34,7 @@ class HealModule(TrainedModule):
         rank: of the adapters.
         seed: of their first weights, and of which plan a step takes.
         recompute: see `LayerReading`.
+        half: keep the layers' matrices in bfloat16, in which their products are then computed; adapters stay float32.
 
     Raises:
         ValueError: a plan has not as many layers as the model, the states are of another size, or the rank is below 1.
@@ -49,7 +47,7 @@ class HealModule(TrainedModule):
 
     def __init__(
         self, base: Base, model: Any, plans: Mapping[str, DepthPlan], rank: int = 16, seed: int = 0,
-        recompute: bool = False,
+        recompute: bool = False, half: bool = False,
     ) -> None:
         super().__init__()
         config = model.config.get_text_config()
@@ -58,7 +56,9 @@ class HealModule(TrainedModule):
             raise ValueError(f"what is healed has states of {config.hidden_size} numbers, and the model of {hidden}; "
                              "give --student a model that `shoal prune` cut out of it")
         check_plans(plans, layers)
-        self._plans, self._rank, self._seed = dict(plans), rank, seed
+        self._plans, self._rank, self._seed, self._half = dict(plans), rank, seed, half
+        if half:
+            halve(model)
         self._model = (with_adapters(model, rank, seed),)  # in a tuple: what is trained of it is listed below
         self._reading = LayerReading(self._model[0].get_base_model().model, recompute)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
@@ -75,26 +75,15 @@ class HealModule(TrainedModule):
             self.steps += 1
         asked = batch.guessed_from(0, 1)
         states = self.read(batch, self._plans[names[place]])
-        loss, words = self._distilled(states[asked], batch.states[asked])
+        loss, words = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
         right[asked] = words == batch.tokens.roll(-1, 1)[asked]
         return loss, [Guessed(right, asked)]
 
-    def _distilled(self, states: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """See `CutHead.distilled`; laws over all tokens are made anew for the gradient, instead of kept for all."""
-        total, words = torch.zeros(()), list[Tensor]()
-        for mine, own in zip(states.split(_PIECE), whole.split(_PIECE), strict=True):
-            loss, said = checkpoint(self._piece, mine, own, use_reentrant=False)
-            total = total + loss * len(mine) / len(states)
-            words.append(said)
-        return total, torch.cat(words)
-
-    def _piece(self, states: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head.distilled(states, self.head.wanted(whole))
-
     def read(self, batch: TextBatch, plan: DepthPlan) -> Tensor:
         """What the head reads [B, T, D] where the tokens of answers run the layers of a plan."""
-        return self._reading.read(batch.tokens, shares(batch, plan))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
+            return self._reading.read(batch.tokens, shares(batch, plan))
 
     @torch.no_grad()
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
@@ -150,6 +139,14 @@ def check_plans(plans: Mapping[str, DepthPlan], layers: int) -> None:
         if plan.splits_layers:
             raise Unsupported(f"training under {name}", "it drops parts of layers",
                               "Name methods that drop whole layers, such as d3")
+
+
+def halve(model: Any) -> None:
+    """Turn the matrices of a model's layers to bfloat16; norms and what runs between layers stay as they are."""
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.to(torch.bfloat16)
+    give_back()
 
 
 def with_adapters(model: Any, rank: int, seed: int) -> Any:

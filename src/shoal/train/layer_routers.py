@@ -79,7 +79,7 @@ class LayerRouterModule(ShippedModule):
         states = self._reading.read(batch.tokens, partial(self._soft, batch, taken) if torch.is_grad_enabled() else
                                     chosen(batch, self.scores(batch) >= 0, self._flex))
         asked = batch.guessed_from(0, 1)
-        loss, words = self.head.distilled(states[asked], self.head.wanted(batch.states[asked]))
+        loss, words = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
         right[asked] = words == batch.tokens.roll(-1, 1)[asked]
         if taken:

@@ -50,7 +50,7 @@ class MedusaModule(PartModule):
             ahead = depth + 2
             asked = batch.guessed_from(depth, ahead)
             guesses = self._moved(batch.states[asked], depth)
-            loss, words = self.head.distilled(guesses, self.head.wanted(batch.states.roll(1 - ahead, 1)[asked]))
+            loss, words = self.head.distilled(guesses, batch.states.roll(1 - ahead, 1)[asked])
             total = total + _FADE**depth * loss
             right = torch.zeros_like(asked)
             right[asked] = words == batch.tokens.roll(-ahead, 1)[asked]

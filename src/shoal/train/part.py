@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.stack import Stack
 from shoal.train.corpus import AnsweredText, Corpus
+from shoal.train.laws import cross_entropy
 
 
 class Base:
@@ -153,23 +154,18 @@ class CutHead(nn.Module):
         self.register_buffer("ids", torch.tensor(ids), persistent=False)
         self.register_buffer("rows", base.rows(ids), persistent=False)
 
-    @torch.no_grad()
-    def wanted(self, states: Tensor) -> Tensor:
-        """The model's distribution over these tokens [n, tokens] behind its own states [n, D]."""
-        return linear(states, self.rows).float().softmax(-1)
-
-    def distilled(self, guesses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy against distributions over these tokens, and the likeliest tokens guessed.
+    def distilled(self, guesses: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy with the model's distributions over these tokens, and the likeliest tokens guessed.
 
         Args:
             guesses: [n, D], what the part puts in the place of states.
-            wanted: [n, tokens].
+            states: [n, D], the model's own.
 
         Returns:
             A scalar, and int64 [n].
         """
-        logits = linear(guesses, self.rows).float()
-        return -(wanted * logits.log_softmax(-1)).sum(-1).mean(), self.ids[logits.detach().argmax(-1)]
+        loss, words = cross_entropy(guesses, states, self.rows)
+        return loss, self.ids[words]
 
     @torch.no_grad()
     def best(self, guesses: Tensor, count: int) -> Tensor:

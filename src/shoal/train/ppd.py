@@ -76,8 +76,8 @@ class PromptModule(ShippedModule):
             guessed = torch.zeros(2, *batch.tokens.shape, dtype=torch.bool)
             if len(rows):
                 places = sets.places[rows, columns]
-                wanted = self.head.wanted(batch.states[rows, places + depth + 1])
-                loss, words = self.head.distilled(outputs[rows, columns, depth], wanted)
+                own = batch.states[rows, places + depth + 1]
+                loss, words = self.head.distilled(outputs[rows, columns, depth], own)
                 total = total + _FADE**depth * loss
                 guessed[:, rows, places] = torch.stack([words == batch.tokens[rows, places + depth + 2],
                                                         torch.ones_like(rows, dtype=torch.bool)])

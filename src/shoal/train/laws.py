@@ -1,0 +1,80 @@
+"""Cross-entropy between two laws over many tokens, whose gradient is made while the laws are there.
+
+With 150 thousand tokens the laws of a step take gigabytes and each pass over them as long as a product. The gradient
+towards the states is known as soon as both laws are, so nothing of them is kept and nothing made twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_NUMBERS = 1 << 25
+"""Of a law's at a time: 128 MiB of float32."""
+
+
+def cross_entropy(guesses: Tensor, states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the laws behind `guesses` with those behind `states`, and the likeliest rows guessed.
+
+    Under autocast products are computed in its type; no gradient goes to `states` and `rows`.
+
+    Args:
+        guesses, states: [n, D], what the head reads.
+        rows: [V, D], the head's.
+
+    Returns:
+        A scalar, and int64 [n].
+    """
+    found: tuple[Tensor, Tensor] = _CrossEntropy.apply(guesses, states, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, guesses: Tensor, states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.is_autocast_enabled("cpu")
+        rows = rows.to(torch.get_autocast_dtype("cpu") if half else guesses.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return _CrossEntropy._pieces(ctx, guesses, states, rows)
+
+    @staticmethod
+    def _pieces(ctx: Any, guesses: Tensor, states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        count, piece = len(guesses), max(1, _NUMBERS // len(rows))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        law, own = (torch.empty(min(piece, count), len(rows), dtype=wide) for _ in range(2))
+        total, words, slope = torch.zeros((), dtype=wide), guesses.new_empty(count, dtype=torch.int64), None
+        if ctx.needs_input_grad[0]:
+            slope = torch.empty_like(guesses)
+        for first in range(0, count, piece):
+            some = slice(first, min(first + piece, count))
+            mine, theirs = law[: some.stop - first], own[: some.stop - first]
+            theirs.copy_(states[some].to(rows.dtype) @ rows.T)
+            _to_law(theirs, theirs.amax(-1, keepdim=True))
+            mine.copy_(guesses[some].to(rows.dtype) @ rows.T)
+            most, words[some] = mine.max(-1)
+            mine -= most[:, None]
+            total -= (theirs[:, None] @ mine[..., None]).sum()
+            total += _to_law(mine, None).log().sum()
+            if slope is not None:
+                slope[some] = mine.sub_(theirs).to(rows.dtype) @ rows
+        if slope is not None:
+            ctx.save_for_backward(slope.div_(max(1, count)))
+        ctx.mark_non_differentiable(words)
+        return total / count, words
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * slope, None, None
+
+
+def _to_law(scores: Tensor, most: Tensor | None) -> Tensor:
+    """Turn scores into probabilities, in place; what their exponentials came to [n, 1]."""
+    if most is not None:
+        scores -= most
+    whole = scores.exp_().sum(-1, keepdim=True)
+    scores /= whole
+    return whole
