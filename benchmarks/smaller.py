@@ -5,8 +5,8 @@
 
 Every round each of them writes as many tokens behind the same prompt, greedily, in turns. `speed` is the whole model's
 time of a step over theirs, by round, with a 95 % interval; `ideal` the same of the bytes that a step reads: weights of
-what runs, of the head what bounds leave, keys and values; `realised` is one over the other. The last line on stdout is
-the result as JSON.
+what runs, of the head what was read where bounds of the logits spare some of it (`head_bytes`), keys and values;
+`realised` is one over the other. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
             seconds = step_seconds(*systems[name], args.new_tokens)
             if number >= 0:  # the round before them warms up
                 times[name].append(seconds)
-    reads = {name: step_bytes(*system, args.new_tokens) for name, system in systems.items()}
-    rows = {name: told(times[FULL], times[name], reads[FULL], reads[name]) for name in systems}
+    heads = {name: head_bytes(*system, args.new_tokens) for name, system in systems.items()}
+    reads = {name: step_bytes(*system, heads[name], args.new_tokens) for name, system in systems.items()}
+    rows = {name: {**told(times[FULL], times[name], reads[FULL], reads[name]), "head_bytes": round(heads[name])}
+            for name in systems}
     for name, row in rows.items():
         print(f"{name:40} {row['speed']['median']:.3f} ideal {row['ideal']:.3f} realised {row['realised']:.3f}",
               file=sys.stderr)
@@ -76,8 +78,17 @@ def step_seconds(engine: Engine, method: Method, new_tokens: int) -> float:
     return stats.decode_seconds / (stats.new_tokens - 1)
 
 
-def step_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
-    """What such a step reads."""
+def head_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
+    """What such an answer reads of the head per token, counted where the kernels do."""
+    if not hasattr(engine.stack, "head_read"):
+        return engine.stack.weights.head.nbytes
+    before = engine.stack.head_read
+    step_seconds(engine, method, new_tokens)
+    return (engine.stack.head_read - before) / new_tokens
+
+
+def step_bytes(engine: Engine, method: Method, head: float, new_tokens: int) -> float:
+    """What such a step reads, `head` of the head."""
     stack, recipe = engine.stack, engine.recipe(method, new_tokens)
     layers: Any = stack.weights.layers
     layer = sum(one.nbytes for one in layers) / len(layers)
@@ -87,7 +98,6 @@ def step_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
         share = (method.experts or router.groups) / router.groups
         layer += (router.mlps(stack).nbytes * share - whole) / len(layers)
     kv = sum(heads * (keys + values) for heads, keys, values in stack.kv_sizes) / len(layers) * stack.dtype.itemsize
-    head = getattr(stack, "head_reads", stack.weights.head.nbytes)
     length = len(engine.tokenizer(PROMPT)["input_ids"])
     return Traffic(layer, head, kv, tuple(stack.windows)).mean_step(recipe.plan, length, new_tokens)
 

@@ -36,13 +36,17 @@ def head(change: Callable[[Tensor, Tensor], object] = lambda numbers, scales: No
     return native.pack_blocks(Blocks(GgmlType.Q8_0, raw, 96))
 
 
-def forward_of(packed: native.PackedWeight, tokens: int, threads: int, case: Case) -> Callable[[bool], Tensor]:
-    """Runs some tokens through a layer, which adds nothing to them, and the head."""
+def forward_of(
+    packed: native.PackedWeight, tokens: int, threads: int, case: Case, runs: list[native.NativeModel] | None = None
+) -> Callable[[bool], Tensor]:
+    """Runs some tokens through a layer, which adds nothing to them, and the head; `runs` takes the model."""
     twin = make_twin(case)
     (layer,) = twin.native._parts[0]
     nothing = {name: native.pack(torch.zeros(part.rows, part.cols), "fp32") for name, part in
                (("o", layer.o), ("down", layer.down))}
     model = native.NativeModel(twin.spec, [replace(layer, **nothing)], twin.norm, packed)
+    if runs is not None:
+        runs.append(model)
     kv = model.bind(*storage(case, 1, 16))
     batch = native.NativeBatch.chain([*range(1, 10)][:tokens], 0, range(tokens))
     some = (VECTORS[:tokens] / twin.norm).contiguous()
@@ -73,6 +77,18 @@ def test_most_of_the_head_is_left_out(tokens: int, threads: int) -> None:
 
 def test_too_many_tokens_read_it_all() -> None:
     assert check(*both(head(), 9)).all()
+
+
+@pytest.mark.parametrize(("tokens", "likeliest"), [(1, True), (3, True), (1, False), (9, True)])
+def test_what_is_read_of_the_head_is_counted(tokens: int, likeliest: bool) -> None:
+    """The bounds, and of the matrix the blocks of rows that hold a logit; all of it where there were no bounds."""
+    packed, runs = head(), list[native.NativeModel]()
+    found = forward_of(packed, tokens, 2, CASE, runs)(likeliest)
+    rows = (found > -torch.inf).any(0).nonzero().flatten().div(native.LANES, rounding_mode="floor").unique()
+    assert packed.upper is not None and (len(rows) * native.LANES >= CASE.vocab) == (not likeliest or tokens == 9)
+    share = packed.nbytes * len(rows) * native.LANES // CASE.vocab
+    bounded = packed.upper.nbytes + share
+    assert runs[0].head_read == (bounded if likeliest and tokens < 9 else packed.nbytes)
 
 
 def test_where_bounds_let_too_much_through_the_head_is_read_whole_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

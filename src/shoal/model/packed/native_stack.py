@@ -172,6 +172,11 @@ class NativeStack(PackedStack):
         upper = head.upper if self.bounds_logits else None
         return head.nbytes if upper is None else upper.nbytes
 
+    @property
+    def head_read(self) -> int:
+        """Bytes of the head that forwards have read so far."""
+        return self._model.head_read
+
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See the protocol."""
         return self._through_head(hidden, _matrix(self.weights.head))

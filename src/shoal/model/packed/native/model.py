@@ -223,6 +223,7 @@ class NativeModel:
         self._lock = threading.Lock()
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
+        self.head_read = 0
         self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def bind(
@@ -293,6 +294,8 @@ class NativeModel:
         del at_work
         if struct.likeliest:
             self._note_read(len(batch.wanted), int(read) * LANES > self._most_read * self.spec.vocab)
+        if batch.wanted:
+            self.head_read += self._head_bytes(min(self.spec.vocab, int(read) * LANES))
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
@@ -342,6 +345,11 @@ class NativeModel:
         count = torch.get_num_threads() if threads is None else threads
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
+
+    def _head_bytes(self, let_through: int) -> int:
+        """What is read of the head where bounds let so many rows through; none: there were no bounds."""
+        upper, whole = self._head.upper, self._head.nbytes
+        return whole if upper is None or not let_through else upper.nbytes + whole * let_through // self.spec.vocab
 
     def _note_read(self, tokens: int, much: bool) -> None:
         """What became of bounds for so many tokens."""
