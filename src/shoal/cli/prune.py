@@ -124,10 +124,11 @@ def _chosen(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[
     if args.what not in WIDTH:
         return _layers(args, files, noted)
     if args.what != CONSENSUS:
+        card = prune_target.measured(args) if args.speed is not None else None
         pick = prune_width.picker(args, files)
         if args.share is not None:
             return pick(args.share)
-        return prune_target.Goal(args, files, noted, _to_file(args)).least(prune_target.SHARES, pick)
+        return prune_target.Goal(args, files, noted, _to_file(args), card).least(prune_target.SHARES, pick)
     even = prune_width.even(args, files)
     if args.share is not None:
         found = prune_consensus.trained(args, files, args.share) if args.share else (even, {})

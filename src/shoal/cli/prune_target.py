@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -178,5 +179,9 @@ def _nothing(config: Any, source: Any) -> tuple[Any, Any]:
 def measured(args: argparse.Namespace) -> CostCard:
     """What steps of the model cost on this machine, now."""
     from shoal.calibrate import cost
+    from shoal.heap import give_back
 
-    return cost.measure(common.load_engine(args))
+    found = cost.measure(common.load_engine(args))
+    gc.collect()  # what comes next has the model in memory again
+    give_back()
+    return found
