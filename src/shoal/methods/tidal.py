@@ -37,7 +37,8 @@ class Tidal(Method):
         select: the first layer that selects, counted from 0; None for the third one without a sliding window, or an
             earlier one where there are few.
         reselect: the layer that selects anew; the number of layers or more for none. None for the first one without a
-            sliding window at two fifths of the depth, as in the paper, or behind.
+            sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
+            on `k`, and which one is best on the model: see docs/kv.md.
     """
 
     name: ClassVar[str] = "tidal"
