@@ -322,7 +322,8 @@ def _module(
         mask = mask_token(engine, answers, args.mask_token)
         return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
-        plain, half = _plain(args, args.student), engine.stack.dtype == torch.bfloat16
+        half = engine.stack.dtype == torch.bfloat16
+        plain = _plain(args, args.student, "bfloat16" if half else "float32")
         return HealModule(Base(engine.stack), plain, plans, args.rank, args.seed, args.recompute, half)
     if args.part == PROMPTS:
         return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
@@ -367,9 +368,9 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
     return plans
 
 
-def _plain(args: argparse.Namespace, model: str | None = None) -> Any:
-    """The model with transformers' modules, in float32; or another one."""
-    plain = {"model": model or args.model, "backend": "hf", "dtype": "float32", "device": "cpu", "quant": None}
+def _plain(args: argparse.Namespace, model: str | None = None, dtype: str = "float32") -> Any:
+    """The model with transformers' modules; or another one."""
+    plain = {"model": model or args.model, "backend": "hf", "dtype": dtype, "device": "cpu", "quant": None}
     return common.load_engine(argparse.Namespace(**{**vars(args), **plain})).model
 
 

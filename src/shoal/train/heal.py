@@ -28,13 +28,13 @@ class HealModule(TrainedModule):
 
     Args:
         base: the head of the model that answered.
-        model: what is healed, with transformers' modules in float32: that model, or a smaller one with the same head.
+        model: what is healed, with transformers' modules: that model, or a smaller one with the same head.
             Adapters are put into it; its weights stay.
         plans: by name, the depths at which it is healed; a full plan where only the weights are fewer.
         rank: of the adapters.
         seed: of their first weights, and of which plan a step takes.
         recompute: see `LayerReading`.
-        half: keep the layers' matrices in bfloat16, in which their products are then computed; adapters stay float32.
+        half: keep matrices in bfloat16, in which their products are then computed; adapters and all else are float32.
 
     Raises:
         ValueError: a plan has not as many layers as the model, the states are of another size, or the rank is below 1.
@@ -142,10 +142,10 @@ def check_plans(plans: Mapping[str, DepthPlan], layers: int) -> None:
 
 
 def halve(model: Any) -> None:
-    """Turn the matrices of a model's layers to bfloat16; norms and what runs between layers stay as they are."""
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            module.to(torch.bfloat16)
+    """Turn a model's matrices to bfloat16, and embedding, norms and all else to float32."""
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.to(torch.bfloat16 if isinstance(module, nn.Linear) else torch.float32)
     give_back()
 
 
