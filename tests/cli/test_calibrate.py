@@ -12,11 +12,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import long_texts
 import shoal
+from shoal.calibrate.reselection import OTHER_SEEDS
 from shoal.cli import main
 from shoal.errors import Unsupported
 from shoal.integrations.transformers import attach
 from shoal.methods import make
+from shoal.methods.tidal import Tidal
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
 from word_problems import write
@@ -71,6 +74,29 @@ def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
     assert engine.recipe(few, 4).parts == ("select",)
     main(["calibrate", "--for", "double_sparsity", *words])
     assert f"ranked on 3 texts; it is run by --method {out}" in capsys.readouterr().out
+
+
+def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
+    """The one with the highest mean agreement, which is what an evaluation of the same contexts finds for it."""
+    out, data = tmp_path / "tidal.json", long_texts.write(tmp_path)
+    words = ["--model", tiny_folder, "--suite", "needle,novels", "--context", "600", "--contexts", "1",
+             "--questions", "3", "--data", str(data), "--dtype", "float32"]
+    ours = ["--for", "tidal", *words, "--k", "40", "--out", str(out)]
+    made = calibrated(capsys, *ours, "--json")
+    assert json.loads(out.read_text()) == made
+    layers = shoal.load(tiny_folder).stack.num_layers
+    assert [*made["agreement"]] == [str(layer) for layer in range(2, layers - 1)] + [str(layers)]
+    means = {int(layer): sum(shares) for layer, shares in made["agreement"].items()}
+    assert made["reselect"] == max(means, key=means.get) and made["default"] == 2 and len(set(means.values())) > 1
+    method = make(str(out))
+    assert method.inner == Tidal(40, reselect=made["reselect"])
+    assert main(["eval", *words, "--scored", "64", "--seed", str(OTHER_SEEDS), "--methods", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [round(part["rows"][1]["agreement"], 4) for part in report["suites"]] == made["agreement"][
+        str(made["reselect"])]
+    main(["calibrate", *ours])
+    assert f"selects anew, 2 without this card; the number of layers: none does. It is run by --method {out}" in (
+        capsys.readouterr().out)
 
 
 def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
@@ -160,6 +186,9 @@ def test_time_only_cuts_short(capsys, words):
         (["--out", "no/such/folder/card.json"], "there is no folder"),
         (["--minutes", "-1"], "minutes is -1"),
         (["--suite", "nothing"], "unknown suite"),
+        (["--for", "tidal"], "has no long contexts; with --for tidal there are needle, multi_needle"),
+        (["--for", "tidal", "--suite", "needle", "--k", "0"], "--k is 0; it must be at least 1"),
+        (["--for", "tidal", "--suite", "needle", "--context", "9x"], "9x"),
     ],
 )
 def test_refusals(capsys, words, extra, message):

@@ -1,6 +1,7 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
-With --for double_sparsity: rank the dimensions of keys instead, which that method needs.
+With --for double_sparsity: rank the dimensions of keys instead, which that method needs; with --for tidal: find the
+layer that selects columns anew.
 
 The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items
 than an evaluation does. Two runs with one seed write the same card, measured times aside.
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from shoal.eval.evaluate import Evaluator
     from shoal.eval.items import Item
 
+_SCORED = 64
+"""Tokens at the end of a novel's stretch that are compared."""
 EXAMPLES = """examples:
   shoal calibrate --suite gsm8k_renumbered --data DIR --max-drop 0.01 --out card.json
   shoal calibrate --suite wikitext2 --data DIR --metric perplexity --max-drop 0.02 --out card.json
   shoal calibrate --for double_sparsity --suite wikitext2 --data DIR --out channels.json
+  shoal calibrate --for tidal --suite needle,novels --context 4k --data DIR --out tidal.json
   shoal calibrate --for adadec --suite humaneval --data DIR --out adadec.json
   shoal calibrate --for atts --draft SMALLER --suite humaneval --data DIR --out atts.json
   shoal generate --method card.json "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now?"
@@ -36,10 +40,11 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     aim = parser.add_argument_group("aim")
-    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "atts", "double_sparsity"), default="depth",
+    aim.add_argument("--for", dest="purpose", choices=("depth", "adadec", "atts", "double_sparsity", "tidal"),
+                     default="depth",
                      help="a depth schedule, the entropy from which on adadec pauses, the scores that atts compares "
-                     "with, or the dimensions that double_sparsity scores by; for the latter three only --suite, "
-                     "--data, --loss-n, --seed, --threads and --out count")
+                     "with, the dimensions that double_sparsity scores by, or the layer in which tidal selects anew; "
+                     "for the latter four only --suite, --data, --loss-n, --seed, --threads and --out count")
     aim.add_argument("--metric", choices=("accuracy", "perplexity", "agreement"), default="accuracy",
                      help="what must not drop; agreement is ROUGE-L with the full model's answers")
     aim.add_argument("--max-drop", metavar="X", type=float, default=0.01, help="how much it may drop: 0.01 is one "
@@ -50,6 +55,12 @@ def add_arguments(parser: Parser) -> None:
     pair.add_argument("--draft-tokens", metavar="N", type=int, default=64, help="tokens of a chunk")
     pair.add_argument("--samples", metavar="N", type=int, default=4, help="chunks of each item")
     pair.add_argument("--temperature", metavar="T", type=float, default=0.8, help="at which they are drawn")
+    long = parser.add_argument_group("for tidal, whose --suite names suites of long contexts: needle, novels, ...")
+    long.add_argument("--context", metavar="N", default="4k", help="tokens of a context")
+    long.add_argument("--contexts", metavar="N", type=int, default=2, help="contexts of each suite")
+    long.add_argument("--questions", metavar="N", type=int, default=20, help="questions on each")
+    long.add_argument("--k", metavar="N", type=int, default=256, help="columns that a query reads where a layer does "
+                      "not select")
     data = parser.add_argument_group("data")
     data.add_argument("--suite", metavar="S", help="a suite that `shoal eval --list` names, or FILE.jsonl; its "
                       "calibration part is read")
@@ -75,7 +86,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Calibrate, print what was found, end with one JSON line."""
     if args.purpose != "depth":
-        return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels}[args.purpose](args)
+        return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels,
+                "tidal": _reselection}[args.purpose](args)
     from shoal.calibrate.calibration import Aim, card, search
     from shoal.eval import suites
     from shoal.eval.evaluate import Evaluator
@@ -121,6 +133,39 @@ def _channels(args: argparse.Namespace) -> int:
         print(f"the dimensions of keys, ranked on {len(items)} texts; it is run by --method {args.out}")
     common.print_json(made)
     return 0
+
+
+def _reselection(args: argparse.Namespace) -> int:
+    """Find the layer in which tidal selects anew; ends with one JSON line."""
+    from shoal.calibrate.reselection import OTHER_SEEDS, reselection_card
+    from shoal.eval.long.budgets import lengths_of
+    from shoal.eval.long.contexts import LONGEST, Maker, Wanted
+
+    names = _suite(args).split(",")
+    if wrong := [name for name in names if name not in LONGEST]:
+        raise ValueError(f"suite {wrong[0]} has no long contexts; with --for tidal there are {', '.join(LONGEST)}")
+    for option in ("contexts", "questions", "k"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+    _check_out(args.out)
+    engine = _engine(args)
+    wanted = [Wanted(name, length, args.contexts, args.questions, LONGEST[name] or _SCORED, args.seed + OTHER_SEEDS)
+              for name in names for length in lengths_of(args.context, engine.stack.max_positions)]
+    made = reselection_card(engine, wanted, Maker(engine.tokenizer, args.data), args.k)
+    args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        print(_layers_text(made, args.out))
+    common.print_json(made)
+    return 0
+
+
+def _layers_text(made: dict[str, Any], out: Path) -> str:
+    """By layer, the share of the full model's words that stay; and which one was taken."""
+    names = [f"{one['suite']} {one['length']}" for one in made["data"]]
+    rows = [f"{layer:>5}  " + "  ".join(f"{100 * share:{len(name)}.1f}" for share, name in
+                                        zip(shares, names, strict=True)) for layer, shares in made["agreement"].items()]
+    return "\n".join(["layer  " + "  ".join(names), *rows, f"layer {made['reselect']} selects anew, {made['default']} "
+                      f"without this card; the number of layers: none does. It is run by --method {out}"])
 
 
 def _learn_pauses(args: argparse.Namespace) -> int:

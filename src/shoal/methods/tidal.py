@@ -66,7 +66,7 @@ class Tidal(Method):
             Unsupported: attention does not show its queries, or no layer sees all of the text.
         """
         roles = None if self.k is None else self.roles(info)
-        part = None if roles is None or _READS not in roles else Tides(self.k or 0, roles)
+        part = None if roles is None or READS not in roles else Tides(self.k or 0, roles)
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
@@ -81,11 +81,11 @@ class Tidal(Method):
             if layer < info.num_layers and layer not in whole:
                 raise ValueError(f"{knob} is {layer}, a layer with a sliding window; it must be one that sees all of "
                                  f"the text: {', '.join(map(str, whole))}")
-        return tuple(_ALL if layer < first or layer not in whole else _SELECTS if layer in (first, again) else _READS
+        return tuple(ALL if layer < first or layer not in whole else SELECTS if layer in (first, again) else READS
                      for layer in range(info.num_layers))
 
 
-_ALL, _SELECTS, _READS = range(3)
+ALL, SELECTS, READS = range(3)
 """The roles of `shoal.model.choice`, which imports torch."""
 
 
