@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,11 @@ def distances(**means: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_page_has_every_row_of_its_reports(table: ModuleType, capsys: Any, model: str) -> None:
-    speed, distance = (",".join(map(str, sorted(REPORTS.glob(f"{model}-smaller-{kind}*.json")))) for kind in
-                       ("speed", "distance"))
+    def heads_first(path: Path) -> tuple[bool, Path]:  # what was read of them is counted there
+        return not path.stem.endswith("heads"), path
+
+    speed, distance = (",".join(map(str, sorted(REPORTS.glob(f"{model}-smaller-{kind}*.json"), key=heads_first)))
+                       for kind in ("speed", "distance"))
     assert table.main(["--model", model, speed, distance]) == 0
     page = (ROOT / "docs" / "smaller.md").read_text("utf-8").splitlines()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
