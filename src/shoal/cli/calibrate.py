@@ -149,6 +149,8 @@ def _reselection(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is {getattr(args, option)}; it must be at least 1")
     _check_out(args.out)
     engine = _engine(args)
+    if engine.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text that it can read")
     wanted = [Wanted(name, length, args.contexts, args.questions, LONGEST[name] or _SCORED, args.seed + OTHER_SEEDS)
               for name in names for length in lengths_of(args.context, engine.stack.max_positions)]
     made = reselection_card(engine, wanted, Maker(engine.tokenizer, args.data), args.k)
