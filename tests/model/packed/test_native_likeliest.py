@@ -84,6 +84,7 @@ def test_what_is_read_of_the_head_is_counted(tokens: int, likeliest: bool) -> No
     """The bounds, and of the matrix the blocks of rows that hold a logit; all of it where there were no bounds."""
     packed, runs = head(), list[native.NativeModel]()
     found = forward_of(packed, tokens, 2, CASE, runs)(likeliest)
+    assert likeliest or packed.upper_bytes, "bounds were made for nobody"
     rows = (found > -torch.inf).any(0).nonzero().flatten().div(native.LANES, rounding_mode="floor").unique()
     assert packed.upper is not None and (len(rows) * native.LANES >= CASE.vocab) == (not likeliest or tokens == 9)
     share = packed.nbytes * len(rows) * native.LANES // CASE.vocab

@@ -348,8 +348,10 @@ class NativeModel:
 
     def _head_bytes(self, let_through: int) -> int:
         """What is read of the head where bounds let so many rows through; none: there were no bounds."""
-        upper, whole = self._head.upper, self._head.nbytes
-        return whole if upper is None or not let_through else upper.nbytes + whole * let_through // self.spec.vocab
+        if not let_through:  # and `upper` is not asked for, which would make it
+            return self._head.nbytes
+        assert self._head.upper is not None
+        return self._head.upper.nbytes + self._head.nbytes * let_through // self.spec.vocab
 
     def _note_read(self, tokens: int, much: bool) -> None:
         """What became of bounds for so many tokens."""
