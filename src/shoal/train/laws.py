@@ -52,12 +52,12 @@ class _CrossEntropy(torch.autograd.Function):
             some = slice(first, min(first + piece, count))
             mine, theirs = law[: some.stop - first], own[: some.stop - first]
             theirs.copy_(states[some].to(rows.dtype) @ rows.T)
-            _to_law(theirs, theirs.amax(-1, keepdim=True))
+            _to_law(theirs.sub_(theirs.amax(-1, keepdim=True)))
             mine.copy_(guesses[some].to(rows.dtype) @ rows.T)
             most, words[some] = mine.max(-1)
             mine -= most[:, None]
             total -= (theirs[:, None] @ mine[..., None]).sum()
-            total += _to_law(mine, None).log().sum()
+            total += _to_law(mine).log().sum()
             if slope is not None:
                 slope[some] = mine.sub_(theirs).to(rows.dtype) @ rows
         if slope is not None:
@@ -71,10 +71,8 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * slope, None, None
 
 
-def _to_law(scores: Tensor, most: Tensor | None) -> Tensor:
-    """Turn scores into probabilities, in place; what their exponentials came to [n, 1]."""
-    if most is not None:
-        scores -= most
+def _to_law(scores: Tensor) -> Tensor:
+    """Turn scores of at most 0 into probabilities, in place; what their exponentials came to [n, 1]."""
     whole = scores.exp_().sum(-1, keepdim=True)
     scores /= whole
     return whole

@@ -200,6 +200,9 @@ class NativeModel:
         head: [vocab, hidden]; it is the input embedding too where `embedding` is None.
         embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16.
 
+    Attributes:
+        head_read: bytes of the head that forwards have read so far, those of bounds counted.
+
     Raises:
         ValueError: a part has the wrong shape or dtype.
         RuntimeError: the kernels cannot run here.
