@@ -25,7 +25,7 @@ class Reading:
     """What every query reads: by default all that it may see, as it is. T positions, KV heads apart from heads."""
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        """Bool, broadcast to [kv_heads, T, T], of the scores [kv_heads, heads per KV head, T, T] that count."""
+        """Bool, broadcast to [kv_heads, T, T], or of as many sizes as the scores [kv_heads, heads per KV head, T, T]."""
         return seen
 
     def found(self, layer: int, values: Tensor, side: int) -> Tensor:
@@ -73,9 +73,10 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if own is not None:
         return own.reshape(1, -1, size, own.shape[3]).transpose(1, 2).contiguous(), None
     seen = attention_mask[0, 0] == 0
-    allowed = reading.sees(layer, scores.masked_fill(~seen, -torch.inf), seen)
+    allowed = reading.sees(layer, scores.masked_fill(~seen, -torch.inf), seen) & seen
     scores = scores + reading.bias(layer, scores)
-    scores = scores.masked_fill(~(allowed & seen).broadcast_to(heads, size, size)[:, None], -torch.inf)
+    each = allowed if allowed.ndim == 4 else allowed.broadcast_to(heads, size, size)[:, None]
+    scores = scores.masked_fill(~each, -torch.inf)
     mixed = scores.softmax(-1) @ values[:, None]
     return mixed.reshape(1, -1, size, mixed.shape[3]).transpose(1, 2).contiguous(), None
 

@@ -61,7 +61,7 @@ class Outline(Reading):
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
         if layer < self.knobs.first or self.windows[layer] is not None:
             return seen
-        best = self.shown[layer].amax(1)
+        best = self.shown[layer].masked_fill(~seen, -torch.inf).log_softmax(-1).amax(1)
         best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
         rank = best.masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
         return (rank < K) | ~(torch.arange(len(seen))[:, None] >= self.begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
-from shoal.model.choice import ALL, CHOOSES, CHOSEN, TopColumns
+from shoal.model.choice import ALL, CHOOSES, CHOSEN, Ranking, TopColumns
 from shoal.model.kv import KVCache
 from shoal.model.packed import native
 from shoal.types import ModelInfo
@@ -32,13 +32,15 @@ INFO = ModelInfo(LAYERS, max_new_tokens=NEW)
 D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
 FAMILIES = ("gemma2", "hybrid", "olmo2")
 LOW_PLAN = D3(alpha=0.9, core=2, order="low_first").recipe(INFO).plan
-plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN, LOW_PLAN], ids=["full", "d3", "low first"])
+FULL_PLAN = DepthPlan.full(LAYERS)
+plans = pytest.mark.parametrize("plan", [FULL_PLAN, D3_PLAN, LOW_PLAN], ids=["full", "d3", "low first"])
 
 
 @dataclass(frozen=True)
 class Tides(Reading):
     """What each position chose, layer by layer; one that a layer does not run chooses nothing there."""
 
+    method: Tidal
     roles: tuple[int, ...]
     plan: DepthPlan
     begin: int
@@ -47,10 +49,11 @@ class Tides(Reading):
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
         size = len(seen)
         if layer == 0:
-            self.passes[:] = [torch.zeros(len(scores), size, size, dtype=torch.bool)]
+            self.passes[:] = [torch.zeros(*scores.shape, dtype=torch.bool)]
         if self.roles[layer] == ALL:
             return seen
-        best = scores.amax(1)
+        best = scores.log_softmax(-1)
+        best = best if self.method.share == "query_head" else best.amax(1, keepdim=True)
         best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
         top = best.masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1) < K
         chosen, late = self.passes[0], torch.arange(size)[:, None] >= self.begin
@@ -74,10 +77,20 @@ def method_for(backend: Backend, name: str) -> tuple[Tidal, ModelInfo]:
 @on_backends(*FAMILIES)
 def test_layers_read_what_was_selected_last(backend: Backend, name: str, plan: DepthPlan) -> None:
     """Under a plan that drops them, too: the role of a layer goes to the one before, or to the next that runs."""
+    check_layers(backend, name, *method_for(backend, name), plan)
+
+
+@on_backends("llama", "hybrid")
+def test_each_query_head_selects_for_itself(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name)
+    check_layers(backend, name, replace(method, share="query_head"), info, FULL_PLAN)
+
+
+def check_layers(backend: Backend, name: str, method: Tidal, info: ModelInfo, plan: DepthPlan) -> None:
+    """What the method says on some prompts is what the oracle says."""
     run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, stack=backend.stack(name))
     for number, ids in enumerate(PROMPTS):
-        model = reading_model(reference(name), Tides(method.roles(info), plan, len(ids)))
+        model = reading_model(reference(name), Tides(method, method.roles(info), plan, len(ids)))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
         assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
     plain = oracle_logits(reference(name), PROMPTS[3], plan, run.tokens[3])
@@ -93,7 +106,7 @@ def test_the_plan_drops_layers_that_select() -> None:
 RECIPES = {
     "d3": lambda part: Recipe(D3_PLAN, select=part),
     "d3 by sublayers": lambda part: Recipe(replace(D3_PLAN, mlp=tuple(reversed(D3_PLAN.mlp))), select=part),
-    "of bytes": lambda part: Recipe(DepthPlan.full(LAYERS), select=part, store=KVInt8().recipe(INFO).store),
+    "of bytes": lambda part: Recipe(FULL_PLAN, select=part, store=KVInt8().recipe(INFO).store),
     "of ends": lambda part: replace(StreamingLLM(window=12, sinks=1, every=3).recipe(INFO), select=part),
 }
 
@@ -121,10 +134,11 @@ def test_neutral_settings_have_no_part() -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
-def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", ["kv_head", "query_head"])
+def test_long_rows_on_the_kernels(share: Literal["kv_head", "query_head"], monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns than one chunk, and than one task covers: the kernels choose what the twin in torch does."""
     ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
-    recipe = Tidal(200, 1, 3).recipe(INFO)
+    recipe = Tidal(200, 1, 3, share).recipe(INFO)
     calls: list[int] = []
     twin = TopColumns.__call__
 
@@ -151,7 +165,7 @@ def test_planted_columns_are_found() -> None:
     keys[:, heavy] = 50 * queries.view(2, 2, 1, 4).sum(1)
     row = KVCache([None] * 2, 1)
     row.positions[0] = 49
-    choice = TopColumns(4, (CHOOSES, CHOSEN), row, 0)
+    choice = TopColumns(4, (CHOOSES, CHOSEN), row, 0, Ranking())
     seen = torch.ones(1, 50, dtype=torch.bool)
     assert choice(0, queries, keys, seen) is None
     columns = choice(1, queries, keys, seen)
@@ -161,6 +175,7 @@ def test_planted_columns_are_found() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "k": ({"k": 0}, "k is 0; it must be at least 1 column, or None for all"),
     "select": ({"select": -1}, "select is -1; it must be at least 0"),
+    "share": ({"share": "group"}, "share of tidal is 'group'; it must be 'kv_head' or 'query_head'"),
     "reselect": ({"select": 3, "reselect": 3}, "reselect is 3; it must come behind select, 3"),
 }
 

@@ -28,8 +28,8 @@ class DoubleSparsity(Method):
 
     `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels keep those that are used apart, so that a
     score reads little; the other executors take them out of the keys each time, which gives the same choice and saves
-    no time. The queries that share a KV head share its columns, a column counting as much as it does to the one that
-    wants it most. Prompts are read in full, a token always reads its own column, and layers with a sliding window read
+    no time. The queries that share a KV head share its columns, a column counting by the likeliest that it is to one of
+    them, as far as those dimensions say. Prompts are read in full, a token always reads its own column, and layers with a sliding window read
     that.
 
     Attributes:
@@ -103,13 +103,13 @@ class OutlinedSelector(Selector):
     """See `Outlined`. Holds the labels of each row."""
 
     def __init__(self, part: Outlined, stack: Stack, cache: KVCache) -> None:
-        from shoal.model.choice import LABELED
+        from shoal.model.choice import LABELED, Ranking
 
         knobs = part.knobs
         width = knobs.width or max(1, len(knobs.channels[0][0]) // 4)
         self._dims = tuple(tuple(tuple(sorted(head[:width])) for head in layer) for layer in knobs.channels)
         self._roles = tuple(LABELED if layer in part.layers else 0 for layer in range(stack.num_layers))
-        self._count, self._cache = knobs.k or 0, cache
+        self._count, self._cache, self._ranking = knobs.k or 0, cache, Ranking.of(stack)
         self._labels: dict[int, tuple[Row, Labels]] = {}
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[TopColumns | None]:
@@ -118,7 +118,8 @@ class OutlinedSelector(Selector):
 
         self._labels = {key: held for key, held in self._labels.items() if held[0].finish_reason is None}
         given = self._count, self._roles, self._cache
-        return [TopColumns(*given, row.slot, self._labels_of(row)) if row.emitted else None for row in rows]
+        return [TopColumns(*given, row.slot, self._ranking, self._labels_of(row)) if row.emitted else None
+                for row in rows]
 
     def _labels_of(self, row: Row) -> Labels:
         from shoal.model.choice import labels_for

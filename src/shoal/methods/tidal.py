@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.model.choice import TopColumns
     from shoal.model.kv import KVCache
-    from shoal.model.stack import SequenceChunk
+    from shoal.model.stack import SequenceChunk, Stack
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Tidal(Method):
     columns with the largest ones, and the layers after it read those alone, until a later layer selects anew; the next
     token begins again. Prompts are read in full, and a token always reads its own column.
 
-    The paper selects for each query head. Here the queries that share a KV head share its columns, a column counting
-    as much as it does to the one that wants it most: a column is then read once for all of them, where sets of their
-    own would read it again for each. A depth plan may drop a selecting layer: what was selected before it goes on
+    The paper selects for each query head, which `share="query_head"` does. By default the queries that share a KV head
+    share its columns, a column counting by the likeliest that it is to one of them: a column is then read once for all
+    of them, where sets of their own would read it again for each. A depth plan may drop a selecting layer: what was selected before it goes on
     being read, and where nothing was, the next layer selects. Layers with a sliding window read that.
 
     Attributes:
@@ -39,6 +39,7 @@ class Tidal(Method):
         reselect: the layer that selects anew; the number of layers or more for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see docs/kv.md.
+        share: who shares a set of columns, those query heads that share a `kv_head` or each `query_head` with itself.
     """
 
     name: ClassVar[str] = "tidal"
@@ -48,6 +49,7 @@ class Tidal(Method):
     k: int | None = 512
     select: int | None = None
     reselect: int | None = None
+    share: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +68,7 @@ class Tidal(Method):
             Unsupported: attention does not show its queries, or no layer sees all of the text.
         """
         roles = None if self.k is None else self.roles(info)
-        part = None if roles is None or READS not in roles else Tides(self.k or 0, roles)
+        part = None if roles is None or READS not in roles else Tides(self.k or 0, roles, self.share == "query_head")
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
@@ -98,21 +100,25 @@ class Tides:
 
     k: int
     roles: tuple[int, ...]
+    apart: bool = False
 
     def begin(self, stack: Any, cache: Any) -> TidesSelector:
         """A selector; it remembers nothing from token to token."""
-        return TidesSelector(self, cache)
+        return TidesSelector(self, stack, cache)
 
 
 class TidesSelector(Selector):
     """See `Tides`."""
 
-    def __init__(self, tides: Tides, cache: KVCache) -> None:
-        self._tides, self._cache = tides, cache
+    def __init__(self, tides: Tides, stack: Stack, cache: KVCache) -> None:
+        from shoal.model.choice import Ranking
+
+        self._tides, self._cache, self._ranking = tides, cache, Ranking.of(stack, tides.apart)
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[TopColumns | None]:
         """Rows that decode choose, each for itself."""
         from shoal.model.choice import TopColumns
 
         tides = self._tides
-        return [TopColumns(tides.k, tides.roles, self._cache, row.slot) if row.emitted else None for row in rows]
+        return [TopColumns(tides.k, tides.roles, self._cache, row.slot, self._ranking) if row.emitted else None
+                for row in rows]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.stack import QueryHook, SequenceChunk
+    from shoal.model.stack import QueryHook, SequenceChunk, Stack
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class TopKOracle(Method):
     """Attention over the k columns with the largest scores; the measure of what methods that guess them can reach.
 
     All scores are computed to find them, so it saves no time. Prompts are read in full. The queries that share a KV
-    head share its columns: a column counts as much as it does to the query that wants it most. Its own column a query
-    always reads.
+    head share its columns: a column counts by the likeliest that it is to one of them. Its own column a query always
+    reads.
 
     Attributes:
         k: columns that a query reads; None for all.
@@ -64,14 +64,16 @@ class TopK:
 
     def begin(self, stack: Any, cache: Any) -> TopKSelector:
         """A selector; it remembers nothing."""
-        return TopKSelector(self.knobs)
+        return TopKSelector(self.knobs, stack)
 
 
 class TopKSelector(Selector):
     """See `TopKOracle`."""
 
-    def __init__(self, knobs: TopKOracle) -> None:
-        self._k, self._first = knobs.k or 0, knobs.first
+    def __init__(self, knobs: TopKOracle, stack: Stack) -> None:
+        from shoal.model.choice import Ranking
+
+        self._k, self._first, self._ranking = knobs.k or 0, knobs.first, Ranking.of(stack)
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         """Rows that decode choose."""
@@ -81,8 +83,4 @@ class TopKSelector(Selector):
         """The largest scores, per KV head, of those that a query sees; a query's own column is its last one."""
         if layer < self._first or self._k >= keys.shape[1]:
             return None
-        grouped = queries.view(len(keys), -1, *queries.shape[1:])
-        scores = (grouped @ keys[:, None].mT).amax(1).masked_fill(~seen, -float("inf"))
-        own = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
-        scores.scatter_(2, own.expand(len(keys), -1)[..., None], float("inf"))
-        return scores.topk(self._k, -1).indices.sort(-1).values
+        return self._ranking.largest(self._k, queries, keys, seen)

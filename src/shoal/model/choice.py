@@ -6,6 +6,7 @@ What is here in torch is the twin of `packed/native/choose.h`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from shoal.model.kv import KVCache
 from shoal.model.kv_form import GROWTH
 from shoal.model.kv_layer import KVLayer
+from shoal.model.packed.block import soft_cap
+from shoal.model.stack import Stack
 
 ALL, CHOOSES, CHOSEN, LABELED = range(4)
 """What a query reads in a layer: all that it sees; the same, and then it chooses; what it chose last; what it chooses
@@ -61,11 +64,54 @@ def labels_for(dims: Sequence[Sequence[Sequence[int]]]) -> Labels:
     return Labels(torch.tensor(dims))
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """By what columns are ranked.
+
+    Attributes:
+        scale, cap: of scores, as in `Stack`.
+        apart: whether each query head ranks them for itself. Else those do it together that share a KV head: a column
+            counts by the likeliest that it is to any of them. Likelihoods, since the sizes of scores differ from head
+            to head, and those of one would decide alone.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    apart: bool = False
+
+    @classmethod
+    def of(cls, stack: Stack, apart: bool = False) -> Ranking:
+        """As the stack's attention scores."""
+        return cls(stack.score_scale, stack.score_cap, apart)
+
+    def scores(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        """What is ranked, [kv_heads or heads, nodes, columns]; arguments as of a `QueryHook`."""
+        grouped = queries.view(len(keys), -1, *queries.shape[1:])
+        products = grouped @ keys[:, None].mT
+        scores = soft_cap(products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale, self.cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.apart or scores.shape[1] == 1:
+            return scores.flatten(0, 1)
+        return (scores - scores.logsumexp(-1, keepdim=True)).amax(1)
+
+    def largest(self, count: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        """The columns that are chosen, each node's own among them: int64 [kv_heads or heads, nodes, count], -1 for none;
+        arguments as of a `QueryHook`."""
+        scores = self.scores(queries, keys, seen)
+        scores.scatter_(2, own_columns(seen).expand(len(scores), -1)[..., None], torch.inf)
+        best = scores.topk(count, -1)
+        return best.indices.where(best.values > -torch.inf, -1)
+
+
+def own_columns(seen: Tensor) -> Tensor:
+    """Each node's own column, the last one that it sees: int64 [nodes]."""
+    return seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
+
+
 class TopColumns:
     """What the queries of one row read in one forward.
 
-    Per KV head a query chooses the `count` columns with the largest scores, its own among them. The queries that share
-    the head choose together: a column counts as much as it does to the one that wants it most. What was chosen is read
+    They choose the `count` columns that rank first, their own among them, for each KV head or query head. What was chosen is read
     in layers that store as many columns as the one that chose; in another one, and where nothing was chosen since
     the choosing layers did not run, a query chooses anew. Where it sees no more than `count`, it reads all.
 
@@ -74,30 +120,30 @@ class TopColumns:
         roles: per layer `ALL`, `CHOOSES` or `CHOSEN`.
         cache: holds the row.
         row: its number there.
+        ranking: by what columns are ranked.
         labels: the row's, where a layer chooses by them.
     """
 
     def __init__(
-        self, count: int, roles: Sequence[int], cache: KVCache, row: int, labels: Labels | None = None
+        self, count: int, roles: Sequence[int], cache: KVCache, row: int, ranking: Ranking, labels: Labels | None = None
     ) -> None:
-        self.count, self.roles, self.labels = count, roles, labels
+        self.count, self.roles, self.ranking, self.labels = count, roles, ranking, labels
         self._cache, self._row = cache, row
-        self._chosen: dict[tuple[int, int], Tensor] = {}  # by node and stored columns: [kv_heads, count]
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # by node and stored columns: [kv_heads or heads, count]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
         """See `QueryHook`."""
         if self.roles[layer] == ALL or keys.shape[1] <= self.count:
             return None
         stored = self._cache.positions[self._row] - self._cache.layers[layer].starts[self._row]
-        own = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
         if self.roles[layer] == LABELED and self.labels is not None:
-            return largest(self.count, *_labeled(self.labels.dims[layer], queries, keys), seen, own)
-        nodes = [(int(column) - stored, stored) for column in own]
+            return self.ranking.largest(self.count, *_labeled(self.labels.dims[layer], queries, keys), seen)
+        nodes = [(int(column) - stored, stored) for column in own_columns(seen)]
         reads = self.roles[layer] == CHOSEN
         fresh = [i for i, node in enumerate(nodes) if not (reads and node in self._chosen)]
         if fresh:
-            found = largest(self.count, queries[:, fresh], keys, seen[fresh], own[fresh])
-            everything = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
+            found = self.ranking.largest(self.count, queries[:, fresh], keys, seen[fresh])
+            everything = torch.arange(keys.shape[1], device=keys.device).expand(len(found), -1)
         columns = [everything if i in fresh else self._chosen[node] for i, node in enumerate(nodes)]
         self._chosen |= {nodes[i]: found[:, place] for place, i in enumerate(fresh)}
         return None if len(fresh) == len(nodes) else torch.nn.utils.rnn.pad_sequence(
@@ -116,16 +162,3 @@ def _labeled(dims: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
     index = dims.to(keys.device)[:, None]
     of_queries = index.repeat_interleave(len(queries) // len(keys), 0).expand(-1, queries.shape[1], -1)
     return queries.gather(2, of_queries), keys.gather(2, index.expand(-1, keys.shape[1], -1))
-
-
-def largest(count: int, queries: Tensor, keys: Tensor, seen: Tensor, own: Tensor) -> Tensor:
-    """The columns that are chosen, int64 [kv_heads, nodes, count], -1 for none; arguments as of a `QueryHook`.
-
-    Args:
-        own: int64 [nodes], each node's own column.
-    """
-    grouped = queries.view(len(keys), -1, *queries.shape[1:])
-    scores = (grouped @ keys[:, None].mT).amax(1).masked_fill(~seen, -torch.inf)
-    scores.scatter_(2, own.expand(len(keys), -1)[..., None], torch.inf)
-    best = scores.topk(count, -1)
-    return best.indices.where(best.values > -torch.inf, -1)

@@ -69,14 +69,15 @@ def chosen_columns(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, s
     columns = hook(layer, queries, keys, seen)
     if columns is None:
         return None
-    sizes, count = (len(keys), queries.shape[1]), keys.shape[1]
-    if columns.ndim != 3 or tuple(columns.shape[:2]) != sizes or columns.dtype != torch.int64:
-        raise ValueError(f"the chosen columns are {columns.dtype} {list(columns.shape)}; "
-                         f"they must be int64 [{sizes[0]}, {sizes[1]}, any number]")
+    heads, nodes, count = (len(keys), len(queries)), queries.shape[1], keys.shape[1]
+    fits = columns.ndim == 3 and len(columns) in heads and columns.shape[1] == nodes
+    if not fits or columns.dtype != torch.int64:
+        raise ValueError(f"the chosen columns are {columns.dtype} {list(columns.shape)}; they must be int64 "
+                         f"[{heads[0]} or {heads[1]}, {nodes}, any number]")
     if columns.numel() and not -1 <= int(columns.min()) <= int(columns.max()) < count:
         raise ValueError(f"the chosen columns are {int(columns.min())}..{int(columns.max())}; they must be in "
                          f"[0, {count - 1}], or -1 for none")
-    open_ = seen[torch.arange(sizes[1], device=seen.device)[:, None], columns.clamp_min(0)]
+    open_ = seen[torch.arange(nodes, device=seen.device)[:, None], columns.clamp_min(0)]
     return _each_once(_some_for_all(columns.where(open_, -1), layer).sort(-1).values)
 
 
@@ -85,7 +86,7 @@ def _some_for_all(columns: Tensor, layer: int) -> Tensor:
     none = ~(columns >= 0).any(-1)
     if none.any():
         head, node = none.nonzero()[0].tolist()
-        raise ValueError(f"of the columns chosen in layer {layer}, KV head {head}, node {node} sees none; choose at "
+        raise ValueError(f"of the columns chosen in layer {layer}, head {head}, node {node} sees none; choose at "
                          "least one that it sees, its own for example, or give None for all")
     return columns
 
@@ -100,7 +101,7 @@ def _each_once(columns: Tensor) -> Tensor:
 
 
 def as_mask(columns: Tensor, count: int) -> Tensor:
-    """Bool [kv_heads, nodes, count]: true where a column was chosen."""
+    """Bool [kv_heads or heads, nodes, count]: true where a column was chosen."""
     chosen = torch.zeros(*columns.shape[:2], count + 1, dtype=torch.bool, device=columns.device)
     return chosen.scatter_(2, columns.where(columns >= 0, count), True)[..., :count]
 
@@ -121,5 +122,5 @@ def row_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: in
     allowed = seen[None] if chosen is None else as_mask(chosen, seen.shape[1])
     if bias is None:
         return allowed.repeat_interleave(heads // len(allowed), 0)[None]
-    added = bias[:, None].to(dtype).expand(-1, *seen.shape).masked_fill(~allowed, torch.finfo(dtype).min)
-    return added.repeat_interleave(heads // len(bias), 0)[None]
+    added = bias.to(dtype).repeat_interleave(heads // len(bias), 0)[:, None].expand(-1, *seen.shape)
+    return added.masked_fill(~allowed.repeat_interleave(heads // len(allowed), 0), torch.finfo(dtype).min)[None]

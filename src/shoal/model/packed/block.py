@@ -105,10 +105,13 @@ def gathered_attention(
         q: [heads, n, head_dim].
         keys, values: [kv_heads, c, head_dim].
         shape: of the decoder.
-        columns: int64 [kv_heads, n, k], -1 for none; each query has one at least.
+        columns: int64 [kv_heads or heads, n, k], -1 for none; each query has one at least.
         bias: float32 [kv_heads, c], added to the scores, or None.
     """
     heads, count, size = q.shape
+    if len(columns) > len(keys):  # each query head is as if it had a KV head of its own
+        keys, values = (one.repeat_interleave(heads // len(keys), 0) for one in (keys, values))
+        bias = None if bias is None else bias.repeat_interleave(heads // len(bias), 0)
     kv_heads = len(keys)
     index = columns.clamp_min(0)
     head = torch.arange(kv_heads, device=q.device)[:, None, None]

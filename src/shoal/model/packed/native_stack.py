@@ -452,7 +452,8 @@ def _choices(
         if isinstance(hook, TopColumns):
             columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
             labels = None if hook.labels is None else _labels(hook, work.layers, cache, chunk.row, columns, dtype)
-            one = native.ColumnChoice(hook.count, bytes(hook.roles[layer] for layer in work.layers), columns, labels)
+            roles = bytes(hook.roles[layer] for layer in work.layers)
+            one = native.ColumnChoice(hook.count, roles, columns, labels, hook.ranking.apart)
         choices += [one] * len(chunk.tokens)
     return choices
 

@@ -44,28 +44,27 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
-/* All query heads of tokens first..last-1 that belong to the task's KV head look at the chunk; `seen` by token. The first
-   of few fetch what follows from column `next` on. */
+/* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
+   token, the first one's first. The first of few fetch what follows from column `next` on. */
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
     const int most = bf16 ? MOST_QUERIES : QUERIES, fetching = most > QUERIES ? 1 : 2; /* the first ones, which fetch half each */
-    for (int k = first * group; k < last * group; k += most) {
+    for (int k = first; k < last; k += most) {
         const char *q[MOST_QUERIES];
         State *states[MOST_QUERIES];
         const Seen *sights[MOST_QUERIES];
-        const int count = min_int(most, last * group - k);
+        const int count = min_int(most, last - k);
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
             q[j] = w->queries + (k + j - before * group) * query_bytes(m);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
-            sights[j] = seen + (i - first);
-            w->chunk.tops[j] = tops_of(r, task->entry, task->chosen->token[i], task->head, next - CHUNK);
-            w->chunk.begins[j] = head == 0;
+            sights[j] = seen + (i - first / group);
+            w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, next - CHUNK);
         }
-        const int fetches = (last - first) * group <= 4 * QUERIES && k < first * group + fetching * most;
-        const int64_t column = next + (k > first * group ? CHUNK / 2 : 0);
+        const int fetches = last - first <= 4 * QUERIES && k < first + fetching * most;
+        const int64_t column = next + (k > first ? CHUNK / 2 : 0);
         for (int side = 0; side < 2; side++) {
             const int64_t at = column * column_bytes(source->dim, source->forms[side]);
             w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
@@ -77,6 +76,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
 /* A chunk begins at a multiple of CHUNK positions, so that a column's place in it does not depend on what is stored. */
 static void attend_columns(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
+    const int group = w->run->m->heads / w->run->m->kv_heads;
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
         Seen seen[MAX_TOKENS];
         int32_t columns[CHUNK];
@@ -89,17 +89,15 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         if (!high) continue;
         w->chunk.coming = 0;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
-        attend_chunk(w, task, source, s->first, s->last, seen, base + CHUNK);
+        attend_chunk(w, task, source, s->first * group, s->last * group, seen, base + CHUNK);
     }
 }
 
-/* What was selected for token number i, among the task's columns or as many of the list, brought together chunk by chunk. */
-static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
-    const int t = task->chosen->token[i], listed = gathers(w->run, task->entry, t);
+/* What was selected for queries first..last-1 of one token, among the task's columns or as many of the list from `from` on, brought
+   together chunk by chunk. */
+static void attend_list(Worker *w, const Task *task, const Source *source, int first, int last, const int32_t *from, int count, int listed) {
     const int low = listed ? 0 : task->low, high = listed ? INT32_MAX : task->high;
-    const Reads reads = reads_of(w->run, task->entry, t);
-    if (!reads.count) return;
-    const int32_t *from = reads.columns + (int64_t)task->head * reads.count, *end = from + reads.count;
+    const int32_t *end = from + count;
     if (listed) from += task->split * SPLIT, end = from + min_int(SPLIT, (int)(end - from));
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
         const int64_t half = size / 2;
@@ -114,7 +112,19 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
         for (int k = seen.high; k < places; k++) columns[k] = -1;
         w->chunk.next = from, w->chunk.coming = (int)(end - from);
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
-        attend_chunk(w, task, source, i, i + 1, &seen, columns[0]);
+        attend_chunk(w, task, source, first, last, &seen, columns[0]);
+    }
+}
+
+/* What was selected for token number i, list by list. */
+static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
+    const int t = task->chosen->token[i], group = w->run->m->heads / w->run->m->kv_heads;
+    const Reads reads = reads_of(w->run, task->entry, t);
+    const int lists = !reads.count ? 0 : reads.apart ? group : 1, listed = gathers(w->run, task->entry, t);
+    for (int list = 0; list < lists; list++) {
+        const int32_t *columns = reads.columns + (int64_t)(task->head * lists + list) * reads.count;
+        const int first = i * group + list, last = reads.apart ? first + 1 : (i + 1) * group;
+        attend_list(w, task, source, first, last, columns, reads.count, listed);
     }
 }
 

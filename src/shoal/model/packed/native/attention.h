@@ -64,8 +64,7 @@ typedef struct {
     char *keys, *values;
     float *bias;                     /* [CHUNK], beside scores */
     int biased;                      /* whether there is any */
-    float *tops[MOST_QUERIES];       /* where the largest scores of a few queries are noted by column; or NULL */
-    int begins[MOST_QUERIES];        /* whether nothing was noted there yet */
+    float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
     const int32_t *next;             /* columns that come next, where they do not follow those of this chunk */
     int coming;                      /* how many of them there are, 0 where they follow */
@@ -304,14 +303,6 @@ INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], i
     }
 }
 
-/* Note scores of places first..last-1 where they are the largest so far. */
-INLINE void note_scores(float *tops, const float *scores, int first, int last, int begins) {
-    for (int i = first; i < last; i += LANES) {
-        const Vf score = vf_load(scores + i);
-        vf_store_some(tops + i, 0xffff, begins ? score : vf_max(vf_loadu(tops + i), score));
-    }
-}
-
 /* Hide what the token does not see of places first..last-1. */
 INLINE void hide(const Seen *seen, float *scores, int first, int last) {
     for (int i = first; i < min_int(seen->low, last); i++) scores[i] = -INFINITY;
@@ -357,8 +348,8 @@ INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, con
 
 /* What one query sees of its scores in columns first..last-1. */
 INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
-    if (c->tops[h]) note_scores(c->tops[h], mine, first, last, c->begins[h]);
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
+    if (c->notes[h]) memcpy(c->notes[h] + first, mine + first, sizeof(float) * (last - first));
     for (int i = first; c->biased && i < last; i += LANES) vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
     hide(seen, mine, first, last);
 }

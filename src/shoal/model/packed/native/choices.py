@@ -33,17 +33,19 @@ class ColumnChoice:
     """How one token chooses columns.
 
     Attributes:
-        count: how many, per KV head.
+        count: how many, per KV head or query head.
         roles: per running layer 0 (reads all), 1 (reads all and chooses) or 2 (reads what was chosen last, or chooses
             where that is nothing that fits); 0 in layers with a window.
         columns: the most that a layer has of the token's row when the forward is done.
         labels: by which some layers choose, with role 3; None where there is none.
+        apart: whether each query head has columns of its own; else those share some that share a KV head.
     """
 
     count: int
     roles: bytes
     columns: int
     labels: ColumnLabels | None = None
+    apart: bool = False
 
 
 class ChoicesAtWork:
@@ -52,31 +54,35 @@ class ChoicesAtWork:
     Args:
         choices: per token, None for one that reads all.
         struct: the batch, which is told of them.
-        kv_heads: of the model.
+        heads, kv_heads: of the model.
 
     Raises:
         ValueError: a number of tokens, layers or columns is not the batch's.
     """
 
-    def __init__(self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, kv_heads: int) -> None:
+    def __init__(
+        self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, heads: int, kv_heads: int
+    ) -> None:
         if len(choices) != struct.tokens:
             raise ValueError(f"{len(choices)} tokens choose columns; there are {struct.tokens}, some of them with None")
         self._choices = choices
         self._structs = (ChoiceStruct * len(choices))()
-        self._memory = [self._fill(one, to, struct.active_count, kv_heads)
+        self._memory = [self._fill(one, to, struct.active_count, heads, kv_heads)
                         for one, to in zip(choices, self._structs, strict=True) if one is not None]
         struct.choices = ctypes.addressof(self._structs)
 
-    def _fill(self, choice: ColumnChoice, to: ChoiceStruct, layers: int, kv_heads: int) -> tuple[object, ...]:
+    def _fill(
+        self, choice: ColumnChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int
+    ) -> tuple[object, ...]:
         if choice.count < 1 or len(choice.roles) != layers:
             raise ValueError(f"{choice.count} columns in {len(choice.roles)} layers are chosen; there must be at least "
                              f"1, in {layers}")
         roles = ctypes.create_string_buffer(choice.roles, layers)
         room = choice.columns + ROOM_BESIDE
-        scores = torch.empty(kv_heads, room)
-        columns = torch.empty(kv_heads, choice.count, dtype=torch.int32)
+        scores = torch.empty(heads, room)
+        columns = torch.empty(heads if choice.apart else kv_heads, choice.count, dtype=torch.int32)
         to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), columns.data_ptr()
-        to.count, to.room, to.stored = choice.count, room, -1
+        to.count, to.room, to.stored, to.apart = choice.count, room, -1, choice.apart
         return roles, scores, columns, None if choice.labels is None else _label(choice.labels, to, layers)
 
 

@@ -5,10 +5,10 @@
 
 #include "run.h"
 
-/* Columns by name, [kv_heads][count]; count 0: all that a token sees. */
+/* Columns by name, [kv_heads][count], or [heads][count] where query heads have columns of their own; count 0: all that a token sees. */
 typedef struct {
     const int32_t *columns;
-    int count;
+    int count, apart;
 } Reads;
 
 INLINE int stored_of(const Run *r, int entry, int t) { return r->b->base[t] - start_of(r->b, entry, t); }
@@ -24,9 +24,9 @@ INLINE int role_of(const Run *r, int entry, int t) {
 
 INLINE Reads reads_of(const Run *r, int entry, int t) {
     const ShoalBatch *b = r->b;
-    if (b->select) return (Reads){b->columns[t], b->counts[t]};
+    if (b->select) return (Reads){b->columns[t], b->counts[t], b->apart[t]};
     if (role_of(r, entry, t) < READS_CHOSEN) return (Reads){0};
-    return (Reads){b->choices[t].columns, b->choices[t].count};
+    return (Reads){b->choices[t].columns, b->choices[t].count, b->choices[t].apart};
 }
 
 /* Whether what token t reads was chosen here: tasks then share in the list of it, not in the columns. */
@@ -37,15 +37,19 @@ INLINE int listed_parts(const Run *r, int entry, int t) {
     return gathers(r, entry, t) ? (reads_of(r, entry, t).count + SPLIT - 1) / SPLIT : 0;
 }
 
-/* Where the scores of token t and a KV head are noted, from column `base` on; NULL where it does not choose. A chunk may begin
+/* The scores of a query head that a token has noted. */
+INLINE float *noted(const ShoalChoice *c, int head) { return c->scores + (int64_t)head * c->room + CHUNK; }
+
+/* Where the scores of token t and a query head are noted, from column `base` on; NULL where it does not choose. A chunk may begin
    before column 0 and go on behind the last one. */
-INLINE float *tops_of(const Run *r, int entry, int t, int head, int base) {
+INLINE float *notes_of(const Run *r, int entry, int t, int head, int base) {
     if (role_of(r, entry, t) != CHOOSES) return NULL;
-    return r->b->choices[t].scores + (int64_t)head * r->b->choices[t].room + CHUNK + base;
+    return noted(r->b->choices + t, head) + base;
 }
 
 /* A number that orders floats, given by their bits, as they are ordered; above 0 for all of them. */
 INLINE uint32_t rank_of(uint32_t bits) { return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u); }
+#define LOWEST_RANK 0x007fffffu /* of minus infinity */
 
 typedef uint32_t __attribute__((may_alias)) Bits; /* of floats in memory */
 
@@ -103,21 +107,46 @@ static uint32_t find_rank(const Bits *ranks, int count, int k) {
     return narrow(ranks, count, k, in);
 }
 
-/* List the columns with the largest scores of one KV head, ascending, behind -1s where there are too few; of equals the newest. */
-static void list_largest(const Run *r, int t, int head, int stored) {
-    const ShoalChoice *c = r->b->choices + t;
+/* What scores come to in the law over them: the logarithm of the sum of their exponentials; `count` up to whole vectors. */
+static float log_sum(const float *scores, int count) {
+    Vf peak = vf_loadu(scores), total = vf_zero();
+    for (int i = LANES; i < count; i += LANES) peak = vf_max(peak, vf_loadu(scores + i));
+    const float most = vf_top(peak);
+    for (int i = 0; i < count; i += LANES) total = vf_add(total, exp_ps(vf_sub(vf_loadu(scores + i), vf_all(most))));
+    return most + logf(vf_sum(total));
+}
+
+/* Hide what token t does not see from the scores of a query head: nodes beside its path, and behind it up to whole vectors. */
+static void hide_noted(const Run *r, int t, int head, int stored) {
+    float *scores = noted(r->b->choices + t, head);
     const int own = stored + r->b->node[t];
-    Bits *ranks = (Bits *)c->scores + (int64_t)head * c->room + CHUNK; /* in the place of the scores */
+    for (int i = r->b->ancestors[t] ? stored : own; i < own; i++)
+        if (!(r->b->ancestors[t] >> (i - stored) & 1)) scores[i] = -INFINITY;
+    for (int i = own + 1; i % LANES; i++) scores[i] = -INFINITY;
+}
+
+/* Of `group` query heads from `head` on each column's largest share in a law, up to a factor, in the place of the first one's scores. */
+static void join_laws(const ShoalChoice *c, int head, int group, int count) {
+    float *joint = noted(c, head);
+    const float first = log_sum(joint, count);
+    for (int h = head + 1; h < head + group; h++) {
+        const float *other = noted(c, h), more = first - log_sum(other, count);
+        for (int i = 0; i < count; i += LANES)
+            vf_store_some(joint + i, 0xffff, vf_max(vf_loadu(joint + i), vf_add(vf_loadu(other + i), vf_all(more))));
+    }
+}
+
+/* List the columns with the largest scores of a query head, ascending, behind -1s where there are too few; of equals the newest. */
+static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first) {
+    Bits *ranks = (Bits *)noted(c, head); /* in the place of the scores */
     for (int i = 0; i < own; i++) {
         const uint32_t rank = rank_of(ranks[i]);
-        ranks[i] = rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* nothing is as near as the token's own column */
+        ranks[i] = rank <= LOWEST_RANK ? 0 : rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* nothing is as near as the token's own column */
     }
-    for (int i = r->b->ancestors[t] ? stored : own; i < own; i++)
-        if (!(r->b->ancestors[t] >> (i - stored) & 1)) ranks[i] = 0;
     ranks[own] = UINT32_MAX;
     const uint32_t least = find_rank(ranks, own + 1, c->count);
     int equals = c->count - (least < UINT32_MAX ? count_from(ranks, own + 1, least + 1) : 0);
-    int32_t *first = c->columns + (int64_t)head * c->count, *to = first + c->count;
+    int32_t *to = first + c->count;
     for (int last = own; last >= 0; last -= LANES) { /* most stretches of columns have none */
         const int begin = max_int(0, last - LANES + 1);
         if (!count_from(ranks + begin, last + 1 - begin, least)) continue;
@@ -127,13 +156,23 @@ static void list_largest(const Run *r, int t, int head, int stored) {
     while (to > first) *--to = -1;
 }
 
+/* What token t reads of a KV head: one list, or one for each of its query heads. */
+static void list_columns(const Run *r, int t, int kv_head, int stored) {
+    const ShoalChoice *c = r->b->choices + t;
+    const int group = r->m->heads / r->m->kv_heads, head = kv_head * group, own = stored + r->b->node[t];
+    for (int h = head; h < head + group; h++) hide_noted(r, t, h, stored);
+    if (!c->apart && group > 1) join_laws(c, head, group, own + 1);
+    const int lists = c->apart ? group : 1, list = kv_head * lists;
+    for (int i = 0; i < lists; i++) list_largest(c, head + i, own, c->columns + (int64_t)(list + i) * c->count);
+}
+
 /* This thread's share of what those tokens of a layer choose that have this role in it. */
 static void choose_columns(const Worker *w, int entry, const Chosen *c, int role) {
     const Run *r = w->run;
     const int kv_heads = r->m->kv_heads;
     for (int k = w->id; k < c->count * kv_heads; k += w->threads) {
         const int t = c->token[k / kv_heads];
-        if (role_of(r, entry, t) == role) list_largest(r, t, k % kv_heads, stored_of(r, entry, t));
+        if (role_of(r, entry, t) == role) list_columns(r, t, k % kv_heads, stored_of(r, entry, t));
     }
 }
 

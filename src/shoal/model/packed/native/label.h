@@ -77,37 +77,35 @@ INLINE Vi label_words(const Labels *l, const char *group, int j, const int halve
     return vi_shift_right(vi_bits(load_bf16((const uint16_t *)(group + 64 * j), 0xffff)), 16);
 }
 
-/* Scores of 16 columns, the largest of the query heads'. */
-INLINE Vf score_group(const Labels *l, const char *q, int heads, const char *group, const int halves) {
+/* Products of 16 columns and a few query heads, whose numbers `q` points to. */
+INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sum, const int halves) {
     const int words = words_of_label(l);
-    Vf top = vf_all(-INFINITY);
-    for (int first = 0; first < heads; first += QUERIES) { /* a few at a time, so that no sum waits for itself */
-        const char *of[QUERIES];
-        Vf sum[QUERIES];
-        UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero(), of[h] = q + min_int(first + h, heads - 1) * 4 * words;
-        for (int j = 0; j < words; j++) {
-            const Vi label = label_words(l, group, j, halves);
-            UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(of[h] + 4 * j), halves);
-        }
-        UNROLL for (int h = 0; h < QUERIES; h++) top = vf_max(top, sum[h]);
+    UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero();
+    for (int j = 0; j < words; j++) { /* a few heads at a time, so that no sum waits for itself */
+        const Vi label = label_words(l, group, j, halves);
+        UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(q[h] + 4 * j), halves);
     }
-    return top;
 }
 
-/* Scores of a token's columns low..high-1; `q` [heads][words]. */
-static void score_columns(const Labels *l, const char *q, int heads, int low, int high, float *scores) {
-    for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16) {
-        float tops[16] ALIGNED;
-        const char *group = group_at(l, place);
-        const Vf top = l->bytes == 2 ? score_group(l, q, heads, group, 1) : score_group(l, q, heads, group, 0);
-        if (place >= low + l->shift && place + 16 <= high + l->shift) {
-            vf_store_some(scores + place - l->shift, 0xffff, top);
-            continue;
+/* Scores of a token's columns low..high-1 into those of its query heads, `room` apart; `q` [heads][words]. */
+static void score_columns(const ShoalModel *m, const Labels *l, const char *q, int low, int high, float *scores, int64_t room) {
+    const int heads = m->heads / m->kv_heads, words = words_of_label(l);
+    for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16)
+        for (int first = 0; first < heads; first += QUERIES) {
+            const char *of[QUERIES], *group = group_at(l, place);
+            Vf sum[QUERIES];
+            UNROLL for (int h = 0; h < QUERIES; h++) of[h] = q + min_int(first + h, heads - 1) * 4 * words;
+            if (l->bytes == 2) score_group(l, of, group, sum, 1);
+            else score_group(l, of, group, sum, 0);
+            for (int h = first; h < min_int(first + QUERIES, heads); h++) {
+                float some[16] ALIGNED, *to = scores + h * room + place - l->shift;
+                vf_store(some, vf_mul(sum[h - first], vf_all(m->attention_scale)));
+                for (int i = 0; m->attention_cap > 0 && i < 16; i += LANES) vf_store(some + i, soft_cap(vf_load(some + i), m->attention_cap));
+                const int from = max_int(0, low + l->shift - place), end = min_int(16, high + l->shift - place);
+                if (end - from == 16) vf_store_some(to, 0xffff, vf_load(some));
+                else memcpy(to + from, some + from, sizeof(float) * max_int(0, end - from)); /* the others are another task's */
+            }
         }
-        vf_store(tops, top);
-        for (int i = max_int(place, low + l->shift); i < min_int(place + 16, high + l->shift); i++)
-            memcpy(scores + i - l->shift, tops + i - place, 4);
-    }
 }
 
 /* A task's share of a layer that chooses by labels: the columns it owns are labelled and scored. */
@@ -134,8 +132,7 @@ static void score_labels(Worker *w, const Task *task) {
             for (int j = 0; j < c->width; j++) some[j] = line[labels.dims[j]];
             store_line(w->queries + h * 4 * words, some, halves ? 2 * words : words, halves ? DTYPE_BF16 : DTYPE_FP32);
         }
-        float *scores = c->scores + (int64_t)task->head * c->room + CHUNK;
-        score_columns(&labels, w->queries, group, task->low, min_int(task->high, own + 1), scores);
+        score_columns(m, &labels, w->queries, task->low, min_int(task->high, own + 1), noted(c, task->head * group), c->room);
     }
 }
 

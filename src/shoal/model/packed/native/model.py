@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from ctypes import Array, c_int32, c_void_p
+from ctypes import Array, c_int32, c_uint8, c_void_p
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
@@ -145,13 +145,15 @@ class _Asked:
 
     def __init__(self, choose: Choose, batch: NativeBatch, struct: BatchStruct, spec: NativeSpec) -> None:
         self.error: BaseException | None = None
-        self._choose, self._batch, self._kv_heads = choose, batch, spec.kv_heads
+        self._choose, self._batch, self._heads = choose, batch, (spec.kv_heads, spec.heads)
         self._kept: list[Tensor | None] = []
         self._queries = torch.empty(struct.tokens, spec.heads, spec.head_dim)
         self._columns, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
+        self._apart = (c_uint8 * struct.tokens)()
         self._function = SELECT(self._select)
         struct.queries, struct.select = self._queries.data_ptr(), self._function
         struct.columns, struct.counts = ctypes.addressof(self._columns), ctypes.addressof(self._counts)
+        struct.apart = ctypes.addressof(self._apart)
 
     def _select(self, entry: int) -> None:
         """Fill in what the tokens read; after an error, which nothing can raise through the library, all of it."""
@@ -163,6 +165,7 @@ class _Asked:
             for token, columns in enumerate(chosen):
                 if columns is not None:
                     self._columns[token], self._counts[token] = columns.data_ptr(), columns.shape[1]
+                    self._apart[token] = len(columns) > self._heads[0]
             self._kept = chosen
         except BaseException as error:
             ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
@@ -181,12 +184,13 @@ class _Asked:
         return [None if columns is None else columns.contiguous() for columns in chosen]
 
     def _check(self, token: int, columns: Tensor, own: int) -> None:
-        heads = self._kv_heads
-        if columns.dtype != torch.int32 or columns.ndim != 2 or len(columns) != heads or columns.device.type != "cpu":
+        fits = columns.dtype == torch.int32 and columns.ndim == 2 and len(columns) in self._heads
+        if not fits or columns.device.type != "cpu":
             raise ValueError(f"the columns of token {token} are {columns.dtype} {list(columns.shape)} on "
-                             f"{columns.device}; they must be torch.int32 [{heads}, any number] on the CPU")
+                             f"{columns.device}; they must be torch.int32 [{self._heads[0]} or {self._heads[1]}, any "
+                             "number] on the CPU")
         if not columns.shape[1] or int(columns[:, -1].min()) < 0:
-            raise ValueError(f"a KV head of token {token} is left no column; each needs one, such as the token's own")
+            raise ValueError(f"a head of token {token} is left no column; each needs one, such as the token's own")
         low, high = (int(end) for end in columns.aminmax())
         if low < -1 or high > own or int(columns.diff().min() if columns.shape[1] > 1 else 0) < 0:
             raise ValueError(f"the columns of token {token} are {low}..{high}; they must ascend within [0, {own}], "
@@ -259,7 +263,7 @@ class NativeModel:
                 and those after them; n is 1 to running layers + 1.
             choose: called for each running layer with its number in `batch.layers` and the queries, float32
                 [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
-                Returns for each token the columns that it reads, int32 [kv_heads, any number], ascending, -1s first, or
+                Returns for each token the columns that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
             vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
@@ -291,7 +295,7 @@ class NativeModel:
         if experts is not None:
             experts[0].put_into(struct, experts[1])
         asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
-        at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.kv_heads)
+        at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.heads, self.spec.kv_heads)
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work

@@ -72,12 +72,13 @@ typedef struct {
    labels and reads that. */
 enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
 
-/* What a token reads where the kernels choose it: per KV head the columns with the largest scores, its own among them. A column's
-   score is that of the query that wants it most. */
+/* What a token reads where the kernels choose it: the columns with the largest scores, its own among them, for each query head or for
+   those together that share a KV head. Of these a column counts by the likeliest that it is in the law of any: sizes of scores differ
+   from head to head. */
 typedef struct {
     const uint8_t *roles; /* [active_count]; READS_CHOSEN turns into CHOOSES where nothing was chosen that fits */
-    float *scores;        /* [kv_heads][room] */
-    int32_t *columns;     /* [kv_heads][count], ascending, -1s first: what was chosen last */
+    float *scores;        /* [heads][room] */
+    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: what was chosen last */
     int32_t count, room;  /* count 0: the token reads all in every layer */
     int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
     int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
@@ -87,6 +88,7 @@ typedef struct {
                              more) % 16; tokens of one row share them */
     const int32_t *known; /* [active_count]: columns whose labels are there; those of the others are filled in */
     int32_t label_room;
+    int32_t apart;        /* whether each query head has columns of its own */
 } ShoalChoice;
 
 /* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns
@@ -109,8 +111,9 @@ typedef struct {
     float *queries;            /* [tokens][heads][head_dim], filled in for `select` */
     void (*select)(int32_t);   /* called for each running layer (its number in `layers`) once its queries and keys are there;
                                   fills in what follows. NULL: all columns are read */
-    const int32_t *const *columns; /* [tokens] of [kv_heads][counts[token]]: ascending, -1 for none: what a token reads */
+    const int32_t *const *columns; /* [tokens] of [kv_heads or heads][counts[token]]: ascending, -1 for none: what a token reads */
     const int32_t *counts;         /* [tokens], 0: all that it sees */
+    const uint8_t *apart;          /* [tokens], whether each query head of it has columns of its own */
     ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
     float *taps;               /* [tap_count][tokens][hidden]: the states that enter the last layers, and those behind them; or NULL */
     const float *vectors;      /* [tokens][hidden]: what enters the first layer in place of the ids' embeddings; or NULL */

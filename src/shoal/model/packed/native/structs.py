@@ -133,6 +133,7 @@ class ChoiceStruct(ctypes.Structure):
         ("labels", c_void_p),
         ("known", c_void_p),
         ("label_room", c_int32),
+        ("apart", c_int32),
     ]
 
 
@@ -165,6 +166,7 @@ class BatchStruct(ctypes.Structure):
         ("select", SELECT),
         ("columns", c_void_p),
         ("counts", c_void_p),
+        ("apart", c_void_p),
         ("choices", c_void_p),
         ("taps", c_void_p),
         ("vectors", c_void_p),
