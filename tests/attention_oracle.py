@@ -25,7 +25,7 @@ class Reading:
     """What every query reads: by default all that it may see, as it is. T positions, KV heads apart from heads."""
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        """Bool, broadcast to [kv_heads, T, T], or of as many sizes as the scores [kv_heads, heads per KV head, T, T]."""
+        """Bool, broadcast to [kv_heads, T, T], or of the scores' size, [kv_heads, heads per KV head, T, T]."""
         return seen
 
     def found(self, layer: int, values: Tensor, side: int) -> Tensor:

@@ -29,8 +29,8 @@ class DoubleSparsity(Method):
     `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels keep those that are used apart, so that a
     score reads little; the other executors take them out of the keys each time, which gives the same choice and saves
     no time. The queries that share a KV head share its columns, a column counting by the likeliest that it is to one of
-    them, as far as those dimensions say. Prompts are read in full, a token always reads its own column, and layers with a sliding window read
-    that.
+    them, as far as those dimensions say. Prompts are read in full, a token always reads its own column, and layers with
+    a sliding window read that.
 
     Attributes:
         channels: per layer and KV head the dimensions of a head, those that matter most first: from a calibration of

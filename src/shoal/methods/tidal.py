@@ -29,8 +29,9 @@ class Tidal(Method):
 
     The paper selects for each query head, which `share="query_head"` does. By default the queries that share a KV head
     share its columns, a column counting by the likeliest that it is to one of them: a column is then read once for all
-    of them, where sets of their own would read it again for each. A depth plan may drop a selecting layer: what was selected before it goes on
-    being read, and where nothing was, the next layer selects. Layers with a sliding window read that.
+    of them, where sets of their own would read it again for each. A depth plan may drop a selecting layer: what was
+    selected before it goes on being read, and where nothing was, the next layer selects. Layers with a sliding window
+    read that.
 
     Attributes:
         k: columns that a query reads in the layers that do not select; None for all.

@@ -95,8 +95,11 @@ class Ranking:
         return (scores - scores.logsumexp(-1, keepdim=True)).amax(1)
 
     def largest(self, count: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """The columns that are chosen, each node's own among them: int64 [kv_heads or heads, nodes, count], -1 for none;
-        arguments as of a `QueryHook`."""
+        """The columns that rank first, each node's own among them; arguments as of a `QueryHook`.
+
+        Returns:
+            int64 [kv_heads or heads, nodes, count], -1 for none.
+        """
         scores = self.scores(queries, keys, seen)
         scores.scatter_(2, own_columns(seen).expand(len(scores), -1)[..., None], torch.inf)
         best = scores.topk(count, -1)
@@ -111,9 +114,10 @@ def own_columns(seen: Tensor) -> Tensor:
 class TopColumns:
     """What the queries of one row read in one forward.
 
-    They choose the `count` columns that rank first, their own among them, for each KV head or query head. What was chosen is read
-    in layers that store as many columns as the one that chose; in another one, and where nothing was chosen since
-    the choosing layers did not run, a query chooses anew. Where it sees no more than `count`, it reads all.
+    They choose the `count` columns that rank first, their own among them, for each KV head or query head. What was
+    chosen is read in layers that store as many columns as the one that chose; in another one, and where nothing was
+    chosen since the choosing layers did not run, a query chooses anew. Where it sees no more than `count`, it reads
+    all.
 
     Args:
         count: columns that are chosen.
