@@ -77,7 +77,8 @@ def outlined_model(name: str, knobs: DoubleSparsity, windows: tuple[int | None, 
         for head, dims in enumerate(knobs.channels[layer]):
             keep[head, ..., list(dims[: knobs.width])] = 1
         grouped = query[0].view(len(key[0]), -1, *query.shape[2:])
-        scores, cap = (grouped * keep) @ key[0][:, None].mT * module.scaling, getattr(module, "attn_logit_softcapping", None)
+        scores = (grouped * keep) @ key[0][:, None].mT * module.scaling
+        cap = getattr(module, "attn_logit_softcapping", None)
         shown[layer] = scores if cap is None else torch.tanh(scores / cap) * cap
 
     for module in model.modules():

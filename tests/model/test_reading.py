@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from backends import Backend, each_backend
-from drive import gap, prompt
+from attention_oracle import Reading, reading_model
+from backends import Backend, each_backend, reference
+from drive import gap, oracle_logits, prompt
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv import KVCache
 from shoal.model.stack import QueryHook, SequenceChunk
@@ -42,6 +44,31 @@ def test_order_and_repetition_of_columns_mean_nothing(backend: Backend) -> None:
     assert gap(once, logits(backend, None)) > 0.1, "all was read anyhow"
     for same in (columns(11, 4, 9, 1, 10, 8), columns(4, 4, 9, 1, -1, 10, 4, 8, 11, 9, 1)):
         assert gap(logits(backend, same), once) <= backend.exact
+
+
+@dataclass(frozen=True)
+class Parity(Reading):
+    """Each query head of the tokens from `begin` on reads what stands an even or odd number before them, by turns."""
+
+    begin: int
+
+    def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
+        heads, group, size, _ = scores.shape
+        place = torch.arange(size)
+        far = (place[:, None] - place + torch.arange(heads * group).view(heads, group, 1, 1)) % 2
+        return (far == 0) | (place[:, None] == place) | (place[:, None] < self.begin)
+
+
+@each_backend
+def test_each_query_head_may_read_columns_of_its_own(backend: Backend) -> None:
+    def choose(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        place, nodes = torch.arange(keys.shape[1]), torch.arange(len(seen))[:, None] + keys.shape[1] - len(seen)
+        far = (nodes - place + torch.arange(len(queries))[:, None, None]) % 2
+        return place.where((far == 0) | (place == nodes), -1)
+
+    expected = oracle_logits(reading_model(reference("llama"), Parity(9)), prompt(9), PLAN, [5, 6, 7, 0])[1:]
+    assert gap(logits(backend, choose).to(expected.dtype), expected) <= backend.exact
+    assert gap(logits(backend, None).to(expected.dtype), expected) > 0.1
 
 
 @pytest.mark.parametrize("hook", [columns(), columns(-1, -1), columns(10, 11)], ids=["no", "filled up", "unseen"])

@@ -16,10 +16,12 @@ from shoal.model.reading import row_mask
 HEADS, NODES, COLUMNS = 2, 3, 40
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["kv heads", "query heads"])
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None) -> None:
-    """In bfloat16 all of these are 128: rounded, they would weigh every column the same."""
+def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None, apart: bool) -> None:
+    """In bfloat16 all of these are 128: rounded, they would weigh every column the same. To some columns, if each query
+    head reads its own."""
     stack = TORCH.stack("llama")
     assert isinstance(stack, PackedStack)
     shape = replace(stack.shape, attention_cap=cap)
@@ -29,8 +31,9 @@ def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None) -> None
     keys, values = torch.randn(2, HEADS, COLUMNS, shape.head_dim, generator=dice).to(dtype)
     bias = 127.8 + 0.6 * torch.rand(HEADS, COLUMNS, generator=dice)
     seen = torch.ones(NODES, COLUMNS, dtype=torch.bool).tril(COLUMNS - NODES)
-    columns = torch.arange(COLUMNS).where(seen, -1).sort(-1).values.expand(HEADS, -1, -1)
-    mask = row_mask(None, bias, seen, shape.heads, torch.promote_types(dtype, torch.float32))
+    own = torch.rand(shape.heads if apart else HEADS, 1, COLUMNS, generator=dice) < (0.5 if apart else 1)
+    columns = torch.arange(COLUMNS).where(seen & own, -1).sort(-1).values
+    mask = row_mask(columns if apart else None, bias, seen, shape.heads, torch.promote_types(dtype, torch.float32))
     found = scaled_attention(q[None], keys[None], values[None], shape, mask)[0]
     expected = gathered_attention(q.double(), keys.double(), values.double(), shape, columns, bias)
     assert gap(found.double(), expected) <= {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]

@@ -143,7 +143,7 @@ SPREADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def newest_largest(queries: Tensor, keys: Tensor, count: int, scale: float, apart: bool = False) -> list[Tensor]:
-    """Per token int32 [kv_heads or heads, count], by sort: queries [tokens, heads, dim], keys [kv_heads, columns, dim]."""
+    """Per token int32 [kv_heads or heads, count], by sorting [tokens, heads, dim] by [kv_heads, columns, dim]."""
     chosen = []
     for token, own in enumerate(queries.double()):
         last = keys.shape[1] - len(queries) + token

@@ -264,7 +264,8 @@ class NativeModel:
             choose: called for each running layer with its number in `batch.layers` and the queries, float32
                 [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
                 Returns for each token the columns that it reads, int32 [kv_heads or heads, any number], ascending,
-                -1s first, or None for all that it sees. It must not run a forward of this model. What it raises is raised here.
+                -1s first, or None for all that it sees. It must not run a forward of this model. What it raises is
+                raised here.
             choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
             vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
             likeliest: whether nobody asks for logits other than the largest of each token, all of them where several
