@@ -86,6 +86,7 @@ static uint32_t narrow(const Bits *ranks, int count, int k, Bracket in) {
     return in.low;
 }
 
+#define JOINED 8 /* laws at a time */
 #define SAMPLES 1024 /* of many ranks, by which the search for one begins */
 
 /* As `narrow`, of all ranks. What a like share of some samples is not below is near, so ranks around it are looked at first. */
@@ -107,12 +108,19 @@ static uint32_t find_rank(const Bits *ranks, int count, int k) {
     return narrow(ranks, count, k, in);
 }
 
-/* What scores come to in the law over them: the logarithm of the sum of their exponentials; `count` up to whole vectors. */
+/* What scores come to in the law over them: the logarithm of the sum of their exponentials; `count` up to whole vectors. Stretch by
+   stretch, so that they are read once. */
 static float log_sum(const float *scores, int count) {
-    Vf peak = vf_loadu(scores), total = vf_zero();
-    for (int i = LANES; i < count; i += LANES) peak = vf_max(peak, vf_loadu(scores + i));
-    const float most = vf_top(peak);
-    for (int i = 0; i < count; i += LANES) total = vf_add(total, exp_ps(vf_sub(vf_loadu(scores + i), vf_all(most))));
+    float most = -INFINITY;
+    Vf total = vf_zero();
+    for (int first = 0; first < count; first += CHUNK) {
+        const int last = min_int(first + CHUNK, count);
+        Vf peak = vf_loadu(scores + first);
+        for (int i = first + LANES; i < last; i += LANES) peak = vf_max(peak, vf_loadu(scores + i));
+        const float top = vf_top(peak);
+        if (top > most) total = vf_mul(total, vf_all(expf(most - top))), most = top;
+        for (int i = first; i < last; i += LANES) total = vf_add(total, exp_ps(vf_sub(vf_loadu(scores + i), vf_all(most))));
+    }
     return most + logf(vf_sum(total));
 }
 
@@ -127,12 +135,17 @@ static void hide_noted(const Run *r, int t, int head, int stored) {
 
 /* Of `group` query heads from `head` on each column's largest share in a law, up to a factor, in the place of the first one's scores. */
 static void join_laws(const ShoalChoice *c, int head, int group, int count) {
-    float *joint = noted(c, head);
+    float *joint = noted(c, head), more[JOINED];
     const float first = log_sum(joint, count);
-    for (int h = head + 1; h < head + group; h++) {
-        const float *other = noted(c, h), more = first - log_sum(other, count);
-        for (int i = 0; i < count; i += LANES)
-            vf_store_some(joint + i, 0xffff, vf_max(vf_loadu(joint + i), vf_add(vf_loadu(other + i), vf_all(more))));
+    for (int h = 1; h < group; h += JOINED) {
+        const float *others = noted(c, head + h);
+        const int some = min_int(JOINED, group - h);
+        for (int k = 0; k < some; k++) more[k] = first - log_sum(others + (int64_t)k * c->room, count);
+        for (int i = 0; i < count; i += LANES) {
+            Vf top = vf_loadu(joint + i);
+            for (int k = 0; k < some; k++) top = vf_max(top, vf_add(vf_loadu(others + (int64_t)k * c->room + i), vf_all(more[k])));
+            vf_store_some(joint + i, 0xffff, top);
+        }
     }
 }
 
