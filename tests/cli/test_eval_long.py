@@ -10,7 +10,10 @@ import pytest
 
 from long_texts import write
 from shoal.cli import main
+from shoal.cli.eval_long import labelled
 from shoal.eval.long.measure import LongEvaluator
+from shoal.methods.calibrated import Calibrated
+from shoal.methods.tidal import Tidal
 
 SMALL = ["--contexts", "2", "--questions", "4", "--scored", "6", "--max-new-tokens", "8", "--dtype", "float32"]
 METHODS = ["--methods", "kv_int8,tidal,snapkv", "--budgets", "1/8"]
@@ -94,3 +97,13 @@ def test_a_folder_without_novels(capsys: Any, tmp_path: Path, tiny_folder: str) 
     given = ["--model", tiny_folder, "--suite", "needle", "--context", "2k", *SMALL]
     assert "holds no novels/" in fails(capsys, *given, "--data", str(tmp_path))
     assert "--data DIR" in fails(capsys, *given)
+
+
+def test_no_two_methods_have_one_label() -> None:
+    """A card is called by what it holds, but beside the method itself by its file."""
+    plain, card = Tidal(), Calibrated(Tidal(reselect=9), "0" * 16)
+    assert labelled({"tidal.json": card}) == {"tidal": card}
+    for words in ({"tidal": plain, "some/ninth.json": card}, {"some/ninth.json": card, "tidal": plain}):
+        assert labelled(words) == {"tidal": plain, "ninth": card}
+    with pytest.raises(ValueError, match=r"two cards that would be called ninth; rename other/ninth\.json"):
+        labelled({"tidal": plain, "some/ninth.json": card, "other/ninth.json": card})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
@@ -44,7 +45,7 @@ def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Meth
         raise ValueError("an evaluation needs a tokenizer; load the model with one")
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
     maker, evaluator, parts = Maker(engine.tokenizer, args.data), LongEvaluator(engine, kept, args.batch), []
-    named = {_label(label, method): method for label, method in methods.items()}
+    named = labelled(methods)
     for suite in filter(None, args.suite.split(",")):
         longest = args.scored if suite == "novels" else args.max_new_tokens or LONGEST[suite]
         for length in lengths:
@@ -88,6 +89,19 @@ def check(args: argparse.Namespace) -> bool:
     return True
 
 
-def _label(word: str, method: Method) -> str:
-    """A card is called by the method that it holds."""
-    return str(getattr(getattr(method, "inner", None), "name", word)) if method.name == "calibrated" else word
+def labelled(methods: Mapping[str, Method]) -> dict[str, Method]:
+    """The methods, given by their words, by label.
+
+    A card is called by the method that it holds, or by its file where another has that label.
+
+    Raises:
+        ValueError: two cards would have the same label.
+    """
+    named: dict[str, Method] = {}
+    for word, method in methods.items():
+        held = str(getattr(getattr(method, "inner", None), "name", word)) if method.name == "calibrated" else word
+        label = Path(word).stem if held != word and held in {*methods, *named} else held
+        if label in named:
+            raise ValueError(f"--methods holds two cards that would be called {label}; rename {word}")
+        named[label] = method
+    return named
