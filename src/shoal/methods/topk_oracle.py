@@ -80,7 +80,7 @@ class TopKSelector(Selector):
         return [self._choose if row.emitted else None for row in rows]
 
     def _choose(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
-        """The largest scores, per KV head, of those that a query sees; a query's own column is its last one."""
+        """The columns that rank first, per KV head, of those that a query sees."""
         if layer < self._first or self._k >= keys.shape[1]:
             return None
         return self._ranking.largest(self._k, queries, keys, seen)

@@ -87,6 +87,14 @@ INLINE void score_group(const Labels *l, const char *const *q, const char *group
     }
 }
 
+/* Scores of 16 columns from their products, those of first..last-1 alone: the others are another task's. */
+INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, float *to) {
+    float some[16] ALIGNED;
+    vf_store(some, soft_cap(vf_mul(products, vf_all(m->attention_scale)), m->attention_cap));
+    if (last - first == 16) vf_store_some(to, 0xffff, vf_load(some));
+    else memcpy(to + first, some + first, sizeof(float) * max_int(0, last - first));
+}
+
 /* Scores of a token's columns low..high-1 into those of its query heads, `room` apart; `q` [heads][words]. */
 static void score_columns(const ShoalModel *m, const Labels *l, const char *q, int low, int high, float *scores, int64_t room) {
     const int heads = m->heads / m->kv_heads, words = words_of_label(l);
@@ -97,14 +105,9 @@ static void score_columns(const ShoalModel *m, const Labels *l, const char *q, i
             UNROLL for (int h = 0; h < QUERIES; h++) of[h] = q + min_int(first + h, heads - 1) * 4 * words;
             if (l->bytes == 2) score_group(l, of, group, sum, 1);
             else score_group(l, of, group, sum, 0);
-            for (int h = first; h < min_int(first + QUERIES, heads); h++) {
-                float some[16] ALIGNED, *to = scores + h * room + place - l->shift;
-                vf_store(some, vf_mul(sum[h - first], vf_all(m->attention_scale)));
-                for (int i = 0; m->attention_cap > 0 && i < 16; i += LANES) vf_store(some + i, soft_cap(vf_load(some + i), m->attention_cap));
-                const int from = max_int(0, low + l->shift - place), end = min_int(16, high + l->shift - place);
-                if (end - from == 16) vf_store_some(to, 0xffff, vf_load(some));
-                else memcpy(to + from, some + from, sizeof(float) * max_int(0, end - from)); /* the others are another task's */
-            }
+            const int from = max_int(0, low + l->shift - place), end = min_int(16, high + l->shift - place);
+            for (int h = first; h < min_int(first + QUERIES, heads); h++)
+                put_scores(m, sum[h - first], from, end, scores + h * room + place - l->shift);
         }
 }
 
