@@ -20,7 +20,7 @@ HEADS, NODES, COLUMNS = 2, 3, 40
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None, apart: bool) -> None:
-    """In bfloat16 all of these are 128: rounded, they would weigh the same. Query heads may have columns of their own."""
+    """In bfloat16 all of these are 128: rounded, they would weigh the same. Query heads may have their own columns."""
     stack = TORCH.stack("llama")
     assert isinstance(stack, PackedStack)
     shape = replace(stack.shape, attention_cap=cap)
