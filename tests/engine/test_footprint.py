@@ -18,10 +18,14 @@ from shoal.engine.load import engine_for
 from shoal.engine.request import Request
 from shoal.heap import resident
 from shoal.methods import make
+from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.tidal import Tidal
 from shoal.model.hf import HFStack
+from shoal.model.kv_form import GROWTH
 from shoal.model.packed.native import NativeBatch
+from shoal.model.packed.native.choices import ChoicesAtWork
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 
@@ -119,6 +123,32 @@ def test_masks_of_the_kernels(lengths: list[int], new: int) -> None:
         patch.setattr(NativeBatch, "struct", seen)
         sizes = run(Engine(NATIVE.stack("llama")), lengths, new, "full")
     assert sizes.masks == max(found)
+
+
+@pytest.mark.parametrize("outlined", [False, True])
+@pytest.mark.parametrize("lengths", [[40], [30, 60]])
+def test_choosing_columns_takes_scores_and_labels(outlined: bool, lengths: list[int]) -> None:
+    """Beside what the same request takes in full; a token more or less of each row is not counted."""
+    engine, found = Engine(NATIVE.stack("llama")), [0]
+    shape, begin = engine.stack.shape, ChoicesAtWork.__init__
+    channels = (((*range(shape.head_dim),),) * shape.kv_heads,) * engine.stack.num_layers
+    method = DoubleSparsity(channels, k=16, width=3) if outlined else Tidal(k=16)
+
+    def begun(self: Any, choices: Any, *rest: Any) -> None:
+        begin(self, choices, *rest)
+        labels = [one.labels for one in choices if one is not None and one.labels is not None]
+        sizes = [buffer.nbytes for one in labels for buffer in one.buffers if buffer is not None]
+        found.append(sum(held[1].nbytes for held in self._memory) + int(sum(sizes) / GROWTH))
+
+    run(engine, lengths, 12, method)  # what stays of buffers is counted only before the first one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChoicesAtWork, "__init__", begun)
+        chosen = run(engine, lengths, 12, method).work - run(engine, lengths, 12, "full").work
+    heads = engine.stack.num_layers * shape.kv_heads
+    label = 3 * heads * 32 * engine.stack.dtype.itemsize if outlined else 0
+    assert 0 < max(found) <= chosen + len(lengths) * label
+    assert chosen <= max(found) + len(lengths) * (label + 8 * shape.heads)
+    assert run(engine, [3], 4, method).work == run(engine, [3], 4, "full").work
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

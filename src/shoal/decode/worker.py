@@ -157,7 +157,10 @@ Proposer = Part[Drafter]
 Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""
 Select = Part[Selector]
-"""Chooses which of the stored KV a query reads."""
+"""Chooses which of the stored KV a query reads: `k` columns, if it has a number `k`.
+
+One whose hooks are `shoal.model.choice.TopColumns`, which kernels call for, says by `label_bytes(stack, columns)` what
+they keep beside a row of so many columns to score it by."""
 Experts = Part[Worker]
 """Chooses which neurons of the MLPs a token runs, by its worker's `experts`."""
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
 from shoal.engine.kv_peak import KVPeak, peak_of
 from shoal.engine.shorter import guesses
 from shoal.engine.sizes import shown
 from shoal.heap import give_back, resident
+from shoal.model.packed.native.structs import ROOM_BESIDE
 from shoal.model.packed.native_stack import LIMIT, NativeStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 OVERHEAD = 3 << 20
 """What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
+
+_RANKING = 3
+"""How often the scores of a layer's columns exist in float32 while torch ranks them; measured, too."""
 
 _REWRITING = 5
 """How often a layer's columns exist in float32 while some of them are chosen or merged; measured, too."""
@@ -152,11 +156,15 @@ def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> i
         if isinstance(stack, NativeStack):  # matrices are unpacked one at a time
             total += max(one.rows * one.columns for one in stack.weights.matrices()) * stack.dtype.itemsize
     else:
-        config = engine.model.config.get_text_config()
+        config = _config(engine)
         hidden, query = config.hidden_size, config.hidden_size
         ffn = getattr(config, "intermediate_size", None) or 4 * hidden
     line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * stack.dtype.itemsize
     return int(total + tokens * (line + columns * stack.dtype.itemsize))
+
+
+def _config(engine: Engine) -> Any:
+    return engine.model.config.get_text_config()
 
 
 def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
@@ -168,8 +176,25 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     if _chooses(rows):  # scores and copies in float32, of a layer at a time
         width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
         rewriting = _REWRITING * 4 * width * columns
+    choosing = _choosing(engine, rows, nodes)
     bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
-    return bounds + rewriting + max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+    forward = max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+    return bounds + rewriting + choosing + forward
+
+
+def _choosing(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+    """While answers choose what they read: scores of each node and query head, and labels by which kernels score."""
+    stack, select = engine.stack, rows[0].recipe.select
+    lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
+    if select is None or max(lengths) <= getattr(select, "k", 0):
+        return 0
+    heads = stack.shape.heads if isinstance(stack, PackedStack) else _config(engine).num_attention_heads
+    label_bytes = getattr(select, "label_bytes", None)
+    if label_bytes is None or not _by_kernels(stack, sum(nodes)):  # torch ranks the columns of a row at a time
+        return int(_RANKING * 4 * heads * max(nodes) * max(lengths))
+    scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
+    labels: int = sum(label_bytes(stack, length) for length in lengths)
+    return 4 * heads * scores + labels
 
 
 def _chooses(rows: Sequence[Row]) -> bool:

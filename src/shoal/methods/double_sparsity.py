@@ -75,6 +75,11 @@ class DoubleSparsity(Method):
         part = None if not whole else Outlined(self, tuple(whole))
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
+    @property
+    def label_width(self) -> int:
+        """Dimensions by which columns are scored."""
+        return self.width or max(1, len(self.channels[0][0]) // 4)
+
     def _check_sizes(self, info: ModelInfo) -> None:
         found = [(len(layer), len(layer[0])) for layer in self.channels]
         wanted = [(heads, dim) for heads, dim, _ in info.kv_sizes] or found
@@ -94,6 +99,16 @@ class Outlined:
     knobs: DoubleSparsity
     layers: tuple[int, ...]
 
+    @property
+    def k(self) -> int:
+        """Columns that a query reads."""
+        return self.knobs.k or 0
+
+    def label_bytes(self, stack: Stack, columns: int) -> int:
+        """What kernels keep apart of the keys of a row that has come to so many columns."""
+        heads = sum(stack.kv_sizes[layer][0] for layer in self.layers)
+        return heads * self.knobs.label_width * (columns + 16) * stack.dtype.itemsize
+
     def begin(self, stack: Any, cache: Any) -> OutlinedSelector:
         """A selector."""
         return OutlinedSelector(self, stack, cache)
@@ -106,8 +121,8 @@ class OutlinedSelector(Selector):
         from shoal.model.choice import LABELED, Ranking
 
         knobs = part.knobs
-        width = knobs.width or max(1, len(knobs.channels[0][0]) // 4)
-        self._dims = tuple(tuple(tuple(sorted(head[:width])) for head in layer) for layer in knobs.channels)
+        self._dims = tuple(tuple(tuple(sorted(head[: knobs.label_width])) for head in layer)
+                           for layer in knobs.channels)
         self._roles = tuple(LABELED if layer in part.layers else 0 for layer in range(stack.num_layers))
         self._count, self._cache, self._ranking = knobs.k or 0, cache, Ranking.of(stack)
         self._labels: dict[int, tuple[Row, Labels]] = {}

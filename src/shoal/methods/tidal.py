@@ -103,6 +103,10 @@ class Tides:
     roles: tuple[int, ...]
     apart: bool = False
 
+    def label_bytes(self, stack: Stack, columns: int) -> int:
+        """Nothing: columns are scored by their keys."""
+        return 0
+
     def begin(self, stack: Any, cache: Any) -> TidesSelector:
         """A selector; it remembers nothing from token to token."""
         return TidesSelector(self, stack, cache)

@@ -62,6 +62,11 @@ class TopK:
 
     knobs: TopKOracle
 
+    @property
+    def k(self) -> int:
+        """Columns that a query reads."""
+        return self.knobs.k or 0
+
     def begin(self, stack: Any, cache: Any) -> TopKSelector:
         """A selector; it remembers nothing."""
         return TopKSelector(self.knobs, stack)

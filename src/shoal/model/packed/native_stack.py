@@ -449,8 +449,8 @@ def _choices(
     for chunk in chunks:
         hook, at = chunk.query_hook, at + len(chunk.tokens)
         one = None
-        if isinstance(hook, TopColumns):
-            columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
+        columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
+        if isinstance(hook, TopColumns) and columns > hook.count:
             labels = None if hook.labels is None else _labels(hook, work.layers, cache, chunk.row, columns, dtype)
             roles = bytes(hook.roles[layer] for layer in work.layers)
             one = native.ColumnChoice(hook.count, roles, columns, labels, hook.ranking.apart)
