@@ -45,7 +45,7 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
 }
 
 /* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
-   token, the first one's first. The first of few fetch what follows from column `next` on. */
+   token, the first one's first. The first of few fetch what follows from column `next` on, unless columns are listed. */
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -63,7 +63,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             sights[j] = seen + (i - first / group);
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, next - CHUNK);
         }
-        const int fetches = last - first <= 4 * QUERIES && k < first + fetching * most;
+        const int fetches = !w->chunk.next && last - first <= 4 * QUERIES && k < first + fetching * most;
         const int64_t column = next + (k > first ? CHUNK / 2 : 0);
         for (int side = 0; side < 2; side++) {
             const int64_t at = column * column_bytes(source->dim, source->forms[side]);
@@ -87,7 +87,7 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         }
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
-        w->chunk.coming = 0;
+        w->chunk.coming = 0, w->chunk.next = NULL;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, s->first * group, s->last * group, seen, base + CHUNK);
     }

@@ -66,7 +66,7 @@ typedef struct {
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
     const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
-    const int32_t *next;             /* columns that come next, where they do not follow those of this chunk */
+    const int32_t *next;             /* columns that come next, where they do not follow those of this chunk; or NULL */
     int coming;                      /* how many of them there are, 0 where they follow */
     int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
     float scale, cap;                /* of scores */
@@ -85,20 +85,6 @@ INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32)
 INLINE Chunk chunk_at(char *at, int dim) {
     const int64_t part = CHUNK * 4 * round_up(dim, 32);
     return (Chunk){.keys = at, .values = at + part, .bias = (float *)(at + 2 * part), .dim = dim};
-}
-
-/* 16 words of a line from word 16 * part on, zero beyond its end. */
-INLINE Vi load_words(const char *line, const uint16_t *scales, int part, int dim, const int form, const int bf16) {
-    if (has_blocks(form)) {
-        fetch(line + part * (form == STORED_INT4 ? 8 : 16) * (1 + bf16) + NEAR);
-        return load_block_words(line, scales, part, dim, form, bf16);
-    }
-    const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
-    const char *at = line + part * width * form_bytes(form);
-    fetch(at + NEAR);
-    if (form == STORED_BF16 && !bf16) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
-    if (rest == width) return vi_loadu(at);
-    return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
 }
 
 INLINE int bit_words(int dim) { return (dim + 15) / 16; }
@@ -122,47 +108,74 @@ static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char
     }
 }
 
-/* 16 columns' lines, `step` bytes apart. */
+/* Where the numbers of a column lie, and the scales of their blocks if they have some. */
 typedef struct {
-    const char *first;
-    int64_t step;
-    const uint16_t *scales; /* of the first one; those of the next follow */
+    const char *numbers;
+    const uint16_t *scales;
+} Line;
+
+/* 16 words of a line from word 16 * part on, zero beyond its end; what lies `near` bytes behind is fetched. */
+INLINE Vi load_words(Line line, int part, int dim, int near, const int form, const int bf16) {
+    if (has_blocks(form)) {
+        fetch(line.numbers + part * (form == STORED_INT4 ? 8 : 16) * (1 + bf16) + near);
+        return load_block_words(line.numbers, line.scales, part, dim, form, bf16);
+    }
+    const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
+    const char *at = line.numbers + part * width * form_bytes(form);
+    fetch(at + near);
+    if (form == STORED_BF16 && !bf16) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
+    if (rest == width) return vi_loadu(at);
+    return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
+}
+
+/* 16 columns' lines, `step` bytes and `blocks` scales apart: the first and those that follow it, or, where columns are listed, theirs,
+   counted from the first. */
+typedef struct {
+    Line first;
+    int64_t step, blocks;
+    const int32_t *columns; /* or NULL */
 } Strided;
+
+static const char NOTHING[4 * MAX_HEAD_DIM] ALIGNED; /* a column that is none */
+
+INLINE Line line_after(const Strided *s, Line last, int i) {
+    if (s->columns && s->columns[i] < 0) return (Line){NOTHING, (const uint16_t *)NOTHING};
+    const Line from = s->columns || !i ? s->first : last;
+    const int64_t steps = s->columns ? s->columns[i] : i > 0;
+    return (Line){from.numbers + steps * s->step, from.scales + steps * s->blocks};
+}
 
 INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
 
-/* They are read where they are stored one behind the other, else brought together in `room`; zeros for a column that is none. */
+/* They are read where they are stored, but for bitmaps: with those among them they are brought together in `room`. */
 static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
     const int64_t line = column_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
-    const char *stored = values ? s->values : s->keys;
-    const uint16_t *scales = values ? s->value_scales : s->key_scales;
-    uint16_t *brought = (uint16_t *)(room + 16 * step);
-    if (in_a_row(columns) && columns[0] >= s->settled)
-        return (Strided){stored + columns[0] * line, line, scales ? scales + columns[0] * blocks : brought};
-    for (int i = 0; i < 16; i++, room += step) {
-        if (columns[i] < 0) memset(room, 0, line);
-        else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room);
-        else copy_line(room, stored + columns[i] * line, line);
-        for (int block = 0; scales && block < blocks; block++)
-            brought[i * blocks + block] = columns[i] < 0 ? 0 : scales[columns[i] * blocks + block];
+    const Line stored = {values ? s->values : s->keys, values ? s->value_scales : s->key_scales};
+    const Strided all = {stored, line, stored.scales ? blocks : 0, columns};
+    if (in_a_row(columns) && columns[0] >= s->settled) return (Strided){line_after(&all, stored, 0), line, all.blocks, NULL};
+    int packed = 0;
+    for (int i = 0; i < 16; i++) packed += columns[i] >= 0 && columns[i] < s->settled;
+    if (!packed) return all;
+    for (int i = 0; i < 16; i++) {
+        if (columns[i] < 0) memset(room + i * step, 0, line);
+        else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room + i * step);
+        else copy_line(room + i * step, stored.numbers + columns[i] * line, line);
     }
-    return (Strided){room - 16 * step, step, brought};
+    return (Strided){{room, NULL}, step, 0, NULL};
 }
 
 /* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
-/* Scales of a line. */
-INLINE int scales_of(int dim, const int form) { return has_blocks(form) ? blocks_of(dim) : 0; }
-
 INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int bf16) {
+    const int near = from.columns ? 0 : NEAR;
     for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
-        const char *line = from.first;
-        const uint16_t *scales = from.scales;
-        UNROLL for (int i = 0; i < 16; i++, line += from.step, scales += scales_of(dim, form)) {
-            KEEP_ONE(line);
-            v[i] = load_words(line, scales, part, dim, form, bf16);
+        Line line = {0};
+        UNROLL for (int i = 0; i < 16; i++) {
+            line = line_after(&from, line, i);
+            KEEP_ONE(line.numbers);
+            v[i] = load_words(line, part, dim, near, form, bf16);
         }
         transpose_words(v);
         UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
@@ -170,18 +183,20 @@ INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int 
 }
 
 INLINE void lay_values(Strided from, int dim, char *to, const int form, const int bf16) {
-    const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors;
-    const int blocks = scales_of(dim, form);
-    for (int i = 0; i < 16; i += 1 + bf16, from.first += (1 + bf16) * from.step, from.scales += (1 + bf16) * blocks)
+    const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors, near = from.columns ? 0 : NEAR;
+    Line line = {0};
+    for (int i = 0; i < 16; i += 1 + bf16) {
+        const Line one = line_after(&from, line, i), next = line = bf16 ? line_after(&from, one, i + 1) : one;
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
-            const Vi v = load_words(from.first, from.scales, part, dim, form, bf16);
+            const Vi v = load_words(one, part, dim, near, form, bf16);
             if (!bf16) vi_store(to, v);
             else {
-                const Vi next = load_words(from.first + from.step, from.scales + blocks, part, dim, form, bf16);
-                vi_store(to, low_halves(v, next));
-                vi_store(to + 64, high_halves(v, next));
+                const Vi beside = load_words(next, part, dim, near, form, bf16);
+                vi_store(to, low_halves(v, beside));
+                vi_store(to + 64, high_halves(v, beside));
             }
         }
+    }
 }
 
 /* Where byte `at` of the keys (side 0) or values (1) lies; where column `next` is a bitmap, the numbers of as many columns. */
@@ -204,7 +219,7 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int cou
                       const int bf16) {
     const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
-    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED; /* of floats, or of bytes with their scales */
+    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = 0; i < count; i += 16) {
         fetch_lines(c, s, i);
         lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
