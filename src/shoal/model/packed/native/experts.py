@@ -15,7 +15,7 @@ class NativeExperts:
 
     Args:
         layers: of each layer its groups, as many in all: gate and up [2 * neurons, hidden], packed with `paired=True`,
-            and down [hidden, neurons]; multiples of 16 neurons.
+            and down [hidden, neurons]; multiples of 16 neurons, and the first matrices of one type.
         hidden: of the model.
         ffn: neurons of its widest layer.
 
@@ -35,9 +35,10 @@ class NativeExperts:
             shapes = all((pair.rows, pair.cols, pair.paired) == (2 * down.cols, hidden, True) and down.rows == hidden
                          and not down.paired for pair, down in layer)
             fits = sum(sizes) <= ffn and not any(size % LANES for size in sizes) and len(layer) == self.count <= 32
-            if not shapes or not fits:
+            if not shapes or not fits or len({pair.kind for pair, _ in layer}) > 1:
                 raise ValueError(f"layer {number} has groups of {sizes} neurons; in every layer there must be as many, "
-                                 f"at most 32, of multiples of {LANES} and {ffn} together, of models of {hidden}")
+                                 f"at most 32, of multiples of {LANES} and {ffn} together, of models of {hidden}, and "
+                                 "of one type of numbers")
         every = [one.struct() for layer in layers for group in layer for one in group]
         self._structs = (Weight * len(every))(*every)
 

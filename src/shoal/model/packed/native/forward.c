@@ -52,6 +52,12 @@ static int deepest(const ShoalModel *m) {
     return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_K;
 }
 
+/* Of a thread's activations; those of the groups of an MLP lie one behind the other. */
+static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) {
+    const int64_t groups = b->groups ? b->expert_count : 0;
+    return round_up(acts_bytes(b->tokens, deepest(m)), 64) + groups * round_up(acts_bytes(b->tokens, GROUP_K), 64);
+}
+
 static Worker worker_of(Run *r, int id, int threads) {
     const ShoalModel *m = r->m;
     const int tokens = r->b->tokens, group = m->heads / m->kv_heads;
@@ -59,7 +65,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
     w.shared.line = w.acts.line, w.shared.plain = w.acts.plain;
-    at += round_up(acts_bytes(tokens, deepest(m)), 64);
+    at += own_acts(m, r->b);
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
@@ -69,9 +75,8 @@ static Worker worker_of(Run *r, int id, int threads) {
 
 static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
-    int64_t acts = round_up(acts_bytes(tokens, deepest(m)), 64);
     int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
-    return acts + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
+    return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
 }
 
 /* At most how many (token, head, split) states a layer needs. */

@@ -216,18 +216,59 @@ static void run_attention(Worker *w, int entry) {
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
-/* Groups of the MLP for the tokens that run some: first what all of them multiply down, since that goes into the states. No group
-   has a bias. */
-static void run_groups(Worker *w, int entry) {
+/* Gate and up of the groups in `mask`, matrix i of `experts` being that of group i / 2, for tokens that all run them. */
+static void gate_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c) {
+    Team *team = &w->run->team;
+    const int groups = w->run->b->expert_count;
+    int total = 0;
+    for (int group = 0; group < groups; group++) total += mask >> group & 1 ? experts[2 * group].blocks / 2 : 0;
+    for (int first, taken; (first = take(team, w->id, 0, total, PANEL / 2, &taken)) >= 0;) {
+        Neurons at = {0};
+        for (int group = 0, before = 0; group < groups; at.first += at.ffn, group++) {
+            const ShoalWeight *weight = experts + 2 * group;
+            at.ffn = weight[1].cols;
+            if (!(mask >> group & 1)) continue;
+            const int last = min_int(2 * (first + taken - before), weight->blocks);
+            for (int block = 2 * max_int(first - before, 0), count; block < last; block += count) {
+                count = min_int(last - block, PANEL - block % PANEL);
+                multiply(weight, w->ready, c->count, block, count, w->sums);
+                finish_gated(w, c, NULL, block, count, &at);
+            }
+            before += weight->blocks / 2;
+        }
+    }
+    meet(team, w->id);
+}
+
+/* The same for down: a thread adds all groups' parts of the rows that it takes, group by group. */
+static void down_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c, Finish *finish) {
+    const Run *r = w->run;
+    char *memory = (char *)w->acts.words;
+    Acts acts[32];
+    int64_t first_neuron = 0;
+    for (int group = 0; group < r->b->expert_count; first_neuron += experts[2 * group++ + 1].cols) {
+        const ShoalWeight *down = experts + 2 * group + 1;
+        if (!(mask >> group & 1)) continue;
+        acts[group] = acts_at(memory, c->count, down->depth);
+        memory += round_up(acts_bytes(c->count, down->depth), 64);
+        w->ready = acts + group;
+        prepare_some(w, down, &(Lines){.x = r->hidden + first_neuron, .step = r->hidden_line, .tokens = c->token, .count = c->count}, 0, c->count);
+    }
+    for (int first, taken; (first = take(&w->run->team, w->id, 0, experts[1].blocks, PANEL, &taken)) >= 0;)
+        for (int group = 0; group < r->b->expert_count; group++)
+            for (int block = first, last = first + taken, count; mask >> group & 1 && block < last; block += count) {
+                count = min_int(last - block, PANEL - block % PANEL);
+                multiply(experts + 2 * group + 1, acts + group, c->count, block, count, w->sums);
+                finish(w, c, NULL, block, count, NULL);
+            }
+    meet(&w->run->team, w->id);
+}
+
+/* Groups that some tokens run and others do not: one after the other, first what all of them multiply down, since that goes into the
+   states. */
+static void run_in_turn(Worker *w, int entry, const ShoalWeight *experts, Finish *finish) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
-    const Chosen some = choose_group(r->b, entry, ANY);
-    if (!some.count) return;
-    const int blocks = (int)r->x_line / LANES;
-    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
-    for (int i = 0; layer->mlp_out_norm && i < some.count; i++)
-        memset(r->qkv + some.token[i] * r->qkv_line + first, 0, 4 * (last - first));
-    const ShoalWeight *experts = r->b->experts + (int64_t)r->b->layers[entry] * r->b->expert_count * 2;
     Neurons at = {0};
     for (int group = 0; group < r->b->expert_count; group++, at.first += at.ffn) {
         const ShoalWeight *gate_up = experts + 2 * group;
@@ -244,11 +285,39 @@ static void run_groups(Worker *w, int entry) {
         const Chosen c = choose_group(r->b, entry, group);
         if (c.count) {
             prepare_together(w, down, (Lines){.x = r->hidden + at.first, .step = r->hidden_line, .tokens = c.token, .count = c.count});
-            multiply_all(w, down, &c, NULL, layer->mlp_out_norm ? finish_added : finish_residual, NULL);
+            multiply_all(w, down, &c, NULL, finish, NULL);
             meet(&r->team, w->id);
         }
         at.first += down->cols;
     }
+}
+
+/* The groups that all of these tokens run, 0 where they do not run the same. */
+static uint32_t common_groups(const ShoalBatch *b, int entry, const Chosen *c) {
+    const uint32_t *masks = b->groups + (int64_t)entry * b->tokens;
+    for (int i = 1; i < c->count; i++)
+        if (masks[c->token[i]] != masks[c->token[0]]) return 0;
+    return masks[c->token[0]];
+}
+
+/* Groups of the MLP for the tokens that run some. No group has a bias. */
+static void run_groups(Worker *w, int entry) {
+    Run *r = w->run;
+    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
+    const Chosen some = choose_group(r->b, entry, ANY);
+    if (!some.count) return;
+    const int blocks = (int)r->x_line / LANES;
+    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
+    for (int i = 0; layer->mlp_out_norm && i < some.count; i++)
+        memset(r->qkv + some.token[i] * r->qkv_line + first, 0, 4 * (last - first));
+    const ShoalWeight *experts = r->b->experts + (int64_t)r->b->layers[entry] * r->b->expert_count * 2;
+    Finish *finish = layer->mlp_out_norm ? finish_added : finish_residual;
+    const uint32_t mask = some.count < TOGETHER ? common_groups(r->b, entry, &some) : 0;
+    if (mask) { /* two phases, whatever the number of groups */
+        prepare_all(w, experts, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = some.token, .count = some.count});
+        gate_together(w, experts, mask, &some);
+        down_together(w, experts, mask, &some, finish);
+    } else run_in_turn(w, entry, experts, finish);
     if (!layer->mlp_out_norm) return;
     add_normed(w, &some, layer->mlp_out_norm);
     meet(&r->team, w->id);
