@@ -31,11 +31,14 @@ def neurons(ffn: int = FFN, groups: int = GROUPS, layers: int = LAYERS) -> list[
     return [torch.randperm(ffn, generator=generator).view(groups, -1) for _ in range(layers)]
 
 
-def logits(stack: Stack, masks: Sequence[Any] | None, mlps: ExpertMLPs | None = None, rows: int = 1) -> Tensor:
-    """Of TOKENS in each of some rows, which run these groups."""
-    plan, count = DepthPlan.full(stack.num_layers), len(TOKENS)
+def logits(
+    stack: Stack, masks: Sequence[Any] | None, mlps: ExpertMLPs | None = None, rows: int = 1,
+    tokens: Sequence[int] = TOKENS,
+) -> Tensor:
+    """Of some tokens in each of some rows, which run these groups."""
+    plan, count = DepthPlan.full(stack.num_layers), len(tokens)
     choice = None if masks is None or mlps is None else ExpertChoice(mlps, masks)
-    chunks = [SequenceChunk(row, TOKENS, [0] * count, plan, wanted=count, experts=choice) for row in range(rows)]
+    chunks = [SequenceChunk(row, tokens, [0] * count, plan, wanted=count, experts=choice) for row in range(rows)]
     return stack.forward(chunks, KVCache(stack.windows, rows))
 
 
@@ -58,17 +61,22 @@ def test_a_token_s_groups_do_not_depend_on_its_mates(backend: Backend) -> None:
     assert gap(beside.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
 
 
+@pytest.mark.parametrize("count", [1, 5, 23])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_kernels_run_groups_without_the_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_run_groups_without_the_fallback(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few tokens, which run the same, all groups together; of many one after the other."""
     stack = NATIVE.stack(name)
     mlps = stack.split_mlps(neurons())
-    masks = [(0b101, 0b010, 0b111, 0b001, 0b110, 0b011)] * len(TOKENS)
+    masks = [(0b101, 0b010, 0b111, 0b001, 0b110, 0b011)] * count
     slow = super(NativeStack, stack).forward  # type: ignore[misc]
     plan = DepthPlan.full(LAYERS)
-    chunk = SequenceChunk(0, TOKENS, [0] * len(TOKENS), plan, wanted=len(TOKENS), experts=ExpertChoice(mlps, masks))
+    chunk = SequenceChunk(0, TOKENS[:count], [0] * count, plan, wanted=count, experts=ExpertChoice(mlps, masks))
     expected = slow([chunk], KVCache(stack.windows, 1))
     monkeypatch.setattr(ExpertMLPs, "__call__", None)
-    assert gap(logits(stack, masks, mlps), expected) <= NATIVE.exact
+    found = logits(stack, masks, mlps, tokens=TOKENS[:count])
+    assert gap(found, expected) <= NATIVE.exact
+    beside = logits(stack, [*masks[:-1], (ALL,) * LAYERS], mlps, tokens=TOKENS[:count])
+    assert torch.equal(beside[:-1], found[:-1]), "one after the other rounds no differently"
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -78,12 +86,19 @@ def test_groups_of_quantised_matrices_are_quantised(quant: Quant, kernels: bool)
     stack = packed(model, quant, kernels=kernels)
     mlps = stack.split_mlps(neurons(192, 3))
     whole = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stack.weights.layers)
-    assert 0.9 * whole < mlps.nbytes < 1.15 * whole
+    assert 0.9 * whole < mlps.nbytes < 1.15 * whole and stack.group_bytes == whole
     group = mlps.layers[0][1]
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     plain = model.model.layers[0].mlp.up_proj.weight[neurons(192, 3)[0][1]]
     near = group.gate_up(x)[:, 64:]
     assert 0 < gap(near, x @ plain.T) < 0.35 * (x @ plain.T).abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_the_copies_take_what_was_said(backend: Backend) -> None:
+    """To what a few small matrices are filled up with."""
+    stack = backend.stack("llama")
+    assert stack.split_mlps(neurons()).nbytes == pytest.approx(stack.group_bytes, rel=0.05)
 
 
 def test_a_chunk_is_whole_up_to_its_first_token_with_groups() -> None:

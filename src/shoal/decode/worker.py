@@ -162,7 +162,8 @@ Select = Part[Selector]
 One whose hooks are `shoal.model.choice.TopColumns`, which kernels call for, says by `label_bytes(stack, columns)` what
 they keep beside a row of so many columns to score it by."""
 Experts = Part[Worker]
-"""Chooses which neurons of the MLPs a token runs, by its worker's `experts`."""
+"""Chooses which neurons of the MLPs a token runs, by its worker's `experts`; `bytes_to_come(stack)` says what it will
+keep in memory for that."""
 
 
 class Keep(Part[Keeper], Protocol):

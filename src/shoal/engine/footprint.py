@@ -178,8 +178,9 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
         rewriting = _REWRITING * 4 * width * columns
     choosing = _choosing(engine, rows, nodes)
     bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
+    groups = getattr(rows[0].recipe.experts, "bytes_to_come", lambda _: 0)(stack)
     forward = max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
-    return bounds + rewriting + choosing + forward
+    return bounds + rewriting + choosing + groups + forward
 
 
 def _choosing(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.model.experts import ExpertChoice, ExpertMLPs
     from shoal.model.kv import KVCache
     from shoal.model.router import ExpertRouter
-    from shoal.model.stack import SequenceChunk
+    from shoal.model.stack import SequenceChunk, Stack
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Routed:
 
     knobs: ReadME
     router: ExpertRouter | None
+
+    def bytes_to_come(self, stack: Stack) -> int:
+        """What the groups will take in memory; 0 once they are made."""
+        return 0 if self.router is None else self.router.bytes_to_come(stack)
 
     def begin(self, stack: Any, cache: Any) -> RoutedWorker:
         """A worker; the MLPs are cut into groups where they are not yet."""

@@ -176,6 +176,11 @@ class HFStack:
         _check_sum(made, mlps)
         return made
 
+    @property
+    def group_bytes(self) -> int:
+        """See the protocol."""
+        return sum(one.nbytes for layer in self.parts.layers for one in _gated_mlp(layer).parameters())
+
     def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
         """A twin of a layer, or of its half, in which some tokens run groups of the MLP; in the order of its input."""
         name = next(name for name in _MLP if name in module._modules)

@@ -84,6 +84,10 @@ class ExpertRouter:
             self._made[stack] = stack.split_mlps(list(self.neurons))
         return self._made[stack]
 
+    def bytes_to_come(self, stack: Stack) -> int:
+        """What the groups will take in memory; 0 once they are made."""
+        return 0 if stack in self._made else stack.group_bytes
+
     def masks(self, tokens: Sequence[int], experts: int, seed: int | None = None) -> tuple[int, ...]:
         """Which groups the last one of some tokens runs, per layer.
 

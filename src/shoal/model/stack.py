@@ -249,6 +249,11 @@ class Stack(Protocol):
         """
         ...
 
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the copies that `split_mlps` makes."""
+        ...
+
 
 def from_layer(first: int, hook: HiddenStateHook) -> HiddenStateHook:
     """A hook, a function, that looks at no states that enter layers before `first`."""

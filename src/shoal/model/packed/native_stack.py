@@ -201,6 +201,10 @@ class NativeStack(PackedStack):
             made.native = native.NativeExperts(pairs, self.shape.hidden, max(self.shape.ffns))
         return made
 
+    def _bytes_in_groups(self, matrix: Linear) -> int:
+        kind = _matrix(parts_of(matrix)[0]).kind
+        return matrix.nbytes if kind in native.OWN else native.packed_bytes("int8", matrix.rows, matrix.columns)
+
     def _plain(self, matrix: Linear) -> Tensor:
         return torch.cat([_matrix(part).unpack(self.dtype) for part in parts_of(matrix)])
 

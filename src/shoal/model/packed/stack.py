@@ -153,6 +153,14 @@ class PackedStack:
         biases = [layer.down_bias for layer in self.weights.layers]
         return ExpertMLPs(layers, block.ACTIVATIONS[self.shape.activation], biases)
 
+    @property
+    def group_bytes(self) -> int:
+        """See the protocol."""
+        return sum(self._bytes_in_groups(one) for layer in self.weights.layers for one in (layer.gate_up, layer.down))
+
+    def _bytes_in_groups(self, matrix: Linear) -> int:
+        return matrix.nbytes
+
     def _split(self, layer: Layer, groups: Tensor) -> list[MLPGroup]:
         """The groups of one MLP."""
         gate, up = self._plain(layer.gate_up).chunk(2)
