@@ -45,7 +45,8 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
 }
 
 /* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
-   token, the first one's first. The first of few fetch what follows from column `next` on, unless columns are listed. */
+   token, the first one's first. The first of few fetch what comes next: what follows from column `next` on, or, where that is LISTED, what the chunk says already. */
+#define LISTED (-1)
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -63,11 +64,11 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             sights[j] = seen + (i - first / group);
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, next - CHUNK);
         }
-        const int fetches = !w->chunk.next && last - first <= 4 * QUERIES && k < first + fetching * most;
+        const int fetches = last - first <= 4 * QUERIES && k < first + fetching * most;
         const int64_t column = next + (k > first ? CHUNK / 2 : 0);
         for (int side = 0; side < 2; side++) {
             const int64_t at = column * column_bytes(source->dim, source->forms[side]);
-            w->chunk.ahead[side] = fetches ? lines_ahead(source, side, at, next) : NULL;
+            if (!fetches || next != LISTED) w->chunk.ahead[side] = (Ahead){fetches ? lines_ahead(source, side, at, next) : NULL};
         }
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
@@ -87,7 +88,6 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         }
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
-        w->chunk.coming = 0, w->chunk.next = NULL;
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
         attend_chunk(w, task, source, s->first * group, s->last * group, seen, base + CHUNK);
     }
@@ -110,9 +110,9 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
-        w->chunk.next = from, w->chunk.coming = (int)(end - from);
+        for (int side = 0; side < 2; side++) w->chunk.ahead[side] = list_ahead(source, side, from, min_int(CHUNK, (int)(end - from)));
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
-        attend_chunk(w, task, source, first, last, &seen, columns[0]);
+        attend_chunk(w, task, source, first, last, &seen, LISTED);
     }
 }
 

@@ -57,6 +57,15 @@ typedef struct {
     int settled, numbers;
 } Source;
 
+/* What a few queries fetch while they leave the memory at rest: what follows, or of lines that begin there those of listed columns,
+   which are nothing that processors fetch by themselves. A little at a time: where too much is under way, all else waits. */
+typedef struct {
+    const char *at;         /* NULL: nothing */
+    const int32_t *columns; /* or NULL */
+    int count;              /* of the columns that are left */
+    int64_t line;           /* bytes of one */
+} Ahead;
+
 /* A chunk of them. A word is a float or, where bf16 is multiplied, two of them: of one key, or of two columns' values.
    Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16] pairs, of even
    dimensions and of odd ones. */
@@ -65,9 +74,7 @@ typedef struct {
     float *bias;                     /* [CHUNK], beside scores */
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
-    const char *ahead[2];            /* keys and values that come next, where few queries leave the memory at rest; or NULL */
-    const int32_t *next;             /* columns that come next, where they do not follow those of this chunk; or NULL */
-    int coming;                      /* how many of them there are, 0 where they follow */
+    Ahead ahead[2];                  /* keys and values that come next */
     int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
     float scale, cap;                /* of scores */
 } Chunk;
@@ -205,14 +212,10 @@ INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) 
     return (side ? s->values : s->keys) + at;
 }
 
-/* Lines from all over the cache are nothing that processors fetch by themselves. */
-INLINE void fetch_lines(const Chunk *c, const Source *s, int first) {
-    for (int i = first; i < min_int(first + 16, c->coming); i++)
-        for (int side = 0; side < 2; side++) {
-            const int64_t line = column_bytes(s->dim, s->forms[side]);
-            const char *at = lines_ahead(s, side, max_int(c->next[i], 0) * line, c->next[i]);
-            for (int64_t byte = 0; byte < line; byte += 64) fetch_far(at + byte);
-        }
+INLINE Ahead list_ahead(const Source *s, int side, const int32_t *columns, int count) {
+    const int packed = count && columns[0] < s->settled;
+    const int64_t line = column_bytes(s->dim, s->forms[side]);
+    return (Ahead){lines_ahead(s, side, 0, packed ? 0 : s->settled), columns, count, packed ? line * s->numbers / s->dim : line};
 }
 
 INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int values_form,
@@ -221,7 +224,6 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int cou
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = 0; i < count; i += 16) {
-        fetch_lines(c, s, i);
         lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
         lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, values_form, bf16);
     }
@@ -277,19 +279,21 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
-INLINE const char *fetch_step(const char *ahead) {
-    if (!ahead) return NULL;
-    UNROLL for (int i = 0; i < STEP; i += 64) fetch_far(ahead + i);
-    return ahead + STEP;
+INLINE void fetch_more(Ahead *a, const int bytes) {
+    if (a->at && !a->columns) {
+        for (int i = 0; i < bytes; i += 64) fetch_far(a->at + i);
+        a->at += bytes;
+    } else
+        for (int left = a->at ? bytes : 0; left > 0 && a->count; left -= (int)a->line, a->count--, a->columns++)
+            for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
 }
 
 /* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. A long
    line is summed by parts, which rounds less. */
-INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
+INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
                   const int bf16) {
     const int words = words_of_line(c->dim, bf16);
     const int64_t group = 64 * round_up(words, 16);
-    const char *ahead = c->ahead[0];
     for (int g = first / SCORED * SCORED; g < last; g += SCORED) {
         const char *keys = c->keys + g * group;
         for (int from = 0; from < words; from += SUMMED) {
@@ -298,7 +302,7 @@ INLINE void score(const Chunk *c, const char *const *q, float scores[][CHUNK], i
             for (int d = from; d < min_int(from + SUMMED, words); d++, keys += 64) {
                 Vi key[SCORED];
                 UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
-                ahead = fetch_step(ahead);
+                fetch_more(c->ahead, STEP);
                 UNROLL for (int h = 0; h < queries; h++) {
                     const Vi x = spread(q[h] + 4 * d);
                     UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
@@ -334,17 +338,16 @@ INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
 
 /* Add values, `width` vectors of their lines from number `at` on, by the weights in rows first..last-1: columns, or pairs
    of them. */
-INLINE void mix(State *const *s, const Chunk *c, const char *const *weights, const float *shrink, int first, int last,
+INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const float *shrink, int first, int last,
                 int at, const int width, const int queries, const int bf16) {
     const int64_t line = 64ll * vectors_of_line(c->dim, bf16);
     Vf sum[QUERIES][MIXED];
     UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < width; k++) sum[h][k] = vf_zero();
-    const char *values = c->values + first * line + 64 * at, *ahead = c->ahead[1];
-    if (ahead) ahead += (int64_t)at / width * (last - first) * STEP;
+    const char *values = c->values + first * line + 64 * at;
     for (int i = first; i < last; i++, values += line) {
         Vi value[MIXED];
         UNROLL for (int k = 0; k < width; k++) value[k] = vi_load(values + 64 * k);
-        ahead = fetch_step(ahead);
+        fetch_more(c->ahead + 1, STEP);
         UNROLL for (int h = 0; h < queries; h++) {
             const Vi x = spread(weights[h] + 4 * i);
             UNROLL for (int k = 0; k < width; k++) sum[h][k] = multiply_add(sum[h][k], value[k], x, bf16);
@@ -395,7 +398,7 @@ INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16
 }
 
 /* A few queries look at a chunk. */
-INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
+INLINE void attend_queries(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
                            const int bf16) {
     float scores[QUERIES][CHUNK] ALIGNED, shrink[QUERIES];
     uint16_t halves[QUERIES][CHUNK] ALIGNED;
@@ -417,7 +420,7 @@ INLINE void attend_queries(const Chunk *c, const char *const *q, State *const *s
 }
 
 #define ATTEND(name, bf16)                                                                                             \
-    static void name(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {    \
+    static void name(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {    \
         if (queries == 4) attend_queries(c, q, s, seen, 4, bf16);                                                      \
         else if (queries == 3) attend_queries(c, q, s, seen, 3, bf16);                                                 \
         else if (queries == 2) attend_queries(c, q, s, seen, 2, bf16);                                                 \

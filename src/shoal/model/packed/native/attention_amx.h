@@ -6,22 +6,16 @@
 
 #include "squares.h"
 
-/* What a product fetches of what comes next: as many lines as it reads. */
-INLINE const char *fetch_square(const char *ahead, int bytes) {
-    for (int i = 0; ahead && i < bytes; i += 64) fetch_far(ahead + i);
-    return ahead ? ahead + bytes : NULL;
-}
-
 /* Scores of columns first..last-1. */
-INLINE void score_squares(const Chunk *c, const char *q, float scores[][CHUNK], int first, int last, int queries) {
+INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int first, int last, int queries) {
     const int words = (int)round_up(words_of_line(c->dim, 1), 16);
-    const char *ahead = c->ahead[0], *keys = c->keys + (int64_t)first * 4 * words;
+    const char *keys = c->keys + (int64_t)first * 4 * words;
     for (int i = first; i < last; i += LANES) {
         SQUARE_ZERO(0);
         for (int d = 0; d < words; d += 16, keys += SQUARE_SIZE) {
             SQUARE_LOAD(FIRST_ACTS, q + 4 * d, 4 * words);
             SQUARE_LOAD(FIRST_WEIGHTS, keys, 64);
-            ahead = fetch_square(ahead, 512 * c->stored_bytes);
+            fetch_more(c->ahead, 512 * c->stored_bytes); /* as many lines as the product reads */
             SQUARE_BF16(0, FIRST_ACTS, FIRST_WEIGHTS);
         }
         SQUARE_STORE(0, &scores[0][i], 4 * CHUNK);
@@ -31,10 +25,9 @@ INLINE void score_squares(const Chunk *c, const char *q, float scores[][CHUNK], 
 }
 
 /* Add the values of columns first..last-1 by their weights. */
-INLINE void mix_squares(State *const *s, const Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries) {
+INLINE void mix_squares(State *const *s, Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries) {
     const int vectors = vectors_of_line(c->dim, 1);
     const int64_t line = 64ll * vectors;
-    const char *ahead = c->ahead[1];
     float sums[2][SQUARE_ROWS * LANES] ALIGNED;
     for (int at = 0; at < vectors; at += 2) {
         SQUARE_ZERO(0);
@@ -44,7 +37,7 @@ INLINE void mix_squares(State *const *s, const Chunk *c, const uint16_t *weights
             SQUARE_LOAD(FIRST_ACTS, weights + i, 2 * CHUNK);
             SQUARE_LOAD(FIRST_WEIGHTS, values, line);
             SQUARE_LOAD(FIRST_WEIGHTS + 1, values + 64, line);
-            ahead = fetch_square(ahead, 1024 * c->stored_bytes);
+            fetch_more(c->ahead + 1, 1024 * c->stored_bytes);
             SQUARE_BF16(0, FIRST_ACTS, FIRST_WEIGHTS);
             SQUARE_BF16(1, FIRST_ACTS, FIRST_WEIGHTS + 1);
         }
@@ -59,7 +52,7 @@ INLINE void mix_squares(State *const *s, const Chunk *c, const uint16_t *weights
 }
 
 /* The queries lie one behind the other. */
-static void attend_bf16(const Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {
+static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {
     float scores[SQUARE_QUERIES][CHUNK] ALIGNED, shrink[SQUARE_QUERIES];
     uint16_t weights[SQUARE_QUERIES][CHUNK] ALIGNED;
     int low = CHUNK, high = 0;
