@@ -29,7 +29,7 @@ OVERHEAD = 3 << 20
 """What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
 
 _RANKING = 3
-"""How often the scores of a layer's columns exist in float32 while torch ranks them; measured, too."""
+"""How often the scores of a layer's columns exist in float32 while torch ranks them: an estimate."""
 
 _REWRITING = 5
 """How often a layer's columns exist in float32 while some of them are chosen or merged; measured, too."""

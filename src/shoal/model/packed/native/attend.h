@@ -44,9 +44,11 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
-/* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
-   token, the first one's first. The first of few fetch what comes next: what follows from column `next` on, or, where that is LISTED, what the chunk says already. */
 #define LISTED (-1)
+
+/* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
+   token, the first one's first. The first of few fetch what comes next: what follows from column `next` on, or, where that is LISTED,
+   what the chunk says already. */
 static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;

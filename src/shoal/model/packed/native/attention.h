@@ -279,6 +279,7 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
+/* So many bytes of it, or whole columns up to as many. */
 INLINE void fetch_more(Ahead *a, const int bytes) {
     if (a->at && !a->columns) {
         for (int i = 0; i < bytes; i += 64) fetch_far(a->at + i);
@@ -420,7 +421,7 @@ INLINE void attend_queries(Chunk *c, const char *const *q, State *const *s, cons
 }
 
 #define ATTEND(name, bf16)                                                                                             \
-    static void name(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {    \
+    static void name(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {          \
         if (queries == 4) attend_queries(c, q, s, seen, 4, bf16);                                                      \
         else if (queries == 3) attend_queries(c, q, s, seen, 3, bf16);                                                 \
         else if (queries == 2) attend_queries(c, q, s, seen, 2, bf16);                                                 \

@@ -52,7 +52,7 @@ static int deepest(const ShoalModel *m) {
     return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_K;
 }
 
-/* Of a thread's activations; those of the groups of an MLP lie one behind the other. */
+/* Of a thread's activations; those of the groups of an MLP lie one behind the other, each filled up to at most GROUP_K values more. */
 static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) {
     const int64_t groups = b->groups ? b->expert_count : 0;
     return round_up(acts_bytes(b->tokens, deepest(m)), 64) + groups * round_up(acts_bytes(b->tokens, GROUP_K), 64);

@@ -244,7 +244,7 @@ static void gate_together(Worker *w, const ShoalWeight *experts, uint32_t mask, 
 static void down_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c, Finish *finish) {
     const Run *r = w->run;
     char *memory = (char *)w->acts.words;
-    Acts acts[32];
+    Acts acts[32]; /* a mask has as many bits */
     int64_t first_neuron = 0;
     for (int group = 0; group < r->b->expert_count; first_neuron += experts[2 * group++ + 1].cols) {
         const ShoalWeight *down = experts + 2 * group + 1;
