@@ -44,16 +44,19 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return seen;
 }
 
-#define LISTED (-1)
+/* Say what comes after a chunk. Many queries leave the memory at rest for long: what the processor fetches by itself is enough. */
+static void look_ahead(Worker *w, const Source *source, int queries, const int32_t *columns, int first, int count) {
+    for (int side = 0; side < 2; side++)
+        w->chunk.ahead[side] = ahead_of(source, side, columns, first, queries <= 4 * QUERIES ? count : 0);
+}
 
-/* Queries first..last-1 look at the chunk, counted from token 0 on by those query heads that belong to the task's KV head; `seen` by
-   token, the first one's first. The first of few fetch what comes next: what follows from column `next` on, or, where that is LISTED,
-   what the chunk says already. */
-static void attend_chunk(Worker *w, const Task *task, const Source *source, int first, int last, const Seen *seen, int next) {
+/* Queries first..last-1 look at the chunk whose first place is column `base`, counted from token 0 on by those query heads that belong
+   to the task's KV head; `seen` by token, the first one's first. */
+static void attend_chunk(Worker *w, const Task *task, int first, int last, const Seen *seen, int base) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
-    const int most = bf16 ? MOST_QUERIES : QUERIES, fetching = most > QUERIES ? 1 : 2; /* the first ones, which fetch half each */
+    const int most = bf16 ? MOST_QUERIES : QUERIES;
     for (int k = first; k < last; k += most) {
         const char *q[MOST_QUERIES];
         State *states[MOST_QUERIES];
@@ -64,13 +67,7 @@ static void attend_chunk(Worker *w, const Task *task, const Source *source, int 
             q[j] = w->queries + (k + j - before * group) * query_bytes(m);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first / group);
-            w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, next - CHUNK);
-        }
-        const int fetches = last - first <= 4 * QUERIES && k < first + fetching * most;
-        const int64_t column = next + (k > first ? CHUNK / 2 : 0);
-        for (int side = 0; side < 2; side++) {
-            const int64_t at = column * column_bytes(source->dim, source->forms[side]);
-            if (!fetches || next != LISTED) w->chunk.ahead[side] = (Ahead){fetches ? lines_ahead(source, side, at, next) : NULL};
+            w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, base);
         }
         (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
     }
@@ -90,8 +87,9 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         }
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
+        look_ahead(w, source, (s->last - s->first) * group, NULL, base + CHUNK, CHUNK);
         lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
-        attend_chunk(w, task, source, s->first * group, s->last * group, seen, base + CHUNK);
+        attend_chunk(w, task, s->first * group, s->last * group, seen, base);
     }
 }
 
@@ -112,9 +110,9 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
-        for (int side = 0; side < 2; side++) w->chunk.ahead[side] = list_ahead(source, side, from, min_int(CHUNK, (int)(end - from)));
+        look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
         lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
-        attend_chunk(w, task, source, first, last, &seen, LISTED);
+        attend_chunk(w, task, first, last, &seen, 0);
     }
 }
 
@@ -143,6 +141,7 @@ static void attend_task(Worker *w, const Task *task) {
     if (all) attend_columns(w, task, &source);
     for (int i = s->first; i < s->last; i++)
         if (here[i - s->first]) attend_selected(w, task, &source, i);
+    rest_squares(&w->chunk);
 }
 
 /* Keys and values of all tokens of a layer into the cache, this thread's share. */

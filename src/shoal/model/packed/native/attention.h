@@ -21,7 +21,7 @@
 #define SUMMED 64   /* words of a line of keys that are summed one after the other */
 #define MAX_HEAD_DIM 256
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
-#define STEP (32 * SCORED) /* bytes of the next chunk's keys, or values, that a few products fetch */
+#define STEP (128 * SCORED) /* bytes of what comes next that a few products fetch */
 
 /* What a (token, head) knows after some columns: their largest score, the sums of weights, which are to be added up, and
    the weighted sum of values, `dim` floats. */
@@ -57,13 +57,13 @@ typedef struct {
     int settled, numbers;
 } Source;
 
-/* What a few queries fetch while they leave the memory at rest: what follows, or of lines that begin there those of listed columns,
-   which are nothing that processors fetch by themselves. A little at a time: where too much is under way, all else waits. */
+/* What comes next, fetched a little at a time while a chunk is laid out and looked at, which leaves the memory at rest: where too much
+   is under way, all else waits. Bytes that follow, or the lines of listed columns, which are nothing that processors fetch by
+   themselves. */
 typedef struct {
-    const char *at;         /* NULL: nothing */
+    const char *at;
     const int32_t *columns; /* or NULL */
-    int count;              /* of the columns that are left */
-    int64_t line;           /* bytes of one */
+    int64_t line, left;     /* bytes of a column, and of all that are left */
 } Ahead;
 
 /* A chunk of them. A word is a float or, where bf16 is multiplied, two of them: of one key, or of two columns' values.
@@ -75,7 +75,8 @@ typedef struct {
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
     Ahead ahead[2];                  /* keys and values that come next */
-    int dim, stored_bytes;           /* numbers of a line, and bytes of one of them as it is stored */
+    int dim;                         /* numbers of a line */
+    int shaped;                      /* rows of the tile units' squares, 0 where they rest */
     float scale, cap;                /* of scores */
 } Chunk;
 
@@ -171,10 +172,24 @@ static Strided find_lines(const Source *s, int values, const int32_t *columns, c
     return (Strided){{room, NULL}, step, 0, NULL};
 }
 
+/* So many bytes of it, or as many whole columns as they begin. */
+INLINE void fetch_more(Ahead *a, int64_t bytes) {
+    if (bytes > a->left) bytes = a->left;
+    a->left -= bytes;
+    if (!a->columns) {
+        for (int64_t i = 0; i < bytes; i += 64) fetch_far(a->at + i);
+        a->at += bytes;
+        return;
+    }
+    for (; bytes > 0; bytes -= a->line, a->columns++)
+        for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
+    a->left += bytes; /* below 0 by what the last column went beyond */
+}
+
 /* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
-INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int bf16) {
+INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int form, const int bf16) {
     const int near = from.columns ? 0 : NEAR;
     for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
         Vi v[16];
@@ -184,16 +199,18 @@ INLINE void lay_keys(Strided from, int dim, char *to, const int form, const int 
             KEEP_ONE(line.numbers);
             v[i] = load_words(line, part, dim, near, form, bf16);
         }
+        fetch_more(ahead, sizeof(v) / 2);
         transpose_words(v);
         UNROLL for (int i = 0; i < 16; i++) vi_store(to + 64 * i, v[i]);
     }
 }
 
-INLINE void lay_values(Strided from, int dim, char *to, const int form, const int bf16) {
+INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int form, const int bf16) {
     const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors, near = from.columns ? 0 : NEAR;
     Line line = {0};
     for (int i = 0; i < 16; i += 1 + bf16) {
         const Line one = line_after(&from, line, i), next = line = bf16 ? line_after(&from, one, i + 1) : one;
+        fetch_more(ahead, 32 * vectors);
         for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
             const Vi v = load_words(one, part, dim, near, form, bf16);
             if (!bf16) vi_store(to, v);
@@ -206,16 +223,13 @@ INLINE void lay_values(Strided from, int dim, char *to, const int form, const in
     }
 }
 
-/* Where byte `at` of the keys (side 0) or values (1) lies; where column `next` is a bitmap, the numbers of as many columns. */
-INLINE const char *lines_ahead(const Source *s, int side, int64_t at, int next) {
-    if (next < s->settled) return s->older[side].numbers + at * s->numbers / s->dim;
-    return (side ? s->values : s->keys) + at;
-}
-
-INLINE Ahead list_ahead(const Source *s, int side, const int32_t *columns, int count) {
-    const int packed = count && columns[0] < s->settled;
-    const int64_t line = column_bytes(s->dim, s->forms[side]);
-    return (Ahead){lines_ahead(s, side, 0, packed ? 0 : s->settled), columns, count, packed ? line * s->numbers / s->dim : line};
+/* The keys (side 0) or values of `count` columns, of listed ones or of those from column `first` on; where the first one is a bitmap,
+   the numbers of all. */
+INLINE Ahead ahead_of(const Source *s, int side, const int32_t *columns, int first, int count) {
+    const int packed = count && (columns ? columns[0] : first) < s->settled;
+    const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : column_bytes(s->dim, s->forms[side]);
+    const char *at = packed ? s->older[side].numbers : side ? s->values : s->keys;
+    return (Ahead){columns ? at : at + first * line, columns, line, count * line};
 }
 
 INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int values_form,
@@ -224,8 +238,8 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int cou
     const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = 0; i < count; i += 16) {
-        lay_keys(find_lines(s, 0, columns + i, room), s->dim, c->keys + i / 16 * keys, form, bf16);
-        lay_values(find_lines(s, 1, columns + i, room), s->dim, c->values + i / 16 * values, values_form, bf16);
+        lay_keys(find_lines(s, 0, columns + i, room), c->ahead, s->dim, c->keys + i / 16 * keys, form, bf16);
+        lay_values(find_lines(s, 1, columns + i, room), c->ahead + 1, s->dim, c->values + i / 16 * values, values_form, bf16);
     }
 }
 
@@ -258,11 +272,8 @@ INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
 
 /* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    int some = 0; /* the first that is one */
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
     for (int i = 0; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
-    while (some < count - 1 && columns[some] < 0) some++;
-    c->stored_bytes = columns[some] < s->settled ? max_int(form_bytes(s->forms[0]) / 2, 1) : form_bytes(s->forms[0]);
     if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, count);
     else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, count);
     else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, count, bf16);
@@ -279,16 +290,6 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
-/* So many bytes of it, or whole columns up to as many. */
-INLINE void fetch_more(Ahead *a, const int bytes) {
-    if (a->at && !a->columns) {
-        for (int i = 0; i < bytes; i += 64) fetch_far(a->at + i);
-        a->at += bytes;
-    } else
-        for (int left = a->at ? bytes : 0; left > 0 && a->count; left -= (int)a->line, a->count--, a->columns++)
-            for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
-}
-
 /* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. A long
    line is summed by parts, which rounds less. */
 INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
@@ -303,7 +304,7 @@ INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int fir
             for (int d = from; d < min_int(from + SUMMED, words); d++, keys += 64) {
                 Vi key[SCORED];
                 UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
-                fetch_more(c->ahead, STEP);
+                if (!(d % 4)) fetch_more(c->ahead, STEP);
                 UNROLL for (int h = 0; h < queries; h++) {
                     const Vi x = spread(q[h] + 4 * d);
                     UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
@@ -348,7 +349,7 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
     for (int i = first; i < last; i++, values += line) {
         Vi value[MIXED];
         UNROLL for (int k = 0; k < width; k++) value[k] = vi_load(values + 64 * k);
-        fetch_more(c->ahead + 1, STEP);
+        if (!(i % 4)) fetch_more(c->ahead + 1, STEP);
         UNROLL for (int h = 0; h < queries; h++) {
             const Vi x = spread(weights[h] + 4 * i);
             UNROLL for (int k = 0; k < width; k++) sum[h][k] = multiply_add(sum[h][k], value[k], x, bf16);
@@ -432,6 +433,7 @@ ATTEND(attend_fp32, 0)
 #include "attention_amx.h"
 #else
 ATTEND(attend_bf16, BF16_PRODUCTS)
+static void rest_squares(Chunk *c) { (void)c; }
 #endif
 
 #endif

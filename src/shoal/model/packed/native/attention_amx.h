@@ -6,49 +6,59 @@
 
 #include "squares.h"
 
-/* Scores of columns first..last-1. */
-INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int first, int last, int queries) {
+/* Scores of columns first..last-1. Several groups of columns at a time, since a product waits long for the one before it in a sum. */
+INLINE void score_some(Chunk *c, const char *q, float scores[][CHUNK], int at, const int groups) {
     const int words = (int)round_up(words_of_line(c->dim, 1), 16);
-    const char *keys = c->keys + (int64_t)first * 4 * words;
-    for (int i = first; i < last; i += LANES) {
-        SQUARE_ZERO(0);
-        for (int d = 0; d < words; d += 16, keys += SQUARE_SIZE) {
-            SQUARE_LOAD(FIRST_ACTS, q + 4 * d, 4 * words);
-            SQUARE_LOAD(FIRST_WEIGHTS, keys, 64);
-            fetch_more(c->ahead, 512 * c->stored_bytes); /* as many lines as the product reads */
-            SQUARE_BF16(0, FIRST_ACTS, FIRST_WEIGHTS);
+    const char *keys = c->keys + (int64_t)at * 4 * words;
+    UNROLL for (int g = 0; g < groups; g++) SQUARE_ZERO(g);
+    for (int d = 0; d < words; d += 16, keys += SQUARE_SIZE) {
+        SQUARE_LOAD(FIRST_ACTS, q + 4 * d, 4 * words);
+        UNROLL for (int g = 0; g < groups; g++) {
+            SQUARE_LOAD(FIRST_WEIGHTS + g % 2, keys + 64 * g * words, 64);
+            fetch_more(c->ahead, SQUARE_SIZE / 2);
+            SQUARE_BF16(g, FIRST_ACTS, FIRST_WEIGHTS + g % 2);
         }
-        SQUARE_STORE(0, &scores[0][i], 4 * CHUNK);
     }
+    UNROLL for (int g = 0; g < groups; g++) SQUARE_STORE(g, &scores[0][at + g * LANES], 4 * CHUNK);
+}
+
+INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int first, int last, int queries) {
+    int at = first;
+    for (; at + SQUARES_SUM * LANES <= last; at += SQUARES_SUM * LANES) score_some(c, q, scores, at, SQUARES_SUM);
+    for (; at < last; at += LANES) score_some(c, q, scores, at, 1);
     for (int h = 0; h < queries; h++)
         for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_all(c->scale)));
 }
 
-/* Add the values of columns first..last-1 by their weights. */
-INLINE void mix_squares(State *const *s, Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries) {
-    const int vectors = vectors_of_line(c->dim, 1);
-    const int64_t line = 64ll * vectors;
-    float sums[2][SQUARE_ROWS * LANES] ALIGNED;
-    for (int at = 0; at < vectors; at += 2) {
-        SQUARE_ZERO(0);
-        SQUARE_ZERO(1);
-        for (int i = first; i < last; i += 32) {
-            const char *values = c->values + i / 2 * line + 64 * at;
-            SQUARE_LOAD(FIRST_ACTS, weights + i, 2 * CHUNK);
-            SQUARE_LOAD(FIRST_WEIGHTS, values, line);
-            SQUARE_LOAD(FIRST_WEIGHTS + 1, values + 64, line);
-            fetch_more(c->ahead + 1, 1024 * c->stored_bytes);
-            SQUARE_BF16(0, FIRST_ACTS, FIRST_WEIGHTS);
-            SQUARE_BF16(1, FIRST_ACTS, FIRST_WEIGHTS + 1);
-        }
-        SQUARE_STORE(0, sums[0], 64);
-        SQUARE_STORE(1, sums[1], 64);
-        for (int h = 0; h < queries; h++) {
-            const Vi even = vi_load(sums[0] + h * LANES), odd = vi_load(sums[1] + h * LANES);
-            add_sum(s[h], 16 * at, shrink[h], vf_bits(zip_low(even, odd)));
-            add_sum(s[h], 16 * (at + 1), shrink[h], vf_bits(zip_high(even, odd)));
+/* Add the values of columns first..last-1, `width` vectors of their lines from number `at` on, by their weights. */
+INLINE void mix_some(State *const *s, Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries, int at,
+                     const int width) {
+    const int64_t line = 64ll * vectors_of_line(c->dim, 1);
+    float sums[SQUARES_SUM][SQUARE_ROWS * LANES] ALIGNED;
+    UNROLL for (int k = 0; k < width; k++) SQUARE_ZERO(k);
+    for (int i = first; i < last; i += 32) {
+        const char *values = c->values + i / 2 * line + 64 * at;
+        SQUARE_LOAD(FIRST_ACTS, weights + i, 2 * CHUNK);
+        UNROLL for (int k = 0; k < width; k++) {
+            SQUARE_LOAD(FIRST_WEIGHTS + k % 2, values + 64 * k, line);
+            fetch_more(c->ahead + 1, SQUARE_SIZE / 2);
+            SQUARE_BF16(k, FIRST_ACTS, FIRST_WEIGHTS + k % 2);
         }
     }
+    UNROLL for (int k = 0; k < width; k++) SQUARE_STORE(k, sums[k], 64);
+    for (int h = 0; h < queries; h++)
+        UNROLL for (int k = 0; k < width; k += 2) {
+            const Vi even = vi_load(sums[k] + h * LANES), odd = vi_load(sums[k + 1] + h * LANES);
+            add_sum(s[h], 16 * (at + k), shrink[h], vf_bits(zip_low(even, odd)));
+            add_sum(s[h], 16 * (at + k + 1), shrink[h], vf_bits(zip_high(even, odd)));
+        }
+}
+
+INLINE void mix_squares(State *const *s, Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries) {
+    const int vectors = vectors_of_line(c->dim, 1);
+    int at = 0;
+    for (; at + SQUARES_SUM <= vectors; at += SQUARES_SUM) mix_some(s, c, weights, shrink, first, last, queries, at, SQUARES_SUM);
+    for (; at < vectors; at += 2) mix_some(s, c, weights, shrink, first, last, queries, at, 2);
 }
 
 /* The queries lie one behind the other. */
@@ -59,7 +69,8 @@ static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const S
     for (int h = 0; h < queries; h++) low = min_int(low, seen[h]->low), high = max_int(high, seen[h]->high);
     if (low >= high) return;
     const int first = low / LAID * LAID, last = (int)round_up(high, LAID);
-    shape_squares(queries, 64);
+    if (c->shaped != queries) shape_squares(queries, 64);
+    c->shaped = queries;
     score_squares(c, q[0], scores, first, last, queries);
     for (int h = 0; h < queries; h++) ready_scores(c, h, seen[h], scores[h], first, last);
     for (int h = 0; h < queries; h += QUERIES) {
@@ -67,7 +78,12 @@ static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const S
         else for (int k = h; k < queries; k++) weigh(c, s + k, scores + k, weights + k, shrink + k, first, last, 1, 1);
     }
     mix_squares(s, c, weights[0], shrink, first, last, queries);
-    release_squares();
+}
+
+/* After the last chunk: shaping takes longer than a few products. */
+static void rest_squares(Chunk *c) {
+    if (c->shaped) release_squares();
+    c->shaped = 0;
 }
 
 #endif

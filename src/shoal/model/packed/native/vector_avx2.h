@@ -200,8 +200,8 @@ INLINE Vi widen(Vi sum, Vi narrow) { return EACH3(Vi, widen_of, sum, narrow); }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};
-    memcpy(copy, from, mask == 0xffff ? 32 : 2 * __builtin_popcount(mask));
-    const __m128i *at = (const __m128i *)copy;
+    if (mask != 0xffff) from = memcpy(copy, from, 2 * __builtin_popcount(mask)); /* else no copy: loads would wait for its stores */
+    const __m128i *at = (const __m128i *)from;
     const Vi words = PAIR(Vi, _mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)));
     return vf_bits(vi_shift_up(words, 16));
 }

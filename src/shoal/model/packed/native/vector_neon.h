@@ -189,8 +189,8 @@ INLINE Vi widen(Vi sum, Vi narrow) { return (void)sum, narrow; }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};
-    memcpy(copy, from, mask == 0xffff ? 32 : 2 * lanes_in(mask));
-    return vf_bits(vi_shift_up(words_of_halves(vld1q_u16(copy), vld1q_u16(copy + 8)), 16));
+    if (mask != 0xffff) from = memcpy(copy, from, 2 * lanes_in(mask));
+    return vf_bits(vi_shift_up(words_of_halves(vld1q_u16(from), vld1q_u16(from + 8)), 16));
 }
 
 /* Round to nearest even, as torch does. A NaN becomes a quiet one: the carry could make it infinite. */
