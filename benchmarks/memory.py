@@ -1,13 +1,15 @@
 """Whether requests take the memory that was predicted, and whether a server stays within its limit.
 
-    python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--json OUT]
+    python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--longest 1000] [--methods A,B+C]
+                                [--json OUT]
     python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--group NAME] [--json OUT]
 
-Requests are random: prompts of up to 1,000 tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by methods
-that store the KV in different forms. Each process of its own answers a few of them. Before each request the process is
-measured and the request's peak predicted, as `engine.limit` does it; then the kernel's peak begins anew. *Resident* is
-that peak of the whole process (VmHWM), *private* the peak without pages of files (libraries, and weights that are
-mapped from a file), of which only what is in memory when the request ends is known.
+Requests are random: prompts of up to `--longest` tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by
+methods that store the KV in different forms, or by those of `--methods`. Each process of its own answers a few of them.
+Before each request the process is measured and the request's peak predicted, as `engine.limit` does it; then the
+kernel's peak begins anew. *Resident* is that peak of the whole process (VmHWM), *private* the peak without pages of
+files (libraries, and weights that are mapped from a file), of which only what is in memory when the request ends is
+known.
 
 A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is
 read ten times a second, and the kernel says its peak. With `--group` the system enforces the limit as well: the server
@@ -37,12 +39,11 @@ from shoal.bench import report
 from shoal.bench.load.watch import MemorySampler
 from shoal.bench.process import reset_peak_memory
 from shoal.cli import env
+from shoal.cli.method_list import methods_from
 from shoal.engine.sizes import parse
 
-METHODS: tuple[Any, ...] = (
-    "full", "prompt_lookup", "kv_int8", {"method": "streaming_llm", "method_args": {"window": 256}},
-    {"method": "snapkv", "method_args": {"budget": 256}}, "centroid_kv", "d3", ["prompt_lookup", "kv_int8"],
-)
+METHODS = ("full,prompt_lookup,kv_int8,streaming_llm:window=256,snapkv:budget=256,centroid_kv,d3,"
+           "prompt_lookup+kv_int8")
 PER_PROCESS = 5
 MOST = 0.05
 """The largest error that is wanted."""
@@ -53,6 +54,8 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a prompt, at least 100")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--serve", metavar="SIZE")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--group", metavar="NAME")
@@ -62,17 +65,17 @@ def main(words: Sequence[str]) -> int:
     if args.answer:
         return answer(args.model[0], json.load(sys.stdin))
     found = (served(args.model[0], args.serve, args.minutes, args.group) if args.serve
-             else predicted(args.model, args.requests))
+             else predicted(args.model, args.requests, list(methods_from(args.methods)), args.longest))
     shown = [word if word not in args.model else Path(word).name for word in words]
     heading = report.heading(env.collect(), ["python", "benchmarks/memory.py", *shown])
     report.publish({**heading, "kind": "memory", **found}, args.json)
     return 0
 
 
-def predicted(models: Sequence[str], count: int) -> dict[str, Any]:
+def predicted(models: Sequence[str], count: int, methods: Sequence[str], longest: int) -> dict[str, Any]:
     """Requests of all models, by turns, and how far the predictions were off."""
     draw, requests = random.Random(0), list[dict[str, Any]]()
-    wishes = [wish(draw) for _ in range(count)]
+    wishes = [wish(draw, methods, longest) for _ in range(count)]
     for first in range(0, count, PER_PROCESS):
         model = models[first // PER_PROCESS % len(models)]
         command = [sys.executable, __file__, "--answer", "--model", model]
@@ -85,12 +88,12 @@ def predicted(models: Sequence[str], count: int) -> dict[str, Any]:
     return {"requests": requests, "summary": summary(requests)}
 
 
-def wish(draw: random.Random) -> dict[str, Any]:
+def wish(draw: random.Random, methods: Sequence[str], longest: int) -> dict[str, Any]:
     """A request, as JSON."""
     rows = draw.choice([1, 1, 1, 2, 4])
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if draw.random() < 0.4 else {}
-    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, 1000)]) for _ in range(rows)],
-            "options": {"method": draw.choice(METHODS), "max_new_tokens": draw.randint(1, 48), **drawn}}
+    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, longest)]) for _ in range(rows)],
+            "options": {"method": draw.choice(methods), "max_new_tokens": draw.randint(1, 48), **drawn}}
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
@@ -108,7 +111,8 @@ def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
 
     engine, draw, found = shoal.load(model), random.Random(1), []
     for one in wishes:
-        ids, options = [prompt(draw, length) for length in one["prompts"]], {**one["options"], "ignore_eos": True}
+        ids, word = [prompt(draw, length) for length in one["prompts"]], one["options"]["method"]
+        options = {**one["options"], "method": methods_from(word)[word], "ignore_eos": True}
         request = Request.from_options(options)
         sizes = footprint(engine, engine.rows(ids, request), make(request.method), request.max_new_tokens)
         files, before = status("RssFile"), status("VmRSS")
@@ -146,15 +150,11 @@ def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         exact = sum(one["predicted"]["kv"] == one["kv_allocated_at_end"] for one in some)
         return {"requests": len(some), **sizes, "kv_equal_at_end": exact}
 
-    def name(method: Any) -> str:
-        return str(method["method"]) if isinstance(method, dict) else "+".join([method] if isinstance(method, str)
-                                                                              else method)
-
-    names = sorted({name(one["options"]["method"]) for one in requests})
+    names = sorted({one["options"]["method"] for one in requests})
     return {"all": errors(requests),
             "models": {model: errors([one for one in requests if one["model"] == model])
                        for model in sorted({one["model"] for one in requests})},
-            "methods": {method: errors([one for one in requests if name(one["options"]["method"]) == method])
+            "methods": {method: errors([one for one in requests if one["options"]["method"] == method])
                         for method in names}}
 
 
