@@ -90,7 +90,7 @@ BESIDE: tuple[Method, ...] = (
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("other", BESIDE, ids=lambda method: method.name)
 def test_beside_another_method_it_gives_that_methods_tokens(other: Method, sampling: str) -> None:
-    engine, options = engine_of("hybrid"), {"max_new_tokens": 20, **SAMPLINGS[sampling]}
+    engine, options = engine_of("hybrid"), {"max_new_tokens": 40, **SAMPLINGS[sampling]}
     alone = engine.generate(SHORT, method=other, **options)
     both = engine.generate(SHORT, method=[Jacobi(n=6), other], **options)
     assert [r.tokens for r in both] == [r.tokens for r in alone]
