@@ -189,7 +189,7 @@ INLINE Vi widen(Vi sum, Vi narrow) { return (void)sum, narrow; }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};
-    if (mask != 0xffff) from = memcpy(copy, from, 2 * lanes_in(mask));
+    if (mask != 0xffff) from = memcpy(copy, from, 2 * lanes_in(mask)); /* see vector_avx2.h */
     return vf_bits(vi_shift_up(words_of_halves(vld1q_u16(from), vld1q_u16(from + 8)), 16));
 }
 
