@@ -170,7 +170,7 @@ def purpose(path: Path) -> str:
     """What a file says about itself in its first paragraph, on one line; ValueError where it says nothing."""
     if path.name in SILENT:
         return SILENT[path.name]
-    if path.name.endswith(".jsonl.gz"):
+    if path.name.endswith(".jsonl.bz2"):
         return f"word problems held out from training: {path.name.split('.')[0].replace('_', ' ')}"
     text = path.read_text("utf-8")
     if path.suffix == ".py":

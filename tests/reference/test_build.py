@@ -75,8 +75,8 @@ def test_a_second_stretch_repeats_nothing_and_stays_clear_of_what_is_held_out(
     own = [templates.trained_problem(build.STRETCH + count) for count in range(3)]
     known = next(corpus.gsm8k_variants(corpus.split(data).known, "train 2"))
     assert (out / "tokenizer.json").read_bytes() == kept
-    hold_out.write(own, held / "own.jsonl.gz")
-    hold_out.write([known], held / "known.jsonl.gz")
+    hold_out.write(own, held / "own.jsonl.bz2")
+    hold_out.write([known], held / "known.jsonl.bz2")
     third = texts(monkeypatch, data, out, "--stretch", "2", "--held-out", str(held))
     for problem in (*own, known):
         assert worded(problem) in (*second["templates"], *second["gsm8k"])

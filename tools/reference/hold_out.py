@@ -8,7 +8,7 @@ New means: no training problem of the same template, or made from the same GSM8K
 from __future__ import annotations
 
 import argparse
-import gzip
+import bz2
 import itertools
 import json
 import re
@@ -86,7 +86,7 @@ def choose(problems: Iterator[Problem], count: int, used: set[Mark]) -> list[Pro
 def write(problems: Iterable[Problem], file: Path) -> None:
     """JSON lines, compressed; the same problems give the same bytes."""
     lines = "".join(json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
-    file.write_bytes(gzip.compress(lines.encode("utf-8"), 9, mtime=0))
+    file.write_bytes(bz2.compress(lines.encode("utf-8")))
 
 
 def marks(folder: Path) -> frozenset[Mark]:
@@ -95,10 +95,10 @@ def marks(folder: Path) -> frozenset[Mark]:
     Raises:
         ValueError: it holds no problems.
     """
-    files = sorted(folder.glob("*.jsonl.gz"))
+    files = sorted(folder.glob("*.jsonl.bz2"))
     if not files:
-        raise ValueError(f"the folder {folder} holds no problems (*.jsonl.gz)")
-    lines = (line for file in files for line in gzip.decompress(file.read_bytes()).decode("utf-8").splitlines())
+        raise ValueError(f"the folder {folder} holds no problems (*.jsonl.bz2)")
+    lines = (line for file in files for line in bz2.decompress(file.read_bytes()).decode("utf-8").splitlines())
     return frozenset(mark(Problem(**json.loads(line))) for line in lines)
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     used = {mark(problem) for problem in seen}
     for name, problems in candidates(args.data).items():
         chosen = choose(problems, COUNTS[name], used)
-        write(chosen, args.out / f"{name}.jsonl.gz")
+        write(chosen, args.out / f"{name}.jsonl.bz2")
         print(f"{name}: {len(chosen)}")
 
 

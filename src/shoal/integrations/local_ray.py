@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a second replica, where the first has said why neither can start
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_register_timeout_seconds": "600",  # a minute by default, which a busy machine may exceed
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",  # after 5 by default, Ray kills a proxy that is starting
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only

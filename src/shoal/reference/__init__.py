@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
+import bz2
 import json
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def problems(kind: str) -> list[dict[str, str]]:
     """
     if kind not in PROBLEM_KINDS:
         raise ValueError(f"there are no problems called {kind!r}; choose one of {', '.join(PROBLEM_KINDS)}")
-    file = Path(__file__).parent / "problems" / f"{kind}.jsonl.gz"
+    file = Path(__file__).parent / "problems" / f"{kind}.jsonl.bz2"
     if not file.is_file():
         raise FileNotFoundError(f"the packaged problems are missing: {file}; reinstall shoal")
-    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()]
+    return [json.loads(line) for line in bz2.decompress(file.read_bytes()).decode("utf-8").splitlines()]

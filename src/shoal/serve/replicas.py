@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,8 @@ def run(make: Make, fleet: Fleet) -> None:
         host, port = probe.getsockname()[:2]
     with local_ray.running(f"shoal serve --replicas {fleet.replicas}", "serve", fleet.replicas) as serve:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(http_options={"host": host, "port": port}, logging_config=_QUIET)
+        with suppress(TimeoutError):  # a busy machine's proxy takes more than Ray's minute; the deployment waits for it
+            serve.start(http_options={"host": host, "port": port}, logging_config=_QUIET)
         try:
             _deploy(serve, make, fleet)
             print(f"serving {fleet.replicas} replicas at {url_of(host, port)}", file=sys.stderr, flush=True)
