@@ -5,6 +5,7 @@
 #include "chain.h"
 #include "likeliest.h"
 #include "lookup.h"
+#include "squares.h"
 
 static void embed(const Worker *w) {
     const Run *r = w->run;
@@ -154,9 +155,11 @@ static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) 
 #pragma omp single
         r->team.threads = omp_get_num_threads();
         const double begun = seconds(CLOCK_THREAD_CPUTIME_ID);
+        const Squares found = found_squares();
         Worker w = worker_of(r, omp_get_thread_num(), r->team.threads);
         if (c) run_chains(&w, c, &all);
         else run_tokens(&w);
+        leave_squares(&found);
         const double spent = seconds(CLOCK_THREAD_CPUTIME_ID) - begun;
 #pragma omp atomic
         worked += spent;
@@ -190,11 +193,13 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
     {
         Worker worker = {.run = &r, .id = omp_get_thread_num(), .threads = omp_get_num_threads()};
         const Chosen c = {.count = tokens};
+        const Squares found = found_squares();
         worker.sums = (float *)(scratch + worker.id * own);
         worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
         worker.ready = &worker.acts;
         for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
         multiply_all(&worker, w, &c, NULL, finish_logits, out);
+        leave_squares(&found);
     }
 }
 

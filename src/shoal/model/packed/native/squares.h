@@ -43,4 +43,21 @@ INLINE void shape_squares(int rows, int bytes) {
 
 INLINE void release_squares(void) { __asm__ volatile("tilerelease"); }
 
+/* How they were shaped when this thread came. Some libraries do that once and for all, such as ggml: they find them so again. */
+INLINE Squares found_squares(void) {
+    Squares s ALIGNED = {0};
+#ifdef SHOAL_AMX
+    __asm__ volatile("sttilecfg %0" : "=m"(s));
+#endif
+    return s;
+}
+
+INLINE void leave_squares(const Squares *found) {
+#ifdef SHOAL_AMX
+    if (found->palette) __asm__ volatile("ldtilecfg %0" ::"m"(*found));
+#else
+    (void)found;
+#endif
+}
+
 #endif
