@@ -72,6 +72,7 @@ def run(make: Make, fleet: Fleet) -> None:
 
     Raises:
         ValueError: the address cannot be bound, or a replica cannot start.
+        TimeoutError: Ray, or the proxy in front of the replicas, does not start.
         Unsupported: Ray is not installed.
     """
     with bind(fleet.host, fleet.port) as probe:  # a port that is taken is refused now, and not found out by Ray's proxy
