@@ -4,6 +4,8 @@
 
 #include "task.h"
 
+#define LABELS_AHEAD 4096 /* bytes by which they are fetched */
+
 /* Whether a token of the layer chooses by labels. */
 INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
     for (int i = 0; r->b->choices && i < c->count; i++)
@@ -78,21 +80,28 @@ INLINE Vi label_words(const Labels *l, const char *group, int j, const int halve
 }
 
 /* Products of 16 columns and a few query heads, whose numbers `q` points to. */
-INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sum, const int halves) {
+INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sums, const int halves) {
     const int words = words_of_label(l);
+    Vf sum[QUERIES];
     UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero();
     for (int j = 0; j < words; j++) { /* a few heads at a time, so that no sum waits for itself */
         const Vi label = label_words(l, group, j, halves);
+        fetch(group + 64 * j + LABELS_AHEAD);
         UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(q[h] + 4 * j), halves);
     }
+    UNROLL for (int h = 0; h < QUERIES; h++) sums[h] = sum[h];
 }
 
 /* Scores of 16 columns from their products, those of first..last-1 alone: the others are another task's. */
 INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, float *to) {
+    const Vf scores = soft_cap(vf_mul(products, vf_all(m->attention_scale)), m->attention_cap);
+    if (last - first == 16) {
+        vf_store_some(to, 0xffff, scores);
+        return;
+    }
     float some[16] ALIGNED;
-    vf_store(some, soft_cap(vf_mul(products, vf_all(m->attention_scale)), m->attention_cap));
-    if (last - first == 16) vf_store_some(to, 0xffff, vf_load(some));
-    else memcpy(to + first, some + first, sizeof(float) * max_int(0, last - first));
+    vf_store(some, scores);
+    memcpy(to + first, some + first, sizeof(float) * max_int(0, last - first));
 }
 
 /* Scores of a token's columns low..high-1 into those of its query heads, `room` apart; `q` [heads][words]. */
