@@ -68,7 +68,10 @@ def test_a_json_object_is_one_and_a_cut_one_says_so(server: Running) -> None:
     assert (cut.message.content, cut.finish_reason) == ("{", "length")
 
 
-def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(server: Running) -> None:
+def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.engine.constraint._SECONDS", 120.0)  # jedi begins slowly on a busy machine
     given = {"model": MODEL, "max_tokens": 12, "temperature": 1.0, "seed": 4}
     given |= {"prompt": ["y = 'a'\nx = y.", "x."]}
     plain, bound = (server.client().completions.create(**given, extra_body=more).choices
