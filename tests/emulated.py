@@ -130,8 +130,8 @@ class Block:
         for address, nbytes in (_extent(self._words), *_structures(arguments)):
             self._hold(address, nbytes)
         found = self._scanned()
-        for address in sorted(set(found.values()) & _tensors.keys()):
-            if self._place_of(address) is None:  # else it lies in a tensor, or did in one that is no more
+        for address in sorted(set(found.values()) & _tensors.keys()):  # a tensor before what lies, or once lay, in it
+            if self._place_of(address) is None:
                 self._hold(address, _tensors[address])
         targets = {place: self._place_of(word) for place, word in found.items()}
         self.places = [place for place, target in targets.items() if target is not None]

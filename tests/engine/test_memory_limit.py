@@ -154,7 +154,7 @@ def test_a_scheduler_lets_rows_wait_and_refuses_what_never_fits(engine: Engine) 
     with pytest.raises(Unsupported, match=r"KV can take .* kv_int8"):
         scheduler.submit(prompt(100), max_new_tokens=200)
     with pytest.raises(ValueError, match="the memory limit leaves"):
-        Scheduler(engine, kv_bytes=int(engine.limit.memory), start=False, prefill_chunk=256)
+        Scheduler(engine, kv_bytes=int(engine.limit.memory), start=False, prefill_chunk=256)  # what is left wanders
     engine.limit = MemoryLimit(PROCESS)
     with pytest.raises(OutOfMemory, match="before it serves"):
         Scheduler(engine, start=False)

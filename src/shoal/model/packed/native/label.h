@@ -4,7 +4,7 @@
 
 #include "task.h"
 
-#define LABELS_AHEAD 4096 /* bytes by which they are fetched */
+#define LABELS_AHEAD 4096 /* bytes by which labels are fetched, before they are waited for */
 
 /* Whether a token of the layer chooses by labels. */
 INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
@@ -82,7 +82,7 @@ INLINE Vi label_words(const Labels *l, const char *group, int j, const int halve
 /* Products of 16 columns and a few query heads, whose numbers `q` points to. */
 INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sums, const int halves) {
     const int words = words_of_label(l);
-    Vf sum[QUERIES];
+    Vf sum[QUERIES]; /* in registers, where `sums`, of which a caller takes one by its number, would lie in memory */
     UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero();
     for (int j = 0; j < words; j++) { /* a few heads at a time, so that no sum waits for itself */
         const Vi label = label_words(l, group, j, halves);
