@@ -8,6 +8,7 @@ INLINE int multiplies_bf16(const ShoalModel *m) { return BF16_PRODUCTS && m->kv_
 
 INLINE int64_t query_bytes(const ShoalModel *m) { return round_up(m->head_dim, 32) * (multiplies_bf16(m) ? 2 : 4); }
 
+/* The queries of a token's heads that share the task's KV head. */
 static void ready_queries(const Worker *w, const Task *task, int i) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -19,8 +20,13 @@ static void ready_queries(const Worker *w, const Task *task, int i) {
         ready_head(m, task->layer, queries, task->head * group + h, m->heads, task->layer->q_norm, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
         store_line(to, line, (int)round_up(m->head_dim, 32), multiplies_bf16(m) ? DTYPE_BF16 : DTYPE_FP32);
-        reset(state_at(r, task->segment, task->split, i, task->head * group + h), m->head_dim);
     }
+}
+
+static void reset_states(const Run *r, const Task *task, int i) {
+    const int group = r->m->heads / r->m->kv_heads;
+    for (int head = task->head * group; head < (task->head + 1) * group; head++)
+        reset(state_at(r, task->segment, task->split, i, head), r->m->head_dim);
 }
 
 /* Which nodes before it token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
@@ -104,6 +110,10 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         if (from[half] < low) from += half + 1, size -= half + 1;
         else size = half;
     }
+    if (from < end && *from < high) {
+        look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
+        for (int side = 0; side < 2; side++) fetch_more(w->chunk.ahead + side, w->chunk.ahead[side].left);
+    }
     while (from < end && *from < high) {
         int32_t columns[CHUNK];
         Seen seen = {0};
@@ -133,11 +143,14 @@ static void attend_task(Worker *w, const Task *task) {
     const Source source = source_of(w->run, task);
     if (!w->stored) store_new(w, task);
     int here[MAX_TOKENS], all = 0; /* whether the task has anything for a token; whether for one that has nothing listed */
+    const int asked = s->first * w->run->m->kv_heads + task->head;
     for (int i = s->first; i < s->last; i++) {
         const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
         here[i - s->first] = !parts || task->split < parts, all |= !parts;
-        if (here[i - s->first]) ready_queries(w, task, i);
+        if (here[i - s->first]) reset_states(w->run, task, i);
+        if (w->asked != asked) ready_queries(w, task, i);
     }
+    w->asked = asked;
     if (all) attend_columns(w, task, &source);
     for (int i = s->first; i < s->last; i++)
         if (here[i - s->first]) attend_selected(w, task, &source, i);
@@ -188,6 +201,18 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
             one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);
             run(w, &one);
         }
+    }
+}
+
+/* Of rows that gather, fewer tasks than their columns would take. */
+static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *segments, int count) {
+    for (Segment *s = segments; s < segments + count; s++) {
+        int most = 0;
+        for (int i = s->first; i < s->last; i++) {
+            const int parts = listed_parts(r, entry, c->token[i]);
+            most = max_int(most, parts ? parts : s->splits);
+        }
+        s->splits = most;
     }
 }
 

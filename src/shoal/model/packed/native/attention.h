@@ -370,6 +370,7 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
 INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
     if (c->notes[h]) memcpy(c->notes[h] + first, mine + first, sizeof(float) * (last - first));
+    for (int i = 0; c->notes[h] && i < CHUNK; i += LANES) fetch_to_write(c->notes[h] + CHUNK + i);
     for (int i = first; c->biased && i < last; i += LANES) vf_store(mine + i, vf_add(vf_load(mine + i), vf_load(c->bias + i)));
     hide(seen, mine, first, last);
 }

@@ -205,6 +205,8 @@ static void run_attention(Worker *w, int entry) {
         choose_columns(w, entry, &c, READS_LABELED);
         meet(&r->team, w->id);
     }
+    if (r->b->choices) leave_out_idle(r, entry, &c, segments, count);
+    w->asked = -1;
     for_tasks(w, entry, &c, segments, count, attend_task);
     meet(&r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, entry, &c, s);

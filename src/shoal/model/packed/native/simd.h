@@ -21,6 +21,7 @@
 
 /* Ask for the cache line at an address that is read soon. */
 INLINE void fetch(const void *from) { __builtin_prefetch(from, 0, 3); }
+INLINE void fetch_to_write(const void *to) { __builtin_prefetch(to, 1, 2); }
 INLINE void fetch_far(const void *from) { __builtin_prefetch(from, 0, 2); } /* into the second-level cache */
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
