@@ -204,7 +204,7 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
     }
 }
 
-/* Of rows that gather, fewer tasks than their columns would take. */
+/* Splits of rows that gather: as many as their lists take, not as their columns would. */
 static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *segments, int count) {
     for (Segment *s = segments; s < segments + count; s++) {
         int most = 0;

@@ -42,7 +42,7 @@ typedef struct {
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
     float *line;   /* [hidden rounded up to whole vectors] */
-    int asked;     /* the queries in it: their segment's first token and KV head; -1 for others */
+    int asked;     /* whose are in it: first token of a segment * KV heads + KV head; -1: nobody's */
     int stored;    /* whether the keys and values of the layer at hand are in the cache already */
     Chunk chunk;
 } Worker;
