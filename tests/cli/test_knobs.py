@@ -15,9 +15,11 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import make
 from shoal.methods.base import Method
+from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.methods.tidal import Tidal
 from shoal.types import ModelInfo
 
 WITHOUT_A_METHOD = {
@@ -141,6 +143,15 @@ def test_a_card_gives_the_method_and_options_override_it(tmp_path):
     card.write_text(json.dumps({"method": "d3", "method_args": {"alpha": 0.9, "start": 0.25}}))
     assert parsed("--method", str(card)).method == D3(alpha=0.9, start=0.25)
     assert parsed("--method", str(card), "--alpha", "0.8").method == D3(alpha=0.8, start=0.25)
+
+
+def test_a_calibrated_cards_method_keeps_its_options_and_its_model(tmp_path):
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps(Calibrated(Tidal(k=256, reselect=8), "m-1").to_dict()))
+    assert parsed("--method", str(card), "--k", "64").method == Calibrated(Tidal(k=64, reselect=8), "m-1")
+    assert common.method_from(f"{card}:k=64") == Calibrated(Tidal(k=64, reselect=8), "m-1")
+    with pytest.raises(ValueError, match="no option --fingerprint"):
+        parsed("--method", str(card), "--fingerprint", "m-2")
 
 
 def test_a_card_that_is_not_there(tmp_path):

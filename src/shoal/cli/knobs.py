@@ -17,6 +17,7 @@ from shoal import methods
 from shoal.methods._combined import Combined
 from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
+from shoal.methods.calibrated import Calibrated
 
 _PREFIX = "knob."
 
@@ -28,12 +29,14 @@ class Choice:
     Attributes:
         cls: the method's class.
         card: the method that a JSON card describes; options override single fields of it.
+        tuned: what binds that method to the model that it was tuned for; its own fields are no options.
         flags: its options, filled in by `add_options`.
     """
 
     cls: type[Method]
     card: Method | None = None
     flags: list[str] = dataclasses.field(default_factory=list)
+    tuned: Calibrated | None = None
 
     @classmethod
     def of(cls, spec: str) -> Choice:
@@ -41,7 +44,9 @@ class Choice:
         if not spec.endswith(".json"):
             return cls(methods.get(spec))
         card = methods.make(spec)
-        return cls(type(card), card)
+        tuned = card if isinstance(card, Calibrated) else None
+        inner = tuned.inner if tuned else card
+        return cls(type(inner), inner, tuned=tuned)
 
     @property
     def name(self) -> str:
@@ -84,7 +89,8 @@ class Choice:
     def _make(self, args: argparse.Namespace) -> Method:
         given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
         if self.card is not None:
-            return dataclasses.replace(self.card, **given)
+            changed = dataclasses.replace(self.card, **given)
+            return dataclasses.replace(self.tuned, inner=changed) if self.tuned else changed
         needed = [field.name for field in dataclasses.fields(self.cls) if _required(field) and field.name not in given]
         if needed:
             raise ValueError(f"method {self.name} needs --{needed[0].replace('_', '-')}")
