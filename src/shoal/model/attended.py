@@ -8,6 +8,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from shoal.model.packed.block import soft_cap
+
 
 def attended(
     pieces: Sequence[Tensor], keys: Tensor, scale: float, cap: float | None, budget: int, pool: int,
@@ -31,8 +33,7 @@ def attended(
     queries = torch.cat(list(pieces), 1)
     heads, (count, size) = len(keys), (queries.shape[1], keys.shape[1])
     wide = torch.promote_types(queries.dtype, torch.float32)
-    scores = queries.to(wide).view(heads, -1, queries.shape[2]) @ keys.to(wide).mT * scale
-    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    scores = soft_cap(queries.to(wide).view(heads, -1, queries.shape[2]) @ keys.to(wide).mT * scale, cap)
     later = torch.ones(count, size, dtype=torch.bool, device=keys.device).triu(size - count + 1)
     weights = scores.view(heads, -1, count, size).masked_fill(later, -torch.inf).softmax(-1)
     counts = weights.sum((1, 2))[:, : size - count]
