@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import HF, NATIVE, Backend, each_backend, on_backends, reference
+from backends import NATIVE, Backend, each_backend, on_backends, reference
 from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from planted import Planted
 from shoal.calibrate.channels import BLOCK, rank_channels
 from shoal.decode.recipe import Recipe
-from shoal.depth.plan import DepthPlan
+from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.calibrated import Calibrated
@@ -30,6 +30,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.model.choice import Labels, TopColumns
 from shoal.model.packed import native
+from shoal.model.packed.native_stack import NativeStack
 from shoal.types import ModelInfo
 
 NEW, LAYERS, K = 24, 6, 6
@@ -175,6 +176,26 @@ def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @kernels
+@pytest.mark.parametrize("mate", ["as deep", "all layers", "plain"])
+def test_mates_of_another_depth_that_join_late_change_nothing(mate: str) -> None:
+    """What a row labels is a matter of the layers that it runs, not of those that its batch runs."""
+    stack = NATIVE.stack("llama", max_position_embeddings=2048)
+    method, info = method_for(NATIVE, "llama")
+    every = method.recipe(info)
+    few = replace(every, plan=DepthPlan.whole_layers((*[NEVER] * (LAYERS - 2), 3, 3)))
+    other = {"as deep": few, "all layers": every, "plain": Recipe(DepthPlan.full(LAYERS))}[mate]
+    run = make_run(None, [PROMPTS[1], PROMPTS[0]], [few, other], [80, 20], stack=stack)
+    first, _ = run.batch.rows
+    while first.emitted < 60:
+        run.batch.step(2048, [first])
+    while run.batch.rows:
+        run.batch.step(2048)
+    for number, (ids, recipe) in enumerate(((PROMPTS[1], few), (PROMPTS[0], other))):
+        alone = decode(None, [ids], recipe, len(run.tokens[number]), stack=stack)
+        assert gap(run.logits(number), alone.logits(0)) <= 1e-6
+
+
+@kernels
 def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
     method, info = method_for(NATIVE, "llama")
@@ -207,8 +228,9 @@ def by_hand(texts: Sequence[Sequence[int]]) -> Ranking:
 def test_channels_are_ranked_over_all_texts() -> None:
     """The released code keeps those of the last block alone: here the last text says something else than all."""
     texts = [prompt(size, seed) for seed, size in enumerate((90, 70, BLOCK + 40, 6))]
-    for backend in (HF, NATIVE):
-        engine = engine_for(tiny("llama")) if backend == HF else engine_for(tiny("llama", dtype=torch.float32))
+    for backend, dtype in (("hf", torch.float64), ("packed", torch.float32)):
+        engine = engine_for(tiny("llama", dtype=dtype), backend=backend)
+        assert isinstance(engine.stack, NativeStack) == (backend == "packed" and native.available())
         assert rank_channels(engine, texts, progress=False) == by_hand(texts)
     assert by_hand(texts) != by_hand(texts[-1:])
     with pytest.raises(ValueError, match="there is no text to read"):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attention_oracle import Reading, reading_model
-from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, reference
-from drive import SHORT, decode, gap, oracle_logits, prompt
+from backends import NATIVE, Backend, each_backend, on_backends, on_one_backend, packed, reference
+from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
+from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from oracle import prefix_counts
 from shoal.decode.recipe import Recipe
@@ -19,6 +20,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
 from shoal.model.choice import ALL, CHOOSES, CHOSEN, Ranking, TopColumns
@@ -155,6 +157,20 @@ def test_long_rows_on_the_kernels(share: Literal["kv_head", "query_head"], monke
     assert gap(found.logits(0), expected.logits(0)) <= 1e-4
     plain = decode(None, [ids], recipe.plan, 6, stack=stack)
     assert gap(found.logits(0), plain.logits(0)) > 1e-2, "k was too large to matter"
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+def test_mates_that_python_is_asked_about_change_nothing_in_bfloat16() -> None:
+    """Beside a prompt that SnapKV listens to, torch ranks the columns that kernels rank otherwise."""
+    stack = packed(tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024), kernels=True)
+    tidal, snapkv = (method.recipe(INFO) for method in (Tidal(40, 1, 3), SnapKV(budget=40, window=32)))
+    run = make_run(None, [prompt(400, 5), prompt(300, 2)], [tidal, snapkv], [30, 4], stack=stack)
+    first, _ = run.batch.rows
+    while first.emitted < 5:
+        run.batch.step(64, [first])
+    while run.batch.rows:
+        run.batch.step(64)
+    assert torch.equal(run.logits(0), decode(None, [prompt(400, 5)], tidal, 30, stack=stack).logits(0))
 
 
 def test_planted_columns_are_found() -> None:

@@ -38,17 +38,20 @@ class Labels:
     def __init__(self, dims: Tensor) -> None:
         self.dims = dims
         self.buffers: dict[int, Tensor] = {}
+        self._groups = 0  # of each buffer, as kernels want them of one size
         self._known: dict[int, tuple[int, int, int]] = {}  # columns with labels, and of which state of the layer
 
     def prepare(self, layer: int, store: KVLayer, row: int, columns: int, dtype: torch.dtype) -> int:
         """Make room for the labels of so many columns of a layer; returns how many of them are there."""
         known, *state = self._known.get(layer, (0, -1, -1))
         held, groups = self.buffers.get(layer), -(-(columns + 16) // 16)
+        if groups > self._groups:
+            self._groups = int(groups * GROWTH)
         if state != [store.starts[row], store.rewritten[row]]:
             known = 0
-        if held is None or held.shape[1] < groups:
+        if held is None or held.shape[1] < self._groups:
             _, heads, width = self.dims.shape
-            grown = torch.zeros(heads, int(groups * GROWTH), width, 16, dtype=dtype)
+            grown = torch.zeros(heads, self._groups, width, 16, dtype=dtype)
             if held is not None:
                 grown[:, : held.shape[1]] = held
             self.buffers[layer] = grown
@@ -86,9 +89,9 @@ class Ranking:
 
     def scores(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         """What is ranked, [kv_heads or heads, nodes, columns]; arguments as of a `QueryHook`."""
-        grouped = queries.view(len(keys), -1, *queries.shape[1:])
-        products = grouped @ keys[:, None].mT
-        scores = soft_cap(products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale, self.cap)
+        wide = torch.promote_types(keys.dtype, torch.float32)  # in which kernels sum them, too
+        grouped = queries.to(wide).view(len(keys), -1, *queries.shape[1:])
+        scores = soft_cap(grouped @ keys.to(wide)[:, None].mT * self.scale, self.cap)
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.apart or scores.shape[1] == 1:
             return scores.flatten(0, 1)

@@ -79,6 +79,8 @@ class SharedPrompts:
         shared = min(self._common, min(map(len, self.prompts)) - _heard(recipe))
         shared = max(0, shared) if shareable(recipe) else 0
         dense = self._read_dense() if dense_prompt(recipe) and shared else None
+        if dense is not None and not dense.restorable(shared):  # a sliding window has left behind what comes next
+            dense = None
         return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._rows)
 
     def _read_dense(self) -> RowCopy:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.choice import LABELED, TopColumns
+from shoal.model.choice import LABELED, Labels, TopColumns
 from shoal.model.experts import ExpertMLPs
 from shoal.model.kv import KVCache
 from shoal.model.kv_layer import KVLayer
@@ -78,6 +78,10 @@ class _Work:
     layers: Sequence[int]
     counts: Sequence[Sequence[int]]
     active: list[list[int]] | None
+
+    def of(self, chunk: int) -> list[bool]:
+        """Per layer whether attention of some node of a chunk runs."""
+        return [counts[chunk] > 0 for counts in self.counts]
 
 
 class NativeStack(PackedStack):
@@ -143,9 +147,9 @@ class NativeStack(PackedStack):
             scratch = cache.layers[layer].scratch
             for chunk, count in zip(chunks, counts, strict=True):
                 scratch[chunk.row] += count
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             if choices is not None and isinstance(chunk.query_hook, TopColumns):
-                chunk.query_hook.ran(work.layers)
+                chunk.query_hook.ran([layer for layer, runs in zip(work.layers, work.of(number), strict=True) if runs])
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
@@ -450,24 +454,25 @@ def _choices(
     if not hooks or not all(isinstance(hook, TopColumns) for hook in hooks):
         return None
     at, choices = 0, list[native.ColumnChoice | None]()
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
         hook, at = chunk.query_hook, at + len(chunk.tokens)
         one = None
         columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
         if isinstance(hook, TopColumns) and columns > hook.count:
-            labels = None if hook.labels is None else _labels(hook, work.layers, cache, chunk.row, columns, dtype)
-            roles = bytes(hook.roles[layer] for layer in work.layers)
+            runs, held, labels = work.of(number), hook.labels, None
+            roles = bytes(hook.roles[layer] if some else 0 for layer, some in zip(work.layers, runs, strict=True))
+            if held is not None:
+                labels = _labels(held, roles, work.layers, cache, chunk.row, columns, dtype)
             one = native.ColumnChoice(hook.count, roles, columns, labels, hook.ranking.apart)
         choices += [one] * len(chunk.tokens)
     return choices
 
 
 def _labels(
-    hook: TopColumns, layers: Sequence[int], cache: KVCache, row: int, columns: int, dtype: torch.dtype
+    labels: Labels, roles: bytes, layers: Sequence[int], cache: KVCache, row: int, columns: int, dtype: torch.dtype
 ) -> native.ColumnLabels:
-    """The row's labels in the layers that run; `columns` is the most that one of them has."""
-    assert hook.labels is not None
-    labels, wanted = hook.labels, [hook.roles[layer] == LABELED for layer in layers]
+    """The row's labels in the layers that it runs; `columns` is the most that one of them has."""
+    wanted = [role == LABELED for role in roles]
     known = [labels.prepare(layer, cache.layers[layer], row, columns, dtype) if some else 0
              for layer, some in zip(layers, wanted, strict=True)]
     buffers = [labels.buffers[layer] if some else None for layer, some in zip(layers, wanted, strict=True)]
