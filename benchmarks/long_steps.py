@@ -31,6 +31,7 @@ from shoal.bench.rounds import figure, in_order, ratio
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.cli import env
+from shoal.cli.eval_long import labelled
 from shoal.cli.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.eval.long.budgets import at_budget, budgets_of, lengths_of
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     peer = Peer(args.model) if args.peer else None
     before, roofs, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
     most = ((engine.stack.max_positions or sys.maxsize) - args.most) // _READ * _READ  # what is written fits
-    for length in (min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)):
+    wanted = [min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)]
+    for length in (length if length < _READ else length // _READ * _READ for length in wanted):  # as the peer reads
         systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
         systems[SHORT] = going(engine, Full(), words[:_SHORTEST], args.most)
         times = measured(systems, args)
@@ -80,10 +82,10 @@ def rows(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterato
     """The full model and the methods, each behind the prompt."""
     shared = SharedPrompts(engine, [prompt], 1)
     columns = max(_FEWEST, int(len(prompt) * args.budget))
-    methods: dict[str, Method] = {FULL: Full(), **args.methods}
+    methods: dict[str, Method] = {FULL: Full(), **labelled(args.methods)}
     for label, method in methods.items():
         at = at_budget(method, columns, len(prompt)) or method
-        yield getattr(getattr(method, "inner", None), "name", label), going(engine, at, prompt, args.most, shared)
+        yield label, going(engine, at, prompt, args.most, shared)
 
 
 def going(engine: Engine, method: Method, prompt: list[int], most: int, shared: SharedPrompts | None = None) -> Going:

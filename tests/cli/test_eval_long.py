@@ -105,5 +105,6 @@ def test_no_two_methods_have_one_label() -> None:
     assert labelled({"tidal.json": card}) == {"tidal": card}
     for words in ({"tidal": plain, "some/ninth.json": card}, {"some/ninth.json": card, "tidal": plain}):
         assert labelled(words) == {"tidal": plain, "ninth": card}
+    assert [*labelled({"a/ninth.json:k=4": card, "a/ninth.json:k=8": card})] == ["tidal:k=4", "tidal:k=8"]
     with pytest.raises(ValueError, match=r"two cards that would be called ninth; rename other/ninth\.json"):
         labelled({"tidal": plain, "some/ninth.json": card, "other/ninth.json": card})

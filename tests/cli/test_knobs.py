@@ -17,6 +17,7 @@ from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
+from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.tidal import Tidal
@@ -152,6 +153,16 @@ def test_a_calibrated_cards_method_keeps_its_options_and_its_model(tmp_path):
     assert common.method_from(f"{card}:k=64") == Calibrated(Tidal(k=64, reselect=8), "m-1")
     with pytest.raises(ValueError, match="no option --fingerprint"):
         parsed("--method", str(card), "--fingerprint", "m-2")
+
+
+def test_a_card_s_long_tables_are_not_shown_as_defaults(tmp_path):
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps(DoubleSparsity((((*range(64),),) * 2,) * 6, k=77).to_dict()))
+    parser = Parser(prog="test")
+    common.add_method(parser)
+    knobs.Choice.of(str(card)).add_options(parser.method_options)
+    text = " ".join(parser.format_help().split())
+    assert "(default: 77)" in text and "(default: as the card says)" in text and "62, 63" not in text
 
 
 def test_a_card_that_is_not_there(tmp_path):

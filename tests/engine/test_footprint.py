@@ -138,7 +138,8 @@ def test_choosing_columns_takes_scores_and_labels(outlined: bool, lengths: list[
         begin(self, choices, *rest)
         labels = [one.labels for one in choices if one is not None and one.labels is not None]
         sizes = [buffer.nbytes for one in labels for buffer in one.buffers if buffer is not None]
-        found.append(sum(held[1].nbytes for held in self._memory) + int(sum(sizes) / GROWTH))
+        own = sum(held[1].nbytes + held[2].nbytes for held in self._memory)
+        found.append(own + int(sum(sizes) / GROWTH))
 
     run(engine, lengths, 12, method)  # what stays of buffers is counted only before the first one
     with pytest.MonkeyPatch.context() as patch:

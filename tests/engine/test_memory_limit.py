@@ -25,6 +25,7 @@ from shoal.engine.sizes import parse, shown
 from shoal.engine.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods import make
+from shoal.model.packed.native.structs import ROOM_BESIDE
 
 PROCESS = 50 << 20
 IDS = [prompt(40, 1), prompt(60, 2), prompt(50, 3)]
@@ -158,6 +159,14 @@ def test_a_scheduler_lets_rows_wait_and_refuses_what_never_fits(engine: Engine) 
     engine.limit = MemoryLimit(PROCESS)
     with pytest.raises(OutOfMemory, match="before it serves"):
         Scheduler(engine, start=False)
+
+
+def test_a_scheduler_s_rows_need_what_choosing_takes(engine: Engine) -> None:
+    engine.limit = MemoryLimit(1 << 30)
+    scheduler, shape = Scheduler(engine, start=False), engine.stack.shape
+    plain, tidal = (scheduler.submit(IDS[0], max_new_tokens=20, method=method).entries[0].need.second
+                    for method in ("full", {"method": "tidal", "method_args": {"k": 16}}))
+    assert tidal - plain == 4 * (shape.heads * (60 + ROOM_BESIDE) + shape.kv_heads * 16)
 
 
 def test_weights_are_known_from_their_files(tmp_path: Path) -> None:

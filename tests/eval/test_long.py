@@ -15,8 +15,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from drive import prompt
+from families import tiny
 from long_texts import book, write
 from shoal.engine.engine import Engine
+from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.eval import judges
 from shoal.eval.items import Item
@@ -29,6 +31,7 @@ from shoal.eval.long.study import at_budgets, run
 from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal.methods.snapkv import SnapKV
 from toy_tokenizers import byte_level
 
 TASKS = ("needle", "multi_needle", "variables", "key_value")
@@ -200,6 +203,17 @@ def test_the_model_s_own_kv_serves_those_that_rewrite_only_their_fork(tiny_engin
     others = {name for name, recipe in recipes.items() if not dense_prompt(recipe)}
     assert others == {"kv_int8", "streaming_llm", "tidal + kv_int8"}
     assert all(map(shareable, recipes.values()))
+
+
+def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SnapKV goes back by its window, which may be more than layers with a window of their own still have."""
+    engine = engine_for(tiny("hybrid", max_position_embeddings=1024))
+    monkeypatch.setattr(engine.stack, "prefill_chunk", 16)
+    method, options = SnapKV(budget=64, window=32), {"max_new_tokens": 6, "ignore_eos": True}
+    for length in (300, 312, 321):
+        ids = prompt(length, length)
+        (row,) = SharedPrompts(engine, [ids]).under(method, 6).run([ids], [options])
+        assert row.tokens[length:] == list(engine.generate(ids, method=method, **options).tokens), length
 
 
 def test_what_says_nothing_about_prompts_is_read_anew(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

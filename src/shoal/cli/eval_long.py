@@ -92,15 +92,16 @@ def check(args: argparse.Namespace) -> bool:
 def labelled(methods: Mapping[str, Method]) -> dict[str, Method]:
     """The methods, given by their words, by label.
 
-    A card is called by the method that it holds, or by its file where another has that label.
+    A card is called by the method that it holds, or by its file where another has that label, and by its options.
 
     Raises:
         ValueError: two cards would have the same label.
     """
     named: dict[str, Method] = {}
     for word, method in methods.items():
-        held = str(getattr(getattr(method, "inner", None), "name", word)) if method.name == "calibrated" else word
-        label = Path(word).stem if held != word and held in {*methods, *named} else held
+        path, _, options = word.partition(".json")
+        held = getattr(method, "inner", method).name + options if method.name == "calibrated" else word
+        label = Path(path).name + options if held != word and held in {*methods, *named} else held
         if label in named:
             raise ValueError(f"--methods holds two cards that would be called {label}; rename {word}")
         named[label] = method

@@ -20,6 +20,8 @@ from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 
 _PREFIX = "knob."
+_LONGEST = 60
+"""Characters of a default that a help shows."""
 
 
 @dataclasses.dataclass
@@ -80,7 +82,9 @@ class Choice:
 
     def _default(self, field: dataclasses.Field[Any]) -> str:
         value = field.default if self.card is None else getattr(self.card, field.name)
-        return "" if value is dataclasses.MISSING or value is None else f" (default: {value})"
+        if value is dataclasses.MISSING or value is None:
+            return ""
+        return f" (default: {value})" if len(str(value)) <= _LONGEST else " (default: as the card says)"
 
     def make(self, args: argparse.Namespace) -> Method:
         """The method with the options that were given, combined with what stands under `--with`."""

@@ -176,26 +176,28 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     if _chooses(rows):  # scores and copies in float32, of a layer at a time
         width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
         rewriting = _REWRITING * 4 * width * columns
-    choosing = _choosing(engine, rows, nodes)
+    lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
+    choosing = choosing_bytes(engine, rows[0].recipe.select, lengths, nodes)
     bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
     groups = getattr(rows[0].recipe.experts, "bytes_to_come", lambda _: 0)(stack)
     forward = max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
     return bounds + rewriting + choosing + groups + forward
 
 
-def _choosing(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
-    """While answers choose what they read: scores of each node and query head, and labels by which kernels score."""
-    stack, select = engine.stack, rows[0].recipe.select
-    lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
+def choosing_bytes(engine: Engine, select: Any, lengths: Sequence[int], nodes: Sequence[int]) -> int:
+    """While rows of these lengths choose what they read by a part: scores, what is chosen, and labels of kernels."""
+    stack = engine.stack
     if select is None or max(lengths) <= getattr(select, "k", 0):
         return 0
     heads = stack.shape.heads if isinstance(stack, PackedStack) else _config(engine).num_attention_heads
     label_bytes = getattr(select, "label_bytes", None)
+    kv_heads, dim, _ = max(stack.kv_sizes)
     if label_bytes is None or not _by_kernels(stack, sum(nodes)):  # torch ranks the columns of a row at a time
-        return int(_RANKING * 4 * heads * max(nodes) * max(lengths))
+        return int(4 * max(lengths) * (_RANKING * heads * max(nodes) + kv_heads * dim))
     scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
     labels: int = sum(label_bytes(stack, length) for length in lengths)
-    return 4 * heads * scores + labels
+    chosen = (heads if getattr(select, "apart", False) else kv_heads) * getattr(select, "k", 0) * sum(nodes)
+    return 4 * (heads * scores + chosen) + labels
 
 
 def _chooses(rows: Sequence[Row]) -> bool:

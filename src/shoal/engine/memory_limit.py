@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
-from shoal.engine.footprint import Footprint, footprint, logits_bytes, standing, work_bytes
+from shoal.engine.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.shorter import guesses, shorter
 from shoal.engine.sizes import parse, shown
 from shoal.errors import OutOfMemory
@@ -176,10 +176,11 @@ class MemoryLimit:
 
 
 def beside_kv(engine: Engine, row: Row, method: Method) -> int:
-    """What a row of a scheduler takes beside the target's KV: its logits, and probabilities where it draws."""
+    """What a row of a scheduler takes beside the target's KV: logits, probabilities if it draws, choices of columns."""
     most, _ = guesses(method, row.recipe)
     nodes = 1 + most
-    return logits_bytes(engine.stack, [nodes]) * (1 if row.sampling.greedy else 3)
+    choosing = choosing_bytes(engine, row.recipe.select, [row.prompt_length + row.stop.room], [nodes])
+    return logits_bytes(engine.stack, [nodes]) * (1 if row.sampling.greedy else 3) + choosing
 
 
 def _number(method: Method) -> str:

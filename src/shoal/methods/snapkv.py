@@ -92,7 +92,7 @@ class Snapper(Keeper):
 
     def __init__(self, knobs: SnapKV, stack: Stack, cache: KVCache) -> None:
         self._budget, self._knobs, self._stack, self._cache = knobs.budget or 0, knobs, stack, cache
-        self._queries: dict[int, dict[int, list[tuple[int, Tensor]]]] = {}
+        self._queries: dict[int, tuple[Row, dict[int, list[tuple[int, Tensor]]]]] = {}
 
     def next_length(self, row: Row, length: int) -> int:
         """The prompt's end, if the prompt is longer than what stays."""
@@ -107,7 +107,8 @@ class Snapper(Keeper):
         begin, first = self._cache.positions[row.slot], row.prompt_length - self._knobs.window
         if begin + size <= first:
             return None
-        known = self._queries.setdefault(id(row.root or row), {})
+        owner = row.root or row
+        _, known = self._queries.setdefault(id(owner), (owner, {}))
 
         def note(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
             if self._stack.windows[layer] is None:
@@ -121,7 +122,7 @@ class Snapper(Keeper):
         from shoal.model.attended import attended, drawn
 
         seed = self._knobs.random
-        known = self._queries[id(row.root or row)]
+        _, known = self._queries[id(row.root or row)]
         for number, layer in layers:
             queries = [piece for _, piece in known[number]]
             keys, _ = layer.read(row.slot, layer.stored(row.slot), queries[0].dtype)
