@@ -20,8 +20,6 @@ from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 
 _PREFIX = "knob."
-_LONGEST = 60
-"""Characters of a default that a help shows."""
 
 
 @dataclasses.dataclass
@@ -84,7 +82,7 @@ class Choice:
         value = field.default if self.card is None else getattr(self.card, field.name)
         if value is dataclasses.MISSING or value is None:
             return ""
-        return f" (default: {value})" if len(str(value)) <= _LONGEST else " (default: as the card says)"
+        return f" (default: {value if len(str(value)) <= 60 else 'as the card says'})"
 
     def make(self, args: argparse.Namespace) -> Method:
         """The method with the options that were given, combined with what stands under `--with`."""

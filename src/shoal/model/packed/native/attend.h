@@ -110,7 +110,7 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         if (from[half] < low) from += half + 1, size -= half + 1;
         else size = half;
     }
-    if (from < end && *from < high) {
+    if (from < end && *from < high) { /* nothing has announced the first chunk */
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
         for (int side = 0; side < 2; side++) fetch_more(w->chunk.ahead + side, w->chunk.ahead[side].left);
     }
