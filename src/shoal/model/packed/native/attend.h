@@ -4,22 +4,40 @@
 
 #include "label.h"
 
-INLINE int multiplies_bf16(const ShoalModel *m) { return BF16_PRODUCTS && m->kv_dtype == DTYPE_BF16; }
+/* What is multiplied. A model that computes in float32 multiplies floats. */
+INLINE int products_of(const ShoalModel *m, const Source *s) {
+    if (m->kv_dtype != DTYPE_BF16) return BY_FLOATS;
+    return has_blocks(s->forms[0]) ? BY_BLOCKS : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS;
+}
 
-INLINE int64_t query_bytes(const ShoalModel *m) { return round_up(m->head_dim, 32) * (multiplies_bf16(m) ? 2 : 4); }
+/* Of a query: a line of them, and the step of whole numbers. */
+INLINE int64_t query_bytes(const ShoalModel *m, int by) {
+    return by == BY_FLOATS ? 4 * round_up(m->head_dim, 32) : 2 * round_up(m->head_dim, 32) + (by == BY_HALVES ? 64 : 0);
+}
+
+/* The number of largest magnitude becomes 32767, or -32767. */
+static void store_halves(char *to, const float *x, int dim) {
+    const int padded = (int)round_up(dim, 32);
+    Vf top = vf_zero();
+    for (int i = 0; i < padded; i += LANES) top = vf_max(top, vf_abs(vf_load(x + i)));
+    const float most = vf_top(top), step = most / 32767;
+    for (int i = 0; i < padded; i += LANES) vi_store_halves(to + 2 * i, vi_round(vf_mul(vf_load(x + i), vf_all(most > 0 ? 32767 / most : 0))));
+    memcpy(to + 2 * padded, &step, 4);
+}
 
 /* The queries of a token's heads that share the task's KV head. */
-static void ready_queries(const Worker *w, const Task *task, int i) {
+static void ready_queries(const Worker *w, const Task *task, int by, int i) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
     const int group = m->heads / m->kv_heads, position = r->b->position[task->chosen->token[i]];
-    const int64_t bytes = query_bytes(m);
+    const int64_t bytes = query_bytes(m, by);
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int h = 0; h < group; h++) {
         const float *queries = r->qkv + i * r->qkv_line;
         ready_head(m, task->layer, queries, task->head * group + h, m->heads, task->layer->q_norm, position, line);
         char *to = w->queries + ((i - task->segment->first) * group + h) * bytes;
-        store_line(to, line, (int)round_up(m->head_dim, 32), multiplies_bf16(m) ? DTYPE_BF16 : DTYPE_FP32);
+        if (by == BY_HALVES) store_halves(to, line, m->head_dim);
+        else store_line(to, line, (int)round_up(m->head_dim, 32), by == BY_BF16 ? DTYPE_BF16 : DTYPE_FP32);
     }
 }
 
@@ -58,11 +76,11 @@ static void look_ahead(Worker *w, const Source *source, int queries, const int32
 
 /* Queries first..last-1 look at the chunk whose first place is column `base`, counted from token 0 on by those query heads that belong
    to the task's KV head; `seen` by token, the first one's first. */
-static void attend_chunk(Worker *w, const Task *task, int first, int last, const Seen *seen, int base) {
+static void attend_chunk(Worker *w, const Task *task, int by, int first, int last, const Seen *seen, int base) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
-    const int group = m->heads / m->kv_heads, bf16 = multiplies_bf16(m), before = task->segment->first;
-    const int most = bf16 ? MOST_QUERIES : QUERIES;
+    const int group = m->heads / m->kv_heads, before = task->segment->first;
+    const int most = by == BY_BF16 ? MOST_QUERIES : QUERIES;
     for (int k = first; k < last; k += most) {
         const char *q[MOST_QUERIES];
         State *states[MOST_QUERIES];
@@ -70,12 +88,12 @@ static void attend_chunk(Worker *w, const Task *task, int first, int last, const
         const int count = min_int(most, last - k);
         for (int j = 0; j < count; j++) {
             const int i = (k + j) / group, head = (k + j) % group;
-            q[j] = w->queries + (k + j - before * group) * query_bytes(m);
+            q[j] = w->queries + (k + j - before * group) * query_bytes(m, by);
             states[j] = state_at(r, task->segment, task->split, i, task->head * group + head);
             sights[j] = seen + (i - first / group);
             w->chunk.notes[j] = notes_of(r, task->entry, task->chosen->token[i], task->head * group + head, base);
         }
-        (bf16 ? attend_bf16 : attend_fp32)(&w->chunk, q, states, sights, count);
+        (by == BY_FLOATS ? attend_floats : by == BY_BF16 ? attend_bf16 : attend_blocks)(&w->chunk, q, states, sights, count);
     }
 }
 
@@ -94,8 +112,8 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
         look_ahead(w, source, (s->last - s->first) * group, NULL, base + CHUNK, CHUNK);
-        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), multiplies_bf16(w->run->m));
-        attend_chunk(w, task, s->first * group, s->last * group, seen, base);
+        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), products_of(w->run->m, source));
+        attend_chunk(w, task, products_of(w->run->m, source), s->first * group, s->last * group, seen, base);
     }
 }
 
@@ -121,8 +139,8 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
-        lay_columns(&w->chunk, source, columns, places, multiplies_bf16(w->run->m));
-        attend_chunk(w, task, first, last, &seen, 0);
+        lay_columns(&w->chunk, source, columns, places, products_of(w->run->m, source));
+        attend_chunk(w, task, products_of(w->run->m, source), first, last, &seen, 0);
     }
 }
 
@@ -148,7 +166,7 @@ static void attend_task(Worker *w, const Task *task) {
         const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
         here[i - s->first] = !parts || task->split < parts, all |= !parts;
         if (here[i - s->first]) reset_states(w->run, task, i);
-        if (w->asked != asked) ready_queries(w, task, i);
+        if (w->asked != asked) ready_queries(w, task, products_of(w->run->m, &source), i);
     }
     w->asked = asked;
     if (all) attend_columns(w, task, &source);

@@ -19,9 +19,15 @@
 #define LAID LANES
 #endif
 #define SUMMED 64   /* words of a line of keys that are summed one after the other */
+#define WIDEST (MIXED < 2 ? 2 : MIXED) /* vectors of values of which one call takes care */
 #define MAX_HEAD_DIM 256
+#define MAX_BLOCKS (MAX_HEAD_DIM / KV_BLOCK)
+#define BY_BLOCKS (HALF_PRODUCTS ? BY_HALVES : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS) /* what is multiplied of stored whole numbers */
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
 #define STEP (128 * SCORED) /* bytes of what comes next that a few products fetch */
+
+/* What is multiplied: floats, pairs of bf16, or pairs of whole numbers of 16 bits, where keys and values are stored as such. */
+enum { BY_FLOATS, BY_BF16, BY_HALVES };
 
 /* What a (token, head) knows after some columns: their largest score, the sums of weights, which are to be added up, and
    the weighted sum of values, `dim` floats. */
@@ -64,13 +70,16 @@ typedef struct {
     const char *at;
     const int32_t *columns; /* or NULL */
     int64_t line, left;     /* bytes of a column, and of all that are left */
+    const uint16_t *scales; /* of listed columns, or NULL */
+    int blocks;
 } Ahead;
 
-/* A chunk of them. A word is a float or, where bf16 is multiplied, two of them: of one key, or of two columns' values.
+/* A chunk of them. A word is a float or, where pairs are multiplied, two numbers: of one key, or of two columns' values.
    Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16] pairs, of even
    dimensions and of odd ones. */
 typedef struct {
     char *keys, *values;
+    float *scales[2];                /* of whole numbers, of keys and of values: [blocks][CHUNK] */
     float *bias;                     /* [CHUNK], beside scores */
     int biased;                      /* whether there is any */
     float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
@@ -86,13 +95,14 @@ typedef struct {
     uint64_t hidden;
 } Seen;
 
-INLINE int words_of_line(int dim, const int bf16) { return bf16 ? dim / 2 : dim; }
-INLINE int vectors_of_line(int dim, const int bf16) { return bf16 ? (dim + 31) / 32 * 2 : (dim + 15) / 16; }
-INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + CHUNK * 4; }
+INLINE int words_of_line(int dim, const int by) { return by == BY_FLOATS ? dim : dim / 2; }
+INLINE int vectors_of_line(int dim, const int by) { return by == BY_FLOATS ? (dim + 15) / 16 : (dim + 31) / 32 * 2; }
+INLINE int64_t chunk_bytes(int dim) { return 2ll * CHUNK * 4 * round_up(dim, 32) + CHUNK * 4 * (1 + 2 * blocks_of(dim)); }
 
 INLINE Chunk chunk_at(char *at, int dim) {
     const int64_t part = CHUNK * 4 * round_up(dim, 32);
-    return (Chunk){.keys = at, .values = at + part, .bias = (float *)(at + 2 * part), .dim = dim};
+    float *rest = (float *)(at + 2 * part);
+    return (Chunk){.keys = at, .values = at + part, .bias = rest, .scales = {rest + CHUNK, rest + CHUNK * (1 + blocks_of(dim))}, .dim = dim};
 }
 
 INLINE int bit_words(int dim) { return (dim + 15) / 16; }
@@ -123,17 +133,19 @@ typedef struct {
 } Line;
 
 /* 16 words of a line from word 16 * part on, zero beyond its end; what lies `near` bytes behind is fetched. */
-INLINE Vi load_words(Line line, int part, int dim, int near, const int form, const int bf16) {
+INLINE Vi load_words(Line line, int part, int dim, int near, const int form, const int by) {
+    const int width = by == BY_FLOATS ? 16 : 32;
     if (has_blocks(form)) {
-        fetch(line.numbers + part * (form == STORED_INT4 ? 8 : 16) * (1 + bf16) + near);
-        return load_block_words(line.numbers, line.scales, part, dim, form, bf16);
+        fetch(line.numbers + part * width / (form == STORED_INT4 ? 2 : 1) + near);
+        if (by == BY_HALVES) return load_block(line.numbers, part, dim, form);
+        return load_block_words(line.numbers, line.scales, part, dim, form, by == BY_BF16);
     }
-    const int width = bf16 ? 32 : 16, rest = min_int(width, dim - part * width);
+    const int rest = min_int(width, dim - part * width);
     const char *at = line.numbers + part * width * form_bytes(form);
     fetch(at + near);
-    if (form == STORED_BF16 && !bf16) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
+    if (form == STORED_BF16 && by == BY_FLOATS) return vi_bits(load_bf16((const uint16_t *)at, head_mask(rest)));
     if (rest == width) return vi_loadu(at);
-    return bf16 ? vi_load_halves((1u << rest) - 1, at) : vi_load_words(head_mask(rest), at);
+    return by == BY_FLOATS ? vi_load_words(head_mask(rest), at) : vi_load_halves((1u << rest) - 1, at);
 }
 
 /* 16 columns' lines, `step` bytes and `blocks` scales apart: the first and those that follow it, or, where columns are listed, theirs,
@@ -181,23 +193,25 @@ INLINE void fetch_more(Ahead *a, int64_t bytes) {
         a->at += bytes;
         return;
     }
-    for (; bytes > 0; bytes -= a->line, a->columns++)
+    for (; bytes > 0; bytes -= a->line, a->columns++) {
         for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
+        if (a->scales) fetch_far(a->scales + (int64_t)*a->columns * a->blocks);
+    }
     a->left += bytes; /* below 0 by what the last column went beyond */
 }
 
 /* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
-INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int form, const int bf16) {
+INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int form, const int by) {
     const int near = from.columns ? 0 : NEAR;
-    for (int part = 0; part * 16 < words_of_line(dim, bf16); part++, to += 16 * 64) {
+    for (int part = 0; part * 16 < words_of_line(dim, by); part++, to += 16 * 64) {
         Vi v[16];
         Line line = {0};
         UNROLL for (int i = 0; i < 16; i++) {
             line = line_after(&from, line, i);
             KEEP_ONE(line.numbers);
-            v[i] = load_words(line, part, dim, near, form, bf16);
+            v[i] = load_words(line, part, dim, near, form, by);
         }
         fetch_more(ahead, sizeof(v) / 2);
         transpose_words(v);
@@ -205,17 +219,17 @@ INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int fo
     }
 }
 
-INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int form, const int bf16) {
-    const int vectors = vectors_of_line(dim, bf16), parts = bf16 ? vectors / 2 : vectors, near = from.columns ? 0 : NEAR;
+INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int form, const int by) {
+    const int together = by == BY_FLOATS ? 1 : 2, vectors = vectors_of_line(dim, by), near = from.columns ? 0 : NEAR;
     Line line = {0};
-    for (int i = 0; i < 16; i += 1 + bf16) {
-        const Line one = line_after(&from, line, i), next = line = bf16 ? line_after(&from, one, i + 1) : one;
+    for (int i = 0; i < 16; i += together) {
+        const Line one = line_after(&from, line, i), next = line = together == 2 ? line_after(&from, one, i + 1) : one;
         fetch_more(ahead, 32 * vectors);
-        for (int part = 0; part < parts; part++, to += 64 * (1 + bf16)) {
-            const Vi v = load_words(one, part, dim, near, form, bf16);
-            if (!bf16) vi_store(to, v);
+        for (int part = 0; part < vectors / together; part++, to += 64 * together) {
+            const Vi v = load_words(one, part, dim, near, form, by);
+            if (together == 1) vi_store(to, v);
             else {
-                const Vi beside = load_words(next, part, dim, near, form, bf16);
+                const Vi beside = load_words(next, part, dim, near, form, by);
                 vi_store(to, low_halves(v, beside));
                 vi_store(to + 64, high_halves(v, beside));
             }
@@ -229,38 +243,64 @@ INLINE Ahead ahead_of(const Source *s, int side, const int32_t *columns, int fir
     const int packed = count && (columns ? columns[0] : first) < s->settled;
     const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : column_bytes(s->dim, s->forms[side]);
     const char *at = packed ? s->older[side].numbers : side ? s->values : s->keys;
-    return (Ahead){columns ? at : at + first * line, columns, line, count * line};
+    const uint16_t *scales = side ? s->value_scales : s->key_scales;
+    return (Ahead){columns ? at : at + first * line, columns, line, count * line, scales, blocks_of(s->dim)};
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int form, const int values_form,
-                      const int bf16) {
-    const int64_t keys = 64 * round_up(words_of_line(s->dim, bf16), 16);
-    const int64_t values = 64ll * vectors_of_line(s->dim, bf16) * (bf16 ? 8 : 16);
-    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
-    for (int i = 0; i < count; i += 16) {
-        lay_keys(find_lines(s, 0, columns + i, room), c->ahead, s->dim, c->keys + i / 16 * keys, form, bf16);
-        lay_values(find_lines(s, 1, columns + i, room), c->ahead + 1, s->dim, c->values + i / 16 * values, values_form, bf16);
+/* Scales of 16 columns, by block; two blocks at a time, as their halves fill a word. */
+INLINE void lay_scales(Strided from, int blocks, float *to) {
+    for (int b = 0; b < blocks; b += 2) {
+        uint16_t some[16][2] ALIGNED;
+        Line line = {0};
+        const int in_a_row = blocks == 2 && !from.columns, bytes = b + 1 < blocks ? 4 : 2;
+        if (!from.columns) fetch(from.first.scales + blocks * CHUNK + 16 * b);
+        for (int i = 0; i < 16 && !in_a_row; i++) {
+            line = line_after(&from, line, i);
+            memcpy(some[i], line.scales + b, bytes);
+        }
+        const Vi pairs = vi_loadu(in_a_row ? (const char *)from.first.scales : (const char *)some);
+        vf_store(to + b * CHUNK, vf_from_halves(pairs));
+        if (b + 1 < blocks) vf_store(to + (b + 1) * CHUNK, vf_from_halves(vi_shift_right(pairs, 16)));
     }
 }
 
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int dim, const int form,
+                      const int values_form, const int by) {
+    const int64_t keys = 64 * round_up(words_of_line(dim, by), 16);
+    const int64_t values = 64ll * vectors_of_line(dim, by) * (by == BY_FLOATS ? 16 : 8);
+    char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
+    for (int i = 0; i < count; i += 16) {
+        const Strided found = find_lines(s, 0, columns + i, room);
+        lay_keys(found, c->ahead, dim, c->keys + i / 16 * keys, form, by);
+        if (by == BY_HALVES) lay_scales(found, blocks_of(dim), c->scales[0] + i);
+        const Strided beside = find_lines(s, 1, columns + i, room);
+        lay_values(beside, c->ahead + 1, dim, c->values + i / 16 * values, values_form, by);
+        if (by == BY_HALVES) lay_scales(beside, blocks_of(dim), c->scales[1] + i);
+    }
+}
+
+/* The usual dimensions known to the compiler: then no line has an end to look out for. */
+#define LAY_LINES(form, values_form, by)                                                                               \
+    do {                                                                                                               \
+        if (s->dim == 64) lay_lines(c, s, columns, count, 64, form, values_form, by);                                  \
+        else if (s->dim == 128) lay_lines(c, s, columns, count, 128, form, values_form, by);                           \
+        else lay_lines(c, s, columns, count, s->dim, form, values_form, by);                                           \
+    } while (0)
+
 static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_FP32, STORED_FP32, 0);
+    lay_lines(c, s, columns, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
 }
 static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, STORED_BF16, STORED_BF16, BF16_PRODUCTS);
+    LAY_LINES(STORED_BF16, STORED_BF16, BF16_PRODUCTS ? BY_BF16 : BY_FLOATS);
 }
-static void lay_int8(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, STORED_INT8, BF16_PRODUCTS);
-    else lay_lines(c, s, columns, count, STORED_INT8, STORED_INT8, 0);
-}
-static void lay_int4(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    if (bf16) lay_lines(c, s, columns, count, STORED_INT4, STORED_INT4, BF16_PRODUCTS);
-    else lay_lines(c, s, columns, count, STORED_INT4, STORED_INT4, 0);
-}
-static void lay_int8_int4(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
-    if (bf16) lay_lines(c, s, columns, count, STORED_INT8, STORED_INT4, BF16_PRODUCTS);
-    else lay_lines(c, s, columns, count, STORED_INT8, STORED_INT4, 0);
-}
+#define LAY_BLOCKS(name, form, values_form)                                                                            \
+    static void name(Chunk *c, const Source *s, const int32_t *columns, int count, int by) {                           \
+        if (by == BY_FLOATS) lay_lines(c, s, columns, count, s->dim, form, values_form, BY_FLOATS);                    \
+        else LAY_LINES(form, values_form, BY_BLOCKS);                                                                  \
+    }
+LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
+LAY_BLOCKS(lay_int4, STORED_INT4, STORED_INT4)
+LAY_BLOCKS(lay_int8_int4, STORED_INT8, STORED_INT4)
 
 /* What is kept of 16 columns; of one that is none, anything. */
 INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
@@ -271,17 +311,19 @@ INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
 }
 
 /* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. */
-static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int bf16) {
+static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int by) {
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
     for (int i = 0; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
     if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, count);
     else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, count);
-    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, count, bf16);
-    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, count, bf16);
+    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, count, by);
+    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, count, by);
 }
 
-INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int bf16) {
-    return bf16 ? dot_bf16(sum, a, b) : vf_fma(vf_bits(a), vf_bits(b), sum);
+/* Whole numbers are summed as such, in the bits of `sum`. */
+INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int by) {
+    return by == BY_HALVES ? dot_halves_in(sum, a, b)
+           : by == BY_BF16 ? dot_bf16(sum, a, b) : vf_fma(vf_bits(a), vf_bits(b), sum);
 }
 
 INLINE Vi spread(const char *word) {
@@ -290,37 +332,49 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
+/* The whole numbers of a query are multiples of a step, which follows them. */
+INLINE float step_of_query(const char *q, int dim) {
+    float step;
+    memcpy(&step, q + 2 * round_up(dim, 32), 4);
+    return step;
+}
+
 /* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. A long
-   line is summed by parts, which rounds less. */
+   line is summed by parts, which rounds less; whole numbers by blocks, each of which has a scale. */
 INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
-                  const int bf16) {
-    const int words = words_of_line(c->dim, bf16);
+                  const int by) {
+    const int words = words_of_line(c->dim, by), summed = by == BY_HALVES ? KV_BLOCK / 2 : SUMMED;
     const int64_t group = 64 * round_up(words, 16);
     for (int g = first / SCORED * SCORED; g < last; g += SCORED) {
         const char *keys = c->keys + g * group;
-        for (int from = 0; from < words; from += SUMMED) {
+        for (int from = 0; from < words; from += summed) {
             Vf sum[QUERIES][SCORED];
             UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = vf_zero();
-            for (int d = from; d < min_int(from + SUMMED, words); d++, keys += 64) {
+            for (int d = from; d < min_int(from + summed, words); d++, keys += 64) {
                 Vi key[SCORED];
                 UNROLL for (int k = 0; k < SCORED; k++) key[k] = vi_load(keys + k * group);
                 if (!(d % 4)) fetch_more(c->ahead, STEP);
                 UNROLL for (int h = 0; h < queries; h++) {
                     const Vi x = spread(q[h] + 4 * d);
-                    UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, bf16);
+                    UNROLL for (int k = 0; k < SCORED; k++) sum[h][k] = multiply_add(sum[h][k], key[k], x, by);
                 }
             }
             UNROLL for (int h = 0; h < queries; h++)
                 UNROLL for (int k = 0; k < SCORED; k++) {
                     float *at = scores[h] + 16 * (g + k);
-                    vf_store(at, from ? vf_add(vf_load(at), sum[h][k]) : sum[h][k]);
+                    if (by == BY_HALVES) {
+                        const Vf scale = vf_load(c->scales[0] + from / summed * CHUNK + 16 * (g + k));
+                        vf_store(at, vf_fma(vf_from(vi_bits(sum[h][k])), scale, from ? vf_load(at) : vf_zero()));
+                    } else vf_store(at, from ? vf_add(vf_load(at), sum[h][k]) : sum[h][k]);
                 }
         }
-        UNROLL for (int h = 0; h < queries; h++)
+        UNROLL for (int h = 0; h < queries; h++) {
+            const Vf scale = vf_all(by == BY_HALVES ? c->scale * step_of_query(q[h], c->dim) : c->scale);
             UNROLL for (int k = 0; k < SCORED; k++) {
                 float *at = scores[h] + 16 * (g + k);
-                vf_store(at, vf_mul(vf_load(at), vf_all(c->scale)));
+                vf_store(at, vf_mul(vf_load(at), scale));
             }
+        }
     }
 }
 
@@ -338,31 +392,44 @@ INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
     vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
 
-/* Add values, `width` vectors of their lines from number `at` on, by the weights in rows first..last-1: columns, or pairs
-   of them. */
-INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const float *shrink, int first, int last,
-                int at, const int width, const int queries, const int bf16) {
-    const int64_t line = 64ll * vectors_of_line(c->dim, bf16);
-    Vf sum[QUERIES][MIXED];
-    UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < width; k++) sum[h][k] = vf_zero();
+/* Sums of values by weights over rows first..last-1, columns or pairs of them: `count` vectors of their lines from number `at` on, into
+   `sum` from place `to` on. */
+INLINE void sum_values(Chunk *c, const char *const *weights, int first, int last, int at, Vf sum[][WIDEST], const int to,
+                       const int count, const int queries, const int by) {
+    const int64_t line = 64ll * vectors_of_line(c->dim, by), apart = by == BY_HALVES ? 2 * CHUNK : 0;
     const char *values = c->values + first * line + 64 * at;
+    Vf here[QUERIES][MIXED];
+    UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < count; k++) here[h][k] = vf_zero();
     for (int i = first; i < last; i++, values += line) {
         Vi value[MIXED];
-        UNROLL for (int k = 0; k < width; k++) value[k] = vi_load(values + 64 * k);
+        UNROLL for (int k = 0; k < count; k++) value[k] = vi_load(values + 64 * k);
         if (!(i % 4)) fetch_more(c->ahead + 1, STEP);
-        UNROLL for (int h = 0; h < queries; h++) {
-            const Vi x = spread(weights[h] + 4 * i);
-            UNROLL for (int k = 0; k < width; k++) sum[h][k] = multiply_add(sum[h][k], value[k], x, bf16);
-        }
+        UNROLL for (int h = 0; h < queries; h++)
+            UNROLL for (int k = 0; k < count; k++)
+                here[h][k] = multiply_add(here[h][k], value[k], spread(weights[h] + 4 * i + (at + k) / 2 * apart), by);
     }
+    UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < count; k++) sum[h][to + k] = here[h][k];
+}
+
+/* Add values, `width` vectors of their lines from number `at` on, which go in pairs where columns do. Whole numbers have weights for each
+   block, in multiples of `steps`. */
+INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const float *shrink, const float (*steps)[MAX_BLOCKS], int first,
+                int last, int at, const int width, const int queries, const int by) {
+    const int together = width < MIXED ? width : MIXED;
+    Vf sum[QUERIES][WIDEST];
+    UNROLL for (int k = 0; k < width; k += together)
+        sum_values(c, weights, first, last, at + k, sum, k, together, queries, by);
     UNROLL for (int h = 0; h < queries; h++)
-        UNROLL for (int k = 0; k < width; k += 1 + bf16) {
-            if (!bf16) add_sum(s[h], 16 * (at + k), shrink[h], sum[h][k]);
-            else {
-                const Vi even = vi_bits(sum[h][k]), odd = vi_bits(sum[h][k + 1]);
-                add_sum(s[h], 16 * (at + k), shrink[h], vf_bits(zip_low(even, odd)));
-                add_sum(s[h], 16 * (at + k + 1), shrink[h], vf_bits(zip_high(even, odd)));
+        UNROLL for (int k = 0; k < width; k += by == BY_FLOATS ? 1 : 2) {
+            if (by == BY_FLOATS) {
+                add_sum(s[h], 16 * (at + k), shrink[h], sum[h][k]);
+                continue;
             }
+            UNROLL for (int j = k; by == BY_HALVES && j < k + 2; j++)
+                sum[h][j] = vf_mul(vf_from(vi_bits(sum[h][j])), vf_all(steps[h][(at + k) / 2]));
+            const Vi even = vi_bits(sum[h][k]), odd = vi_bits(sum[h][k + 1]);
+            add_sum(s[h], 16 * (at + k), shrink[h], vf_bits(zip_low(even, odd)));
+            add_sum(s[h], 16 * (at + k + 1), shrink[h], vf_bits(zip_high(even, odd)));
         }
 }
 
@@ -378,7 +445,7 @@ INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, i
 /* From scores in columns first..last-1 to weights relative to the new peaks, as floats or as bf16, and to by how much older
    sums shrink. Queries go side by side, since each waits for itself at every step. */
 INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16_t halves[][CHUNK], float *shrink, int first, int last,
-                  const int queries, const int bf16) {
+                  const int queries, const int by) {
     Vf peak[QUERIES], total[QUERIES];
     UNROLL for (int h = 0; h < queries; h++) peak[h] = vf_load(scores[h] + first);
     for (int i = first + LANES; i < last; i += LANES)
@@ -394,47 +461,64 @@ INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16
         UNROLL for (int h = 0; h < queries; h++) {
             const Vf weight = exp_ps(vf_sub(vf_load(scores[h] + i), peak[h]));
             total[h] = vf_add(total[h], weight);
-            if (bf16) store_bf16(halves[h] + i, weight, 0xffff);
+            if (by == BY_BF16) store_bf16(halves[h] + i, weight, 0xffff);
             else vf_store(scores[h] + i, weight);
         }
     UNROLL for (int h = 0; h < queries; h++) vf_store(s[h]->totals, total[h]);
 }
 
+/* Weights times the scales of values, block by block in whole multiples of a step: the largest of a chunk becomes 32767. */
+INLINE void weigh_blocks(const Chunk *c, const float *weights, uint16_t (*to)[CHUNK], float *steps, int first, int last) {
+    for (int b = 0; b < blocks_of(c->dim); b++) {
+        const float *scales = c->scales[1] + b * CHUNK;
+        Vf top = vf_zero();
+        for (int i = first; i < last; i += LANES) top = vf_max(top, vf_abs(vf_mul(vf_load(weights + i), vf_load(scales + i))));
+        const float most = fmaxf(vf_top(top), FLT_MIN);
+        const Vf turns = vf_div(vf_all(32767), vf_all(most));
+        steps[b] = most / 32767;
+        for (int i = first; i < last; i += LANES)
+            vi_store_halves(to[b] + i, vi_round(vf_mul(vf_mul(vf_load(weights + i), vf_load(scales + i)), turns)));
+    }
+}
+
 /* A few queries look at a chunk. */
 INLINE void attend_queries(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
-                           const int bf16) {
-    float scores[QUERIES][CHUNK] ALIGNED, shrink[QUERIES];
-    uint16_t halves[QUERIES][CHUNK] ALIGNED;
+                           const int by) {
+    float scores[QUERIES][CHUNK] ALIGNED, shrink[QUERIES], steps[QUERIES][MAX_BLOCKS];
+    uint16_t halves[QUERIES][by == BY_HALVES ? MAX_BLOCKS : 1][CHUNK] ALIGNED;
     const char *weights[QUERIES];
     int low = CHUNK, high = 0;
     for (int h = 0; h < queries; h++) low = min_int(low, seen[h]->low), high = max_int(high, seen[h]->high);
     if (low >= high) return;
-    const int first = low / LANES, last = (high + LANES - 1) / LANES, rows = bf16 ? LANES / 2 : LANES;
-    score(c, q, scores, first, last, queries, bf16);
+    const int first = low / LANES, last = (high + LANES - 1) / LANES, rows = by == BY_FLOATS ? LANES : LANES / 2;
+    score(c, q, scores, first, last, queries, by);
     UNROLL for (int h = 0; h < queries; h++) {
         ready_scores(c, h, seen[h], scores[h], first * LANES, last * LANES);
-        weights[h] = bf16 ? (const char *)halves[h] : (const char *)scores[h];
+        weights[h] = by == BY_FLOATS ? (const char *)scores[h] : (const char *)halves[h];
     }
-    weigh(c, s, scores, halves, shrink, first * LANES, last * LANES, queries, bf16);
+    weigh(c, s, scores, (uint16_t(*)[CHUNK])halves, shrink, first * LANES, last * LANES, queries, by);
+    UNROLL for (int h = 0; by == BY_HALVES && h < queries; h++)
+        weigh_blocks(c, scores[h], halves[h], steps[h], first * LANES, last * LANES);
     int at = 0;
-    const int vectors = vectors_of_line(c->dim, bf16), narrow = 1 + bf16;
-    for (; at + MIXED <= vectors; at += MIXED) mix(s, c, weights, shrink, first * rows, last * rows, at, MIXED, queries, bf16);
-    for (; at < vectors; at += narrow) mix(s, c, weights, shrink, first * rows, last * rows, at, narrow, queries, bf16);
+    const int vectors = vectors_of_line(c->dim, by), narrow = by == BY_FLOATS ? 1 : 2, wide = MIXED < narrow ? narrow : MIXED;
+    for (; at + wide <= vectors; at += wide) mix(s, c, weights, shrink, steps, first * rows, last * rows, at, wide, queries, by);
+    for (; at < vectors; at += narrow) mix(s, c, weights, shrink, steps, first * rows, last * rows, at, narrow, queries, by);
 }
 
-#define ATTEND(name, bf16)                                                                                             \
+#define ATTEND(name, by)                                                                                               \
     static void name(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {          \
-        if (queries == 4) attend_queries(c, q, s, seen, 4, bf16);                                                      \
-        else if (queries == 3) attend_queries(c, q, s, seen, 3, bf16);                                                 \
-        else if (queries == 2) attend_queries(c, q, s, seen, 2, bf16);                                                 \
-        else attend_queries(c, q, s, seen, 1, bf16);                                                                   \
+        if (queries == 4) attend_queries(c, q, s, seen, 4, by);                                                        \
+        else if (queries == 3) attend_queries(c, q, s, seen, 3, by);                                                   \
+        else if (queries == 2) attend_queries(c, q, s, seen, 2, by);                                                   \
+        else attend_queries(c, q, s, seen, 1, by);                                                                     \
     }
-ATTEND(attend_fp32, 0)
+ATTEND(attend_floats, BY_FLOATS)
 #ifdef SQUARE_QUERIES
 #include "attention_amx.h"
 #else
-ATTEND(attend_bf16, BF16_PRODUCTS)
+ATTEND(attend_bf16, BF16_PRODUCTS ? BY_BF16 : BY_FLOATS)
 static void rest_squares(Chunk *c) { (void)c; }
 #endif
+ATTEND(attend_blocks, BY_BLOCKS)
 
 #endif

@@ -1,5 +1,6 @@
 /* Keys and values in 8 or 4 bits: every 32 numbers of a line are whole multiples of a scale of their own, a half. What a line
-   holds is its number times its scale, rounded to bf16 where bf16 is multiplied, just as a line that is stored in bf16. */
+   holds is its number times its scale. Where pairs of whole numbers are multiplied the scale comes to their sums, else each product is
+   rounded to bf16 where bf16 is multiplied, just as a line that is stored in bf16. */
 #ifndef SHOAL_KV_BLOCKS_H
 #define SHOAL_KV_BLOCKS_H
 
@@ -38,6 +39,16 @@ INLINE Vf load_nibbles(const char *line, int block, int upper) {
 INLINE Vf load_part(const char *line, const uint16_t *scales, int block, int upper, int dim, const int form) {
     const Vf scale = vf_all(_cvtsh_ss(scales[block]));
     return vf_mul(scale, form == STORED_INT8 ? load_eighths(line, block, upper, dim) : load_nibbles(line, block, upper));
+}
+
+/* 32 numbers of a block in halves, before their scale; zero beyond the line's end. */
+INLINE Vi load_block(const char *line, int block, int dim, const int form) {
+    if (form == STORED_INT4) return vi_widen_nibbles(line + block * (KV_BLOCK / 2));
+    char copy[KV_BLOCK] = {0};
+    const int rest = dim - block * KV_BLOCK;
+    if (rest >= KV_BLOCK) return vi_widen_signed(line + block * KV_BLOCK);
+    memcpy(copy, line + block * KV_BLOCK, rest);
+    return vi_widen_signed(copy);
 }
 
 /* 16 words of a line from word 16 * part on. */

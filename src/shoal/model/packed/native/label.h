@@ -87,7 +87,7 @@ INLINE void score_group(const Labels *l, const char *const *q, const char *group
     for (int j = 0; j < words; j++) { /* a few heads at a time, so that no sum waits for itself */
         const Vi label = label_words(l, group, j, halves);
         fetch(group + 64 * j + LABELS_AHEAD);
-        UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(q[h] + 4 * j), halves);
+        UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(q[h] + 4 * j), halves ? BY_BF16 : BY_FLOATS);
     }
     UNROLL for (int h = 0; h < QUERIES; h++) sums[h] = sum[h];
 }

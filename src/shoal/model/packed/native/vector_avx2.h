@@ -8,6 +8,7 @@
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
 #define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed in 16 bits, twice as many: see dot_narrow() */
 #define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
+#define HALF_PRODUCTS 1 /* whether it multiplies pairs of whole numbers, where they are stored */
 #define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
 
@@ -136,12 +137,25 @@ INLINE Vi vi_load_signed(const void *from) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
     return PAIR(Vi, _mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)));
 }
+/* See vector_avx512.h. */
+INLINE Vi vi_widen_signed(const void *from) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i *)from);
+    return PAIR(Vi, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1)));
+}
+INLINE __m256i widen_nibbles(__m128i bytes) {
+    return _mm256_sub_epi16(_mm256_cvtepu8_epi16(_mm_and_si128(bytes, _mm_set1_epi8(15))), _mm256_set1_epi16(8));
+}
+INLINE Vi vi_widen_nibbles(const void *from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return PAIR(Vi, widen_nibbles(bytes), widen_nibbles(_mm_srli_epi16(bytes, 4)));
+}
 INLINE void vi_store_words(void *to, Mask mask, Vi v) {
     int *at = (int *)to;
     _mm256_maskstore_epi32(at, lanes_of(mask, 0), v.a), _mm256_maskstore_epi32(at + 8, lanes_of(mask, 1), v.b);
 }
 /* 16 words of 32 bits in order as halves, saturated as signed ones. */
 INLINE __m256i halves_of(Vi v) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(v.a, v.b), 0xd8); }
+INLINE void vi_store_halves(void *to, Vi v) { _mm256_store_si256((__m256i *)to, halves_of(v)); }
 INLINE void vi_store_s8(void *to, Vi v) {
     const __m256i halves = halves_of(v);
     _mm_store_si128((__m128i *)to, _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
@@ -175,6 +189,8 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
 
 /* Per lane: the sum plus two products of signed halves. */
 INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, _mm256_madd_epi16, x, y)); }
+
+INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) { return vf_bits(dot_halves(vi_bits(sum), x, y)); }
 
 /* Per lane: the sum plus four products of a byte of `row` less 128 with a signed one of `x`. Signs go over to `x`, for the
    instruction multiplies unsigned by signed; 2 * 128 * 127 fits 16 bits. */
@@ -224,6 +240,11 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
     memcpy(to, copy, mask == 0xffff ? 32 : 2 * __builtin_popcount(mask));
 }
 
+INLINE Vf vf_from_halves(Vi v) { /* see vector_avx512.h */
+    v = vi_and(v, vi_all(0xffff));
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(v.a, v.b), 0xd8);
+    return PAIR(Vf, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+}
 INLINE Vf load_half(const void *from) {
     const __m128i *at = (const __m128i *)from;
     return PAIR(Vf, _mm256_cvtph_ps(_mm_load_si128(at)), _mm256_cvtph_ps(_mm_load_si128(at + 1)));

@@ -9,6 +9,9 @@
 #define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
 #ifdef SHOAL_AMX
 #define SQUARE_QUERIES 16 /* that attention looks at in the tile units together */
+#define HALF_PRODUCTS 0   /* whether it multiplies pairs of whole numbers, where they are stored: the tile units have none of 16 bits */
+#else
+#define HALF_PRODUCTS 1
 #endif
 #define SCORED 4 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 4  /* vectors of values that are added up at once for a few queries */
@@ -51,10 +54,18 @@ INLINE Vi vi_load_words(Mask mask, const void *from) { return _mm512_maskz_loadu
 INLINE Vi vi_load_halves(uint32_t mask, const void *from) { return _mm512_maskz_loadu_epi16(mask, from); }
 INLINE Vi vi_load_bytes(const void *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE Vi vi_load_signed(const void *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+/* 32 halves: of signed bytes; of the low half-bytes of 16, then of their high ones, 8 less. */
+INLINE Vi vi_widen_signed(const void *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE Vi vi_widen_nibbles(const void *from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from), upper = _mm_srli_epi16(bytes, 4);
+    const __m256i both = _mm256_and_si256(_mm256_set_m128i(upper, bytes), _mm256_set1_epi8(15));
+    return _mm512_sub_epi16(_mm512_cvtepu8_epi16(both), _mm512_set1_epi16(8));
+}
 INLINE void vi_store(void *to, Vi v) { _mm512_store_si512(to, v); }
 INLINE void vi_store_words(void *to, Mask mask, Vi v) { _mm512_mask_storeu_epi32(to, mask, v); }
 INLINE void vi_store_s8(void *to, Vi v) { _mm_store_si128((__m128i *)to, _mm512_cvtsepi32_epi8(v)); }
 INLINE void vi_store_u8(void *to, Vi v) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(v)); }
+INLINE void vi_store_halves(void *to, Vi v) { _mm256_store_si256((__m256i *)to, _mm512_cvtepi32_epi16(v)); }
 INLINE Vi vi_round(Vf x) { return _mm512_cvtps_epi32(x); }
 INLINE Vi vi_add(Vi x, Vi y) { return _mm512_add_epi32(x, y); }
 INLINE Vi vi_mul(Vi x, Vi y) { return _mm512_mullo_epi32(x, y); }
@@ -80,6 +91,12 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512b
 /* Per lane: the sum plus two products of signed halves. */
 INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return _mm512_dpwssd_epi32(sum, x, y); }
 
+/* The same in the bits of floats. Of a cast sum, compilers make copies. */
+INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
+    return sum;
+}
+
 /* Per lane: the sum plus four products of an unsigned byte of `row` with a signed one of `x`. */
 INLINE Vi start_bytes(int32_t zero_share) { return vi_all(zero_share); }
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return _mm512_dpbusd_epi32(sum, row, x); }
@@ -101,6 +118,7 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
 /* Halves of bf16, those of `low` first. */
 INLINE Vi join_bf16(Vf low, Vf high) { return (Vi)_mm512_cvtne2ps_pbh(high, low); }
 
+INLINE Vf vf_from_halves(Vi v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); } /* of floats in 16 bits, in the low halves of words */
 INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
 
 /* See simd.h. What no lane takes is not read. */

@@ -7,6 +7,7 @@
 
 #define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 32 registers */
 #define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
+#define HALF_PRODUCTS 1 /* whether it multiplies pairs of whole numbers, where they are stored */
 #define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
 #define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
@@ -126,6 +127,22 @@ INLINE Vi vi_load_signed(const void *from) {
     const Vi bytes = vi_load_bytes(from);
     return EACH2(Vi, sign_of, bytes);
 }
+/* See vector_avx512.h. */
+INLINE Vi halves_from(int16x8_t a, int16x8_t b, int16x8_t c, int16x8_t d) {
+    return FOUR(Vi, vreinterpretq_u32_s16(a), vreinterpretq_u32_s16(b), vreinterpretq_u32_s16(c), vreinterpretq_u32_s16(d));
+}
+INLINE Vi widen_bytes(int8x16_t x, int8x16_t y) {
+    return halves_from(vmovl_s8(vget_low_s8(x)), vmovl_high_s8(x), vmovl_s8(vget_low_s8(y)), vmovl_high_s8(y));
+}
+INLINE Vi vi_widen_signed(const void *from) { return widen_bytes(vld1q_s8((const int8_t *)from), vld1q_s8((const int8_t *)from + 16)); }
+INLINE int8x16_t nibbles_less_8(uint8x16_t x) { return vsubq_s8(vreinterpretq_s8_u8(x), vdupq_n_s8(8)); }
+INLINE Vi vi_widen_nibbles(const void *from) {
+    const uint8x16_t bytes = vld1q_u8((const uint8_t *)from);
+    return widen_bytes(nibbles_less_8(vandq_u8(bytes, vdupq_n_u8(15))), nibbles_less_8(vshrq_n_u8(bytes, 4)));
+}
+INLINE void vi_store_halves(void *to, Vi v) {
+    vst1q_s16((int16_t *)to, halves_of(v.a, v.b)), vst1q_s16((int16_t *)to + 8, halves_of(v.c, v.d));
+}
 INLINE void vi_store_s8(void *to, Vi v) {
     vst1q_s8((int8_t *)to, vqmovn_high_s16(vqmovn_s16(halves_of(v.a, v.b)), halves_of(v.c, v.d)));
 }
@@ -173,6 +190,8 @@ INLINE uint32x4_t halves_dot_of(uint32x4_t x, uint32x4_t y) {
 }
 INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, halves_dot_of, x, y)); }
 
+INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) { return vf_bits(dot_halves(vi_bits(sum), x, y)); }
+
 /* Per lane: the sum plus four products of signed bytes. Those of 4 to 6 bits are below 64, so without a sign they are the
    same; those of 8 bits are less 128 with the upper bit turned over. */
 INLINE uint32x4_t dot_of(uint32x4_t sum, uint32x4_t row, uint32x4_t x) {
@@ -213,6 +232,8 @@ INLINE void store_bf16(uint16_t *to, Vf value, Mask mask) {
 }
 
 INLINE float32x4_t half_of(uint16x4_t x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+INLINE float32x4_t low_half_of(uint32x4_t x) { return half_of(vmovn_u32(x)); }
+INLINE Vf vf_from_halves(Vi v) { return EACH2(Vf, low_half_of, v); } /* see vector_avx512.h */
 INLINE Vf load_half(const void *from) {
     const uint16_t *at = (const uint16_t *)from;
     return FOUR(Vf, half_of(vld1_u16(at)), half_of(vld1_u16(at + 4)), half_of(vld1_u16(at + 8)), half_of(vld1_u16(at + 12)));
