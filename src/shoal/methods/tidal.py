@@ -39,7 +39,7 @@ class Tidal(Method):
             earlier one where there are few.
         reselect: the layer that selects anew; the number of layers or more for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
-            on `k`, and which one is best on the model: see docs/kv.md.
+            on `k`, and which one is best on the model: see docs/long_contexts.md.
         share: who shares a set of columns, those query heads that share a `kv_head` or each `query_head` with itself.
     """
 

@@ -124,7 +124,7 @@ def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, form: str
 
 @pytest.mark.parametrize("form", BLOCKS)
 def test_small_weights_beside_a_large_one_count(form: str) -> None:
-    """A first column that most weight falls to and whose values say little, as models have it: the rest is what is said."""
+    """Most of it falls to the first column, whose values say little, as models have it: the rest is what is said."""
     row = Long(replace(LONG, kv_dtype=torch.bfloat16), 600, form=form, biased=True)
     place, keys, values = row.twin.committed(0, 0)[0]
     row.bias[:, 0], row.lines[1][:, 0] = 9.0, 0.0
