@@ -1,4 +1,4 @@
-"""Draw what docs/long_contexts.md begins with: what is lost in long contexts against how fast steps are. Needs matplotlib.
+"""Draw what docs/long_contexts.md begins with: what is lost against how fast steps are. Needs matplotlib.
 
     python tools/long_contexts_picture.py docs/pictures/long-contexts.png
 
