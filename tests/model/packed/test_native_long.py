@@ -30,7 +30,9 @@ ROOM = 64
 class Long:
     """A row of one layer that holds random columns, as the kernels and as the twin have it."""
 
-    def __init__(self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False) -> None:
+    def __init__(
+        self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False, sink: float = 0.0
+    ) -> None:
         self.case, self.start, self.columns, self.form = case, start, columns, form
         self.settled = columns * 3 // 4 if form == "bitmap" else 0
         self.twin: Twin = make_twin(case)
@@ -39,6 +41,9 @@ class Long:
         sizes = 2.0 ** torch.randint(-3, 3, (*shape[:2], 1), generator=dice)
         self.lines = [(torch.randn(shape, generator=dice) * sizes).to(case.kv_dtype) for _ in range(2)]
         self.bias = torch.randn(shape[:2], generator=dice) if biased else None
+        if sink and self.bias is not None:
+            self.bias[:, 0], self.lines = sink, [self.lines[0] / 64, self.lines[1] + 100]
+            self.lines[1][:, 0] = 0
         keys, values = self.decoded()
         entries = [(start + c, keys[:, c], values[:, c]) for c in range(columns)]
         self.twin.committed(0, 0).extend(entries)
@@ -125,11 +130,8 @@ def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, form: str
 @pytest.mark.parametrize("form", BLOCKS)
 def test_small_weights_beside_a_large_one_count(form: str) -> None:
     """Most of it falls to the first column, whose values say little, as models have it: the rest is what is said."""
-    row = Long(replace(LONG, kv_dtype=torch.bfloat16), 600, form=form, biased=True)
-    place, keys, values = row.twin.committed(0, 0)[0]
-    row.bias[:, 0], row.lines[1][:, 0] = 9.0, 0.0
-    row.twin.committed(0, 0)[0] = place, keys, torch.zeros_like(values)
-    row.check(3, 5e-4 if WHOLE else 0.02)
+    row = Long(replace(LONG, kv_dtype=torch.bfloat16), 600, form=form, biased=True, sink=11.0)
+    row.check(3, 1e-3 if WHOLE else 0.02)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -20,8 +20,8 @@ static void store_halves(char *to, const float *x, int dim) {
     const int padded = (int)round_up(dim, 32);
     Vf top = vf_zero();
     for (int i = 0; i < padded; i += LANES) top = vf_max(top, vf_abs(vf_load(x + i)));
-    const float most = vf_top(top), step = most / 32767;
-    for (int i = 0; i < padded; i += LANES) vi_store_halves(to + 2 * i, vi_round(vf_mul(vf_load(x + i), vf_all(most > 0 ? 32767 / most : 0))));
+    const float most = fmaxf(vf_top(top), SMALLEST), step = most / 32767;
+    for (int i = 0; i < padded; i += LANES) vi_store_halves(to + 2 * i, vi_round(vf_mul(vf_load(x + i), vf_all(32767 / most))));
     memcpy(to + 2 * padded, &step, 4);
 }
 

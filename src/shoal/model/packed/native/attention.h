@@ -21,6 +21,7 @@
 #define SUMMED 64   /* words of a line of keys that are summed one after the other */
 #define WIDEST (MIXED < 2 ? 2 : MIXED) /* vectors of values of which one call takes care */
 #define MAX_HEAD_DIM 256
+#define SMALLEST 1e-30f /* the smallest magnitude that is told from zero where numbers become whole: its inverse is finite */
 #define MAX_BLOCKS (MAX_HEAD_DIM / KV_BLOCK)
 #define BY_BLOCKS (HALF_PRODUCTS ? BY_HALVES : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS) /* what is multiplied of stored whole numbers */
 #define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
@@ -473,7 +474,7 @@ INLINE void weigh_blocks(const Chunk *c, const float *weights, uint16_t (*to)[CH
         const float *scales = c->scales[1] + b * CHUNK;
         Vf top = vf_zero();
         for (int i = first; i < last; i += LANES) top = vf_max(top, vf_abs(vf_mul(vf_load(weights + i), vf_load(scales + i))));
-        const float most = fmaxf(vf_top(top), FLT_MIN);
+        const float most = fmaxf(vf_top(top), SMALLEST);
         const Vf turns = vf_div(vf_all(32767), vf_all(most));
         steps[b] = most / 32767;
         for (int i = first; i < last; i += LANES)

@@ -2,7 +2,6 @@
 #ifndef SHOAL_SIMD_H
 #define SHOAL_SIMD_H
 
-#include <float.h>
 #include <math.h>
 #include <string.h>
 
