@@ -63,12 +63,8 @@ def _panels(count: int) -> tuple[Sequence[Any], Figure]:
     """So many axes, two in a line."""
     figure = Figure(figsize=(10, 3.6 * math.ceil(count / 2)), layout="constrained")
     panels = figure.subplots(math.ceil(count / 2), 2, squeeze=False).flatten()
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-    for axes in panels[count:]:
-        axes.set_visible(False)
+    for number, axes in enumerate(panels):
+        plots.bare(axes).set_visible(number < count)
     return panels[:count], figure
 
 

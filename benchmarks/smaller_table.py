@@ -64,6 +64,8 @@ def draw(models: Mapping[str, Rows], path: Path) -> None:
     """Divergence against measured speed: what loses less lies lower, what is faster further right."""
     from matplotlib.figure import Figure
 
+    from shoal.eval.plots import bare
+
     figure = Figure(figsize=(4.6 * len(models), 4.2), layout="constrained")
     for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         for kind, (colour, words) in _KINDS.items():
@@ -76,8 +78,7 @@ def draw(models: Mapping[str, Rows], path: Path) -> None:
             if found and words is None:
                 axes.annotate(kind, (times[0], values[0]["mean"]), (5, 5), textcoords="offset points")
         axes.set(title=model, xlabel="times faster, measured", ylabel="KL, nats per token", yscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        bare(axes)
     figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
 

@@ -15,24 +15,28 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from shoal.eval.plots import bare
+
 REPORTS = Path(__file__).resolve().parents[1] / "benchmarks" / "long"
-PANELS: dict[str, tuple[str, tuple[str, ...], int]] = {
-    "Qwen 0.5B, 32k": ("qwen2.5-coder-0.5b-laws-32k", ("qwen2.5-coder-0.5b-steps-32k",), 32256),
-    "Qwen 1.5B, 8k": ("qwen2.5-coder-1.5b-laws-8k", ("qwen2.5-coder-1.5b-steps",), 8192),
-    "Gemma 3 270M, 32k": ("gemma3-270m-laws-32k", ("gemma3-270m-steps",), 32256),
+PANELS = {
+    "Qwen 0.5B, 32k": ("qwen2.5-coder-0.5b-laws-32k", "qwen2.5-coder-0.5b-steps-32k", 32256),
+    "Qwen 1.5B, 8k": ("qwen2.5-coder-1.5b-laws-8k", "qwen2.5-coder-1.5b-steps", 8192),
+    "Gemma 3 270M, 32k": ("gemma3-270m-laws-32k", "gemma3-270m-steps", 32256),
 }
+"""Title -> reports of quality and of steps, and after how many tokens these were timed."""
 COLOURS = {"tidal": "#0b6fb8", "double_sparsity": "#2e8b57", "snapkv": "#c98a1b", "kv_int8": "#000000",
            "window": "#9a9a9a"}
 TIMED = {"window": "streaming_llm"}
-"""Under which name a method was timed, where it has another: a window and four columns more."""
+"""Method -> under which name a method was timed, where it has another: a window and four columns more."""
 SUITES = {"needle": ("needles found, %", 100), "novels": ("rise of the loss on prose, nats", 1)}
 
 
 def main(out: str) -> None:
+    """Draw and save."""
     figure = Figure(figsize=(4.2 * len(PANELS), 6.4), layout="constrained")
     grid = figure.subplots(len(SUITES), len(PANELS), squeeze=False)
     for number, (title, (quality, steps, length)) in enumerate(PANELS.items()):
-        speeds = {name: speed for one in steps for name, speed in speeds_at(_report(one), length).items()}
+        speeds = speeds_at(_report(steps), length)
         for lane, suite in enumerate(SUITES):
             draw(grid[lane][number], suite, _report(quality), speeds, title if lane == 0 else "")
     for lane, (what, _) in enumerate(SUITES.values()):
@@ -56,31 +60,27 @@ def speeds_at(report: dict[str, Any], length: int) -> dict[str, float]:
 def points(
     suite: str, report: dict[str, Any], speeds: dict[str, float]
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """A method, its speed, and its score, or rise of the loss, with the ends of the difference's interval."""
-    rows = next(one["rows"] for one in report["suites"] if one["suite"] == suite)
-    full = next(row for row in rows if row["label"] == "full")
-    base, scale = full.get("score", 0.0) if suite == "needle" else 0.0, SUITES[suite][1]
-    yield "full", 1.0, scale * base, scale * base, scale * base
-    for row in rows:
-        name = row["label"].split(" at ")[0].split(" (")[0]
+    """A method, its speed, and by how much its score or loss exceeds the full model's, with its interval's ends."""
+    for row in next(one["rows"] for one in report["suites"] if one["suite"] == suite):
+        name = row["label"].split(" at ")[0]
         speed = speeds.get(TIMED.get(name, name))
         if name in COLOURS and speed is not None:
-            yield name, speed, *(scale * (base + row["difference"][end]) for end in ("mean", "low", "high"))
+            yield name, speed, *(row["difference"][end] for end in ("mean", "low", "high"))
 
 
 def draw(axes: Any, suite: str, report: dict[str, Any], speeds: dict[str, float], title: str) -> None:
-    """One panel; a line stands at the full model's."""
+    """One panel; a line stands at the full model's: its score, or no rise of the loss."""
+    rows = next(one["rows"] for one in report["suites"] if one["suite"] == suite)
+    base, scale = next(row for row in rows if row["label"] == "full").get("score", 0.0), SUITES[suite][1]
+    axes.axhline(scale * base, color="#d1495b", linewidth=0.9, label="full model")
     for name, speed, mean, low, high in points(suite, report, speeds):
-        if name == "full":
-            axes.axhline(mean, color="#d1495b", linewidth=0.9, label="full model")
-            continue
-        axes.errorbar([speed], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color=COLOURS[name], label=name)
+        errors = [[scale * (mean - low)], [scale * (high - mean)]]
+        axes.errorbar([speed], [scale * (base + mean)], yerr=errors, fmt="o", color=COLOURS[name], label=name)
     axes.set(title=title, xlabel="times faster than the full model's step")
     axes.set_xlim(left=0.75)
     if suite == "needle":
         axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    bare(axes)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,11 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _axes(figure: Any, x: str, y: str, title: str) -> Any:
-    axes = figure.add_subplot()
-    axes.set(xlabel=x, ylabel=y, title=title)
+    return bare(figure.add_subplot(xlabel=x, ylabel=y, title=title))
+
+
+def bare(axes: Any) -> Any:
+    """Axes in the style of all pictures: no frame above and right, pale lines behind what is drawn."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
