@@ -100,7 +100,7 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
 /* A chunk begins at a multiple of CHUNK positions, so that a column's place in it does not depend on what is stored. */
 static void attend_columns(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
-    const int group = w->run->m->heads / w->run->m->kv_heads;
+    const int group = w->run->m->heads / w->run->m->kv_heads, by = products_of(w->run->m, source);
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
         Seen seen[MAX_TOKENS];
         int32_t columns[CHUNK];
@@ -112,15 +112,15 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
         for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
         look_ahead(w, source, (s->last - s->first) * group, NULL, base + CHUNK, CHUNK);
-        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), products_of(w->run->m, source));
-        attend_chunk(w, task, products_of(w->run->m, source), s->first * group, s->last * group, seen, base);
+        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), by);
+        attend_chunk(w, task, by, s->first * group, s->last * group, seen, base);
     }
 }
 
 /* What was selected for queries first..last-1 of one token, among the task's columns or as many of the list from `from` on, brought
    together chunk by chunk. */
 static void attend_list(Worker *w, const Task *task, const Source *source, int first, int last, const int32_t *from, int count, int listed) {
-    const int low = listed ? 0 : task->low, high = listed ? INT32_MAX : task->high;
+    const int low = listed ? 0 : task->low, high = listed ? INT32_MAX : task->high, by = products_of(w->run->m, source);
     const int32_t *end = from + count;
     if (listed) from += task->split * SPLIT, end = from + min_int(SPLIT, (int)(end - from));
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
@@ -139,8 +139,8 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
-        lay_columns(&w->chunk, source, columns, places, products_of(w->run->m, source));
-        attend_chunk(w, task, products_of(w->run->m, source), first, last, &seen, 0);
+        lay_columns(&w->chunk, source, columns, places, by);
+        attend_chunk(w, task, by, first, last, &seen, 0);
     }
 }
 
