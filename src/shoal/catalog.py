@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.errors import Unsupported
 from shoal.file_hash import sha256
+from shoal.user_cache import expanded
 
 ABSENT = "it is not on this machine"
 
@@ -60,7 +61,8 @@ KNOWN = {
 
 def folder() -> Path:
     """Where models are looked for by name: $SHOAL_MODELS, by default ~/.cache/shoal-models; it need not exist."""
-    return Path(os.environ.get("SHOAL_MODELS") or "~/.cache/shoal-models").expanduser()
+    place = os.environ.get("SHOAL_MODELS") or "~/.cache/shoal-models"
+    return expanded(place) or Path(place)
 
 
 def find(model: str | None = None) -> str:
@@ -83,13 +85,13 @@ def find(model: str | None = None) -> str:
     if name != Path(name).name or name in ("", ".", ".."):
         return name
     held = (folder() / name, folder() / f"{name}.gguf")
-    return next((str(path) for path in held if path.exists()), name)
+    return next((str(path) for path in held if os.path.exists(path)), name)
 
 
 def place(name: str) -> Path | None:
     """Where the file of a known model lies, whatever is in it; None where it is not on this machine."""
     places = [folder() / KNOWN[name].file, *_in_package(KNOWN[name])]
-    return next((path for path in places if path.is_file()), None)
+    return next((path for path in places if os.path.isfile(path)), None)  # not `is_file`, which raises if forbidden
 
 
 def _path(name: str, known: Known) -> Path:

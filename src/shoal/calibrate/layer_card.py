@@ -5,6 +5,7 @@ A card holds what carries over from machine to machine: divergences, counts and 
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from shoal.engine.card import BEARABLE, FORMAT, Card
 from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 
+log = logging.getLogger(__name__)
 _LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Mean numbers of layers left out at which the model's tolerance is measured, gentlest first."""
 _ANSWERING = 0.3
@@ -211,7 +213,8 @@ def quick_card(
     Args:
         engine: the model; its card is replaced.
         seconds: most time to spend.
-        keep: whether the card goes to the user's cache, where `shoal.load` finds it.
+        keep: whether the card goes to the user's cache, where `shoal.load` finds it; where that cannot be written, a
+            warning says so.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Raises:
@@ -219,7 +222,10 @@ def quick_card(
     """
     engine.recipe("full", 1)
     data = measure_card(engine, effort=Effort(seconds), progress=progress)
-    if keep:
-        cards.keep(data)
     engine.card = Card.from_dict(data, engine.stack.num_layers)
+    if keep:
+        try:
+            cards.keep(data)
+        except OSError as error:
+            log.warning("the card of %s is not kept for the next start: %s", engine.model_name or "the model", error)
     return engine.card

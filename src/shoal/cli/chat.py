@@ -30,6 +30,7 @@ from shoal.cli.lines import Lines
 from shoal.cli.method_list import label_of
 from shoal.cli.parser import Parser
 from shoal.cli.printers import add_color, printer_of, summary
+from shoal.user_cache import expanded
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -167,16 +168,24 @@ class Talk:
         if not path:
             raise ValueError("/save needs the name of a file")
         text = json.dumps({"messages": self._session.messages}, ensure_ascii=False, indent=1)
-        Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+        _place(path).write_text(text + "\n", encoding="utf-8")
         print(f"saved {len(self._session.messages)} messages to {path}")
 
     def load(self, path: str) -> None:
         """Go on with another conversation."""
         if not path:
             raise ValueError("/load needs the name of a file")
-        self._session.messages = messages_of(Path(path).expanduser())
+        self._session.messages = messages_of(_place(path))
         self._answers = []
         print(f"{len(self._session.messages)} messages from {path}")
+
+
+def _place(path: str) -> Path:
+    """A path as a user types it."""
+    found = expanded(path)
+    if found is None:
+        raise ValueError(f"{path!r} names a home folder, and there is none; write the path in full")
+    return found
 
 
 @contextmanager

@@ -224,6 +224,7 @@ def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, meth
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
     """See to it that a method that leaves layers out knows what they are worth; say where that is from."""
     from shoal.calibrate.layer_card import quick_card
+    from shoal.engine import cards
     from shoal.engine.checkpoint import shown_name
 
     if not engine.card.empty:
@@ -244,8 +245,9 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
         print(f"they could not be measured and are left out by their position: {error}", file=sys.stderr)
         return
     if card.bears is not None:
-        print(f"done: {name} bears {card.bears:g} of {engine.stack.num_layers} layers on average; kept for the next "
-              "time", file=sys.stderr)
+        kept = "" if cards.find(engine).empty else "; kept for the next time"
+        print(f"done: {name} bears {card.bears:g} of {engine.stack.num_layers} layers on average{kept}",
+              file=sys.stderr)
 
 
 def load_peer(args: argparse.Namespace, engine: Engine) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import unknown
+from shoal.user_cache import expanded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,8 +38,9 @@ def files() -> list[Path]:
     named = os.environ.get("SHOAL_CONFIG")
     if named is not None:
         return [Path(named)] if named else []
-    own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "shoal" / FILE
-    return [path for path in (own, Path(FILE)) if path.is_file()]
+    home = expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    own = [] if home is None else [home / "shoal" / FILE]
+    return [path for path in (*own, Path(FILE)) if os.path.isfile(path)]  # not `is_file`, which raises if forbidden
 
 
 def words(command: str, commands: Iterable[str], options: Iterable[str], typed: Sequence[str]) -> list[str]:

@@ -202,9 +202,9 @@ def _folder(digest: str, root: Path) -> Path:
 def cache_folder() -> Path | None:
     """Where woven weights are kept: $SHOAL_WEIGHTS, by default `shoal/weights` in $XDG_CACHE_HOME or ~/.cache.
 
-    None where that variable is there and empty: nothing is kept then.
+    None where that variable is there and empty, or names a home folder that there is not: nothing is kept then.
     """
     chosen = os.environ.get("SHOAL_WEIGHTS")
     if chosen is not None:
-        return Path(chosen).expanduser() if chosen else None
+        return user_cache.expanded(chosen) if chosen else None
     return user_cache.cache_folder() / "weights"

@@ -5,7 +5,9 @@ A build hook loads this file alone, so it imports nothing but the standard libra
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -44,6 +46,9 @@ PREBUILT = "prebuilt"
 _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$")
 
 
+_log = logging.getLogger(__name__)
+
+
 class BuildError(Exception):
     """Why there is no library."""
 
@@ -51,13 +56,17 @@ class BuildError(Exception):
 def build(vectors: str) -> Path:
     """The library compiled for a set of vectors; it is made if the cache does not hold it.
 
+    Where the cache cannot be written it is made for this process alone, which takes the compiler's time at each start.
+
     Raises:
         BuildError: no compiler, or it failed.
     """
     compiler, runtime = _compiler(), openmp_runtime()
-    target = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
-    if not target.exists():
-        _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
+    kept = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
+    if os.path.isfile(kept):
+        return kept
+    target = _writable(kept.parent) / kept.name
+    _compile(compiler, vectors, "native", ["-Wl,--no-undefined", runtime or "-fopenmp"], target)
     return target
 
 
@@ -127,9 +136,24 @@ def _cpuinfo() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: `shoal` in XDG_CACHE_HOME, by default in ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "shoal" / "native"
+    """Where libraries are kept: `native` in the user's cache folder."""
+    from shoal import user_cache
+
+    return user_cache.cache_folder() / "native"
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made; where it cannot be written one of this process's own, which goes when the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            return folder
+    except OSError:
+        own = tempfile.mkdtemp(prefix="shoal-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        _log.warning("the kernels are compiled for this process alone, since nothing can be kept in a cache folder: "
+                     "point XDG_CACHE_HOME at a folder that this user may write to")
+        return Path(own)
 
 
 def openmp_runtime() -> str | None:
