@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Alternative = tuple[str, tuple[int, ...], float]
 """Another answer: its text, its token ids, and its score, which is higher for a better one."""
 _EMPTY: Mapping[int, float] = MappingProxyType({})
+_MOST_BIAS = 1e8
+"""Largest size of a bias: at the lowest temperature it leaves a float32 finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,10 @@ class Sampling:
     """How a token is chosen from the logits of one row.
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the two additive
-    penalties 0 are neutral. `logit_bias` is added to the raw logits of the given token ids. `logprobs` asks for
-    the log-probability of each emitted token and that many of the best alternatives (0: the token's alone);
-    log-probabilities are those of the distribution that the token was drawn from before temperature and truncation.
+    penalties 0 are neutral. `logit_bias` is added to the raw logits of the given token ids: finite numbers, of which a
+    large negative one bans a token. `logprobs` asks for the log-probability of each emitted token and that many of the
+    best alternatives (0: the token's alone); log-probabilities are those of the distribution that the token was drawn
+    from before temperature and truncation.
     """
 
     temperature: float = 0.0
@@ -44,11 +47,15 @@ class Sampling:
         _check("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0 (1 is neutral)")
+        finite = 0 < self.repetition_penalty < math.inf
+        _check("repetition_penalty", self.repetition_penalty, finite, "> 0 and finite (1 is neutral)")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, -2 <= value <= 2, "in [-2, 2]")
         _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or >= 0")
+        for token, value in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", value, _is(value, Real) and -_MOST_BIAS <= value <= _MOST_BIAS,
+                   f"a finite number in -{_MOST_BIAS:g}..{_MOST_BIAS:g}; -100 is enough to ban a token")
 
     def _check_kinds(self) -> None:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -57,8 +64,8 @@ class Sampling:
         _check("top_k", self.top_k, _is(self.top_k, Integral), "a whole number")
         whole = self.logprobs is None or _is(self.logprobs, Integral)
         _check("logprobs", self.logprobs, whole, "None or a whole number")
-        ids = all(isinstance(token, Integral) for token in self.logit_bias)
-        _check("logit_bias", dict(self.logit_bias), ids, "a mapping from token ids, whole numbers, to numbers")
+        ids = isinstance(self.logit_bias, Mapping) and all(_is(token, Integral) for token in self.logit_bias)
+        _check("logit_bias", self.logit_bias, ids, "a mapping from token ids, whole numbers, to numbers")
 
     @property
     def greedy(self) -> bool:

@@ -71,6 +71,27 @@ def test_most_steps_are_of_the_width_that_pays_most(rate: float, slope: float, b
     assert min(used[width] for width in (1, 2, 4, 8)) >= 4  # all are tried again and again
 
 
+@pytest.mark.parametrize("apart", [1, 2, 7])
+def test_steps_beside_a_prompt_tell_nothing_and_are_tried_again(apart: int) -> None:
+    policy, used = Width().begin(None, None), Counter[int]()
+    rows: list[Any] = [SimpleNamespace()]
+    for step in range(200 * apart):
+        (most,) = policy.limits(rows)
+        outcome = Outcome(tuple(range(1 + most)), 0)
+        report = StepReport(rows, [TokenTree.chain([0] * (1 + most))], [outcome], 0.0, None if step % apart else 1.0)
+        policy.observe(report)
+        used[1 + most] += report.target_seconds is not None
+    assert used.most_common(1)[0][0] == 8 and min(used[width] for width in (1, 2, 4, 8)) >= 4
+
+
+def test_nothing_but_prompts_beside_it() -> None:
+    policy = Width().begin(None, None)
+    rows: list[Any] = [SimpleNamespace()]
+    for _ in range(100):
+        assert policy.limits(rows) == [0]
+        policy.observe(StepReport(rows, [TokenTree.chain([0])], [Outcome((0,), 0)], 0.0, None))
+
+
 def test_widths_that_fit_no_law() -> None:
     with pytest.raises(ValueError, match="at least 3"):
         Width((2, 4))

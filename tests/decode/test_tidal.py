@@ -131,8 +131,7 @@ def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: st
 
 
 def test_neutral_settings_have_no_part() -> None:
-    for method in (Tidal(None), Tidal(select=5), Tidal(select=9)):
-        assert method.recipe(INFO).exact_to == "full"
+    assert Tidal(None).recipe(INFO).exact_to == "full"
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -212,6 +211,12 @@ def test_layers_that_cannot_select() -> None:
         Tidal(select=1).recipe(replace(INFO, windows=windows))
     with pytest.raises(ValueError, match="reselect is 1; it must come behind select, 1"):
         Tidal(reselect=1).recipe(INFO)
+    for select, reselect in ((5, None), (4, 5), (5, 6)):
+        with pytest.raises(ValueError, match="no layer behind them sees all of the text"):
+            Tidal(select=select, reselect=reselect).recipe(INFO)
+    with pytest.raises(ValueError, match="select is 4 and reselect 12; no layer behind .* are 0, 2, 4"):
+        Tidal(select=4, reselect=12).recipe(ModelInfo(12, windows=(None, 8, None, 8, None, *[8] * 7)))
+    assert Tidal(select=4).recipe(INFO).select is not None
     with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
         Tidal().recipe(replace(INFO, windows=(8,) * LAYERS))
     with pytest.raises(Unsupported, match="does not show its queries"):

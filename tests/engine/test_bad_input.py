@@ -57,9 +57,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
     "min_p": ({"min_p": 1.5}, r"min_p is 1.5; it must be in \[0, 1\]"),
     "repetition_penalty": ({"repetition_penalty": 0}, r"repetition_penalty is 0; it must be > 0"),
+    "repetition_penalty inf": ({"repetition_penalty": float("inf")}, r"repetition_penalty is inf; .*finite"),
     "presence_penalty": ({"presence_penalty": 3}, r"presence_penalty is 3; it must be in \[-2, 2\]"),
     "logprobs": ({"logprobs": True}, r"logprobs is True; it must be None or a whole number"),
     "logit_bias of text": ({"logit_bias": {"5": 1.0}}, r"logit_bias is {'5': 1.0}; it must be a mapping from"),
+    "logit_bias nan": ({"logit_bias": {5: float("nan")}}, r"logit_bias\[5\] is nan; it must be a finite number in"),
+    "logit_bias inf": ({"logit_bias": {5: -float("inf")}}, r"logit_bias\[5\] is -inf; .* -100 is enough to ban"),
+    "logit_bias 1e9": ({"logit_bias": {5: 1e9}}, r"logit_bias\[5\] is 1000000000.0; .* in -1e\+08..1e\+08"),
+    "logit_bias None": ({"logit_bias": {5: None}}, r"logit_bias\[5\] is None; it must be a finite number"),
+    "logit_bias True": ({"logit_bias": {True: 1.0}}, r"logit_bias is {True: 1.0}; it must be a mapping from token ids"),
+    "logit_bias of a list": ({"logit_bias": [5, 1.0]}, r"logit_bias is \[5, 1.0\]; it must be a mapping from"),
     "logit_bias outside": ({"logit_bias": {97: 1.0}}, r"logit_bias names token 97; .* 0..96"),
     "seed": ({"seed": 1.5}, r"seed is 1.5; it must be a whole number"),
     "stop without tokenizer": ({"stop": "."}, r"stop_strings \('\.',\): text is only known with a tokenizer"),
@@ -69,6 +76,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "processor": ({"logits_processor": print}, r"logits_processor is <built-in function print>; it must be a list"),
     "criteria": ({"stopping_criteria": [3]}, r"stopping_criteria is \[3\]; it must be a list of callables"),
 }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
+def test_the_largest_bias_leaves_numbers_finite(temperature: float) -> None:
+    for size, forced in ((1e8, True), (-1e8, False)):
+        how = {"temperature": temperature, "logit_bias": {5: size}, "logprobs": 2, "repetition_penalty": 1.5}
+        result = engine().generate([5, 9], max_new_tokens=4, **how)
+        assert set(result.tokens) == {5} if forced else 5 not in result.tokens
+        assert result.logprobs is not None and all(one.logprob <= 0 for one in result.logprobs)
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import shoal.engine.footprint as footprints
 import shoal.engine.memory_limit as limits
 from backends import NATIVE
 from drive import prompt
+from method_matrix import MATRIX
 from shoal.engine.engine import Engine
 from shoal.engine.footprint import Footprint, footprint
 from shoal.engine.memory_limit import SPARE, MemoryLimit
@@ -25,6 +27,8 @@ from shoal.engine.sizes import parse, shown
 from shoal.engine.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods import make
+from shoal.methods.base import Method
+from shoal.methods.swift import Swift
 from shoal.model.packed.native.structs import ROOM_BESIDE
 
 PROCESS = 50 << 20
@@ -81,6 +85,22 @@ def test_less_is_guessed_until_nothing_is() -> None:
     lossy = [one.name for one in shorter(make({"method": "prompt_lookup", "method_args": {"rule": "typical"}}))]
     assert lossy == ["prompt_lookup"] * 4
     assert [one.name for one in shorter(make("full"))] == ["full"]
+
+
+@pytest.mark.parametrize("method", [*MATRIX, *(make(name) for name in ("swift", "eagle", "rapid", "deer"))],
+                         ids=lambda one: repr(one)[:60])
+def test_every_method_can_be_made_shorter(method: Method) -> None:
+    knobs = ("branching", "nodes", "length")
+    sizes = [[getattr(one, knob, None) for knob in knobs] for one in shorter(method)]
+    assert all(len(before) == 3 for before in sizes) and len(sizes) <= 12
+    for before, after in pairwise(sizes[:-1]):
+        assert all(old is None or new == old or new < old for old, new in zip(before, after, strict=True))
+        assert before != after
+
+
+def test_swift_keeps_its_tree_as_large_as_its_longest_path() -> None:
+    assert [(one.nodes, one.length) for one in shorter(make("swift")) if isinstance(one, Swift)] == [
+        (24, 8), (12, 8), (6, 4), (3, 2), (3, 1)]
 
 
 def test_what_fits_is_left_as_it_is(engine: Engine) -> None:

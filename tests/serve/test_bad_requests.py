@@ -51,6 +51,8 @@ def check(answer: httpx.Response, status: int) -> dict[str, Any]:
         (b'{"model": "tiny", "prompt": "\\ud800"}', "surrogate"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "no JSON number"),
         (b'{"model": "tiny", "temperature": 1e999}', ""),
+        (b'{"model": "tiny", "prompt": "a", "messages": [], "logit_bias": {"5": 1e999}}', ""),
+        (b'{"model": "tiny", "prompt": "a", "messages": [], "logit_bias": {"5": NaN}}', "no JSON number"),
         (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
         (b'{"a": ' * 2000 + b"1" + b"}" * 2000, ""),
         (b"[" * 9000, ""),

@@ -94,7 +94,7 @@ class WidthPolicy(DraftLengthPolicy):
         if self._left:
             self._left -= 1
         elif self._waiting:
-            self._width = self._waiting.pop(0)
+            self._width = self._waiting[0]
         else:
             self._width, self._left, self._waiting = self._best(), _LASTS, self._plan.copy()
             self._tokens.clear()
@@ -102,9 +102,11 @@ class WidthPolicy(DraftLengthPolicy):
         return [self._width - 1] * len(rows)
 
     def observe(self, report: StepReport) -> None:
-        """What the width brought, and what it took."""
+        """What the width brought, and what it took; a trial beside a prompt tells neither and is made again."""
         if report.prompt or report.target_seconds is None:
             return
+        if self._waiting[:1] == [self._width] and not self._left:
+            self._waiting.pop(0)
         kept = [len(outcome.path) for outcome in report.outcomes]
         self._tokens[self._width].append(sum(kept) / len(kept))
         self._seconds[self._width].append(report.draft_seconds + report.target_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -55,12 +56,16 @@ def shorter(method: Method) -> Iterator[Method]:
 
 def _less(one: Any) -> Any:
     """Fewer levels of a tree, or half as many guesses; None where there are none to take away."""
-    for knob in ("branching", "nodes", "length"):
-        value = getattr(one, knob, None)
-        if knob == "branching" and value is not None:
-            return replace(one, branching=value[:-1]) if len(value) > 1 else None
-        if isinstance(value, int) and value > 1:
-            return replace(one, **{knob: value // 2})
+    branching = getattr(one, "branching", None)
+    if branching is not None:
+        return replace(one, branching=branching[:-1]) if len(branching) > 1 else None
+    for knobs in (("nodes",), ("nodes", "length"), ("length",)):
+        values = [getattr(one, knob, None) for knob in knobs]
+        halves = {knob: value // 2 for knob, value in zip(knobs, values, strict=True)
+                  if isinstance(value, int) and value > 1}
+        if len(halves) == len(knobs):
+            with suppress(ValueError):  # some methods take no tree that is smaller than its longest path
+                return replace(one, **halves)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
+from shoal.methods.base import Method, check_layer
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class StoringMethod(Method):
     """A method that stores keys and values in another form as soon as a position is there.
 
     Attributes:
-        first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+        first: layers below this one store theirs as they are; the number of layers changes nothing.
     """
 
     first: int = 0
@@ -38,7 +38,12 @@ class StoringMethod(Method):
         """How a layer stores them."""
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and a form of the KV."""
+        """Every layer, and a form of the KV.
+
+        Raises:
+            ValueError: `first` is beyond the model's layers.
+        """
+        check_layer("first", self.first, info, "changes nothing")
         store = StoredFrom(self.first, self.form()) if self.first < info.num_layers else None
         return Recipe(DepthPlan.full(info.num_layers), store=store)
 

@@ -46,6 +46,30 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
                           f"needs {MASKED}")
 
 
+def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -> None:
+    """Refuse an index of a layer that the model does not have; None passes.
+
+    Args:
+        past: what the number of layers does in the place of an index, where that is allowed.
+
+    Raises:
+        ValueError: names the range.
+    """
+    most = info.num_layers if past else info.num_layers - 1
+    if layer is not None and not 0 <= layer <= most:
+        allowed = f"0..{most}" + (f", where {most} {past}" if past else "")
+        raise ValueError(f"{name} is {layer}, and the model has {info.num_layers} layers; it must be in {allowed}")
+
+
+DENSE_LAYERS = 2
+"""Layers at the bottom that read every column by default: there no few columns stand out."""
+
+
+def check_first(first: int, info: ModelInfo) -> None:
+    """Refuse a first layer that the model does not have; the default stands for all layers where there are as few."""
+    check_layer("first", None if first == DENSE_LAYERS else first, info, "changes nothing")
+
+
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
     """The layers that see all of the text, for a method that works on them alone.
 

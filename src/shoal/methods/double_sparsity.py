@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
+from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first, whole_layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class DoubleSparsity(Method):
             the model.
         k: columns that a query reads; None for all.
         width: dimensions by which columns are scored; None for a quarter of a head's.
-        first: layers below this one read all columns.
+        first: layers below this one read all columns; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "double_sparsity"
@@ -48,7 +48,7 @@ class DoubleSparsity(Method):
     channels: Ranking
     k: int | None = 512
     width: int | None = None
-    first: int = 2
+    first: int = DENSE_LAYERS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,10 +67,11 @@ class DoubleSparsity(Method):
         """Every layer, and some of the columns.
 
         Raises:
-            ValueError: the calibration is of a model with other layers or heads.
+            ValueError: the calibration is of a model with other layers or heads, or `first` is beyond its layers.
             Unsupported: attention does not show its queries.
         """
         self._check_sizes(info)
+        check_first(self.first, info)
         whole = [] if self.k is None else [layer for layer in whole_layers(self.name, info) if layer >= self.first]
         part = None if not whole else Outlined(self, tuple(whole))
         return Recipe(DepthPlan.full(info.num_layers), select=part)

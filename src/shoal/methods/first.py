@@ -74,6 +74,7 @@ class First(Method):
         """
         if (self.inner, self.layers, self.threshold) == (None, None, None):
             return Recipe(DepthPlan.full(info.num_layers))
+        core_for(info.num_layers, self.core)  # a wrong one is refused now, not when the prompt has been read
         first = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.layers is not None:
             first = Recipe(self.plan([0.0] * info.num_layers, info))

@@ -19,7 +19,7 @@ class KVInt4(StoringMethod):
     them keys in 8.
 
     Attributes:
-        first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+        first: layers below this one store theirs as they are; the number of layers changes nothing.
         keys: bits of the keys, 4 or 8; with 8 they are stored as by `kv_int8`, and values alone in 4.
     """
 

@@ -16,7 +16,7 @@ class KVInt8(StoringMethod):
     rounded to the nearest as soon as a position is stored; nothing is kept beside it.
 
     Attributes:
-        first: layers below this one store theirs as they are; the number of layers or more changes nothing.
+        first: layers below this one store theirs as they are; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "kv_int8"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
+from shoal.methods.base import SHOWN_QUERIES, Method, check_layer, whole_layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Tidal(Method):
         k: columns that a query reads in the layers that do not select; None for all.
         select: the first layer that selects, counted from 0; None for the third one without a sliding window, or an
             earlier one where there are few.
-        reselect: the layer that selects anew; the number of layers or more for none. None for the first one without a
+        reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see docs/long_contexts.md.
         share: who shares a set of columns, those query heads that share a `kv_head` or each `query_head` with itself.
@@ -65,7 +65,8 @@ class Tidal(Method):
         """Every layer, and some of the columns.
 
         Raises:
-            ValueError: a layer that shall select has a sliding window, or selects before the first one.
+            ValueError: a layer that shall select is not in the model, has a sliding window, selects before the first
+                one, or for no layer behind it.
             Unsupported: attention does not show its queries, or no layer sees all of the text.
         """
         roles = None if self.k is None else self.roles(info)
@@ -75,6 +76,8 @@ class Tidal(Method):
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
         """What each layer does: see `shoal.model.choice`."""
         whole = whole_layers(self.name, info)
+        check_layer("select", self.select, info)
+        check_layer("reselect", self.reselect, info, "selects no second time")
         first = whole[min(2, (len(whole) - 1) // 3)] if self.select is None else self.select
         later = [layer for layer in whole[:-1] if layer > first and layer >= 2 * info.num_layers // 5]
         again = self.reselect if self.reselect is not None else [*later, max(info.num_layers, first + 1)][0]
@@ -84,6 +87,9 @@ class Tidal(Method):
             if layer < info.num_layers and layer not in whole:
                 raise ValueError(f"{knob} is {layer}, a layer with a sliding window; it must be one that sees all of "
                                  f"the text: {', '.join(map(str, whole))}")
+        if (self.select, self.reselect) != (None, None) and not {*whole[whole.index(first) + 1 :]} - {again}:
+            raise ValueError(f"select is {first} and reselect {again}; no layer behind them sees all of the text, to "
+                             f"read what they select. Those that do are {', '.join(map(str, whole))}")
         return tuple(ALL if layer < first or layer not in whole else SELECTS if layer in (first, again) else READS
                      for layer in range(info.num_layers))
 

@@ -10,7 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.base import SHOWN_QUERIES, Method
+from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class TopKOracle(Method):
 
     Attributes:
         k: columns that a query reads; None for all.
-        first: layers below this one read all columns.
+        first: layers below this one read all columns; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "topk_oracle"
     needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
     k: int | None = 256
-    first: int = 2
+    first: int = DENSE_LAYERS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +47,13 @@ class TopKOracle(Method):
             raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and some of the columns."""
+        """Every layer, and some of the columns.
+
+        Raises:
+            ValueError: `first` is beyond the model's layers.
+            Unsupported: attention does not show its queries.
+        """
+        check_first(self.first, info)
         if not info.shows_queries:
             raise Unsupported("topk_oracle", "this model's attention does not show its queries", "Use another method")
         neutral = self.k is None or self.first >= info.num_layers
