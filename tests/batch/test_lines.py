@@ -29,6 +29,18 @@ def test_blank_lines_count_but_ask_for_nothing(tmp_path: Path) -> None:
     assert contents(file).sha256 != before
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """As Windows' programs write one; only at the very beginning, and a first line of nothing else is blank."""
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [fields_of(line.raw)["prompt"] for line in read(file)] == ["a", "b"]
+    file.write_bytes(b'\xef\xbb\xbf\n{"prompt": "b"}\n')
+    assert [line.number for line in read(file)] == [2] and contents(file).tasks == 1
+    file.write_bytes(b"\xef\xbb\xbf\n")
+    with pytest.raises(ValueError, match="empty"):
+        contents(file)
+
+
 def test_an_input_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"\n\n")
     for path, said in ((tmp_path / "none", "No such"), (tmp_path, "no regular file"), (tmp_path / "empty", "empty")):

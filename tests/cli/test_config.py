@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import config, main
+from shoal import methods
+from shoal.cli import common, config, main
 from shoal.cli import plan as plan_command
 from shoal.cli.entry import COMMANDS
+from shoal.train.prompts import from_file
 
 OPTIONS = ("--model", "--port", "--method", "--stop", "--quiet", "--trust-remote-code")
 
@@ -108,3 +110,15 @@ def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureF
     places[1].write_text("[plan]\nlayres = 12\n")
     assert main(["plan"]) == 2
     assert re.search("no option --layres", capsys.readouterr().err)
+
+
+def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
+    """In no file that people write: settings, schemas, prompts, methods' cards."""
+    file = places[1]
+    file.write_bytes(b"\xef\xbb\xbf[serve]\r\nport = 8001\r\n")
+    assert words() == ["--port=8001"]
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
+    assert (common.read_text(file), from_file(file)) == ("a\nb\n", ["a", "b"])
+    card = file.with_name("card.json")
+    card.write_bytes(b'\xef\xbb\xbf{"method": "prompt_lookup"}')
+    assert methods.make(str(card)) == methods.make("prompt_lookup")

@@ -129,6 +129,10 @@ def test_bodies_that_are_too_large(server: Running) -> None:
     assert post(server, json.dumps(PLAIN)).status_code == 200
 
 
+def test_a_byte_order_mark_before_a_body_is_no_text(server: Running) -> None:
+    assert post(server, b"\xef\xbb\xbf" + json.dumps(PLAIN).encode()).status_code == 200
+
+
 def test_routes_that_are_none(server: Running) -> None:
     check(httpx.get(f"{server.url}/v1/nothing"), 404)
     check(httpx.get(f"{server.url}/v1/completions"), 405)

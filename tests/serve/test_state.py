@@ -85,6 +85,17 @@ def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
     )
 
 
+@pytest.mark.parametrize("path", [
+    "/", "/page/page.css", "/health", "/version", "/metrics", "/props", "/v1/models", f"/v1/models/{MODEL}",
+    "/openapi.json", "/playground/model", "/v1/completions", "/v1/nothing",
+])
+def test_head_answers_as_get_does_without_a_body(server: Running, path: str) -> None:
+    whole, bare = httpx.get(server.url + path), httpx.head(server.url + path)
+    assert bare.status_code == whole.status_code and bare.content == b""
+    assert bare.headers["content-type"] == whole.headers["content-type"]
+    assert whole.status_code == {"/v1/completions": 405, "/v1/nothing": 404}.get(path, 200)
+
+
 def test_health_tells_when_nothing_decodes_any_more() -> None:
     with serving(tiny_engine()) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,10 @@ class Task:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines that are not blank, in order."""
+    """The lines that are not blank, in order; a byte order mark before the first is none of its text."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
+            raw = raw if number > 1 else raw.removeprefix(BOM_UTF8)
             if raw.strip():
                 yield Line(number, raw)
 
@@ -75,7 +77,7 @@ def contents(path: Path) -> Contents:
         with path.open("rb") as file:
             for raw in file:
                 digest.update(raw)
-                lines, tasks = lines + 1, tasks + bool(raw.strip())
+                lines, tasks = lines + 1, tasks + bool((raw if lines else raw.removeprefix(BOM_UTF8)).strip())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     if not tasks:

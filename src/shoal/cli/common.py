@@ -117,9 +117,9 @@ def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; ValueError where it cannot be read."""
+    """The text of a file, without a byte order mark; ValueError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 

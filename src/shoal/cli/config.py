@@ -72,8 +72,7 @@ def words(command: str, commands: Iterable[str], options: Iterable[str], typed: 
 def _read(path: Path, commands: set[str]) -> dict[str, Any]:
     """The settings of a file, names with dashes."""
     try:
-        with path.open("rb") as file:
-            found = _dashed(tomllib.load(file))
+        found = _dashed(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     for name, value in found.items():

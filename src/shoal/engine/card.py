@@ -79,7 +79,7 @@ def load_json(path: Path) -> dict[str, Any]:
         ValueError: it cannot be read, or is no JSON object; names the file.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"the calibration card {str(path)!r} cannot be read ({error}); remove it, or calibrate this "
                          "model anew") from error

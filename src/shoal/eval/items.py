@@ -82,7 +82,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     raw = path.read_bytes()
-    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     return [_object(line, number, path) for number, line in enumerate(text.splitlines(), start=1)]
 
 

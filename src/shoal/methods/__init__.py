@@ -116,7 +116,7 @@ def _named_in(name: str) -> type[Method]:
 
 def _read_card(path: Path) -> Mapping[str, Any]:
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
+        card = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"the method card {str(path)!r} cannot be read: {error}") from error
     if not isinstance(card, Mapping) or "method" not in card:

@@ -20,6 +20,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.errors import ApiError, no_model
 from shoal.serve.handler import IGNORED, RequestHandler
+from shoal.serve.head import HeadAsGet
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
 from shoal.serve.playground import Playground
@@ -47,6 +48,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         await asyncio.to_thread(scheduler.close, timeout=settings.grace)
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # before the gate: a browser asks for leave without a key
         CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=_LOCAL, allow_methods=["GET", "POST"],

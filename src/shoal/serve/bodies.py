@@ -210,7 +210,7 @@ def read(raw: bytes) -> dict[str, Any]:
 
 def _json(raw: bytes) -> Any:
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     try:

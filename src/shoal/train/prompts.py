@@ -37,7 +37,7 @@ def from_file(path: Path) -> list[str]:
             raise ValueError(f"a line of {str(path)!r} has no text under 'prompt'")
         return [row["prompt"] for row in rows]
     try:
-        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        return [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         raise ValueError(f"prompts cannot be read from {str(path)!r}: {error}") from None
 
