@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.bodies import TEMPLATE_OPTIONS
+from shoal.serve.calls import CallReader
 from shoal.serve.errors import ApiError
-from shoal.serve.tools import CallReader, tools_of
+from shoal.serve.tools import tools_of
 from tool_tokenizer import ASK, NOW, WEATHER, speaking
 
 TAGGED, PLAIN = "tools <tool_call>", "tools"
@@ -47,6 +49,19 @@ def pieces(text: str, template: str, size: int, **options: Any) -> tuple[str, li
     return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
+def pointing(pointer: str) -> dict[str, Any]:
+    """A tool whose argument is a list of what a pointer within its own schema says."""
+    schema = {
+        "$defs": {"Day~": {"$anchor": "day", "enum": ["today", "soon"]}, "Place": {
+            "type": "object", "properties": {"day": {"$ref": "#/$defs/Day~0"}}, "required": ["day"],
+            "additionalProperties": False}},
+        "definitions": {"Old": {"$ref": "#/$defs/Place"}},
+        "type": "object", "properties": {"place": {"type": "array", "items": {"$ref": pointer}, "maxItems": 1}},
+        "required": ["place"], "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": "place", "parameters": schema}}
+
+
 CALL, OTHER = '{"name": "weather", "arguments": {"day": "soon"}}', '{"name": "now", "arguments": {}}'
 SOON, NONE = ("weather", {"day": "soon"}), ("now", {})
 TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
@@ -58,7 +73,33 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (TAGGED, "text with an end\n", "text with an end\n", []),
     (TAGGED, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
     (TAGGED, "<tool_call>{broken</tool_call> x", "<tool_call>{broken</tool_call> x", []),
-    (TAGGED, f"<tool_call>{CALL}", f"<tool_call>{CALL}", []),
+    (TAGGED, f"<tool_call>{CALL}", "", [SOON]),
+    (TAGGED, f"<tool_call>{CALL}\n<tool_call>{OTHER}", "", [SOON, NONE]),
+    (TAGGED, f"<tool_call>{CALL[:-1]}", f"<tool_call>{CALL[:-1]}", []),
+    (TAGGED, f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{OTHER}</tool_call>",
+     f"<tool_call>{CALL[:-1]}</tool_call>", [NONE]),
+    (TAGGED, f"<tool_call>\n{CALL}}}\n</tool_call>", "", [SOON]),
+    (TAGGED, f"<tool_call>\n{CALL}\n{OTHER}\n</tool_call>", "", [SOON, NONE]),
+    (TAGGED, f"<tools>\n{CALL}\n</tools>", "", [SOON]),
+    (TAGGED, f"<tools>[{CALL}, {OTHER}]</tools>", "", [SOON, NONE]),
+    (TAGGED, f"I ask.\n<tools>\n{CALL}", "I ask.", [SOON]),
+    (TAGGED, f"```\n{CALL}\n```", "", [SOON]),
+    (TAGGED, f"```tool_call\n{CALL}\n```\n```json\n{OTHER}\n```", "", [SOON, NONE]),
+    (TAGGED, f"I ask:\n```json\n{CALL}\n```\nThen I tell, with `x`.", "I ask:\nThen I tell, with `x`.", [SOON]),
+    (TAGGED, f"```json\n<tool_call>\n{CALL}\n</tool_call>\n```", "", [SOON]),
+    (TAGGED, f"I ask {CALL}, and wait.", "I ask, and wait.", [SOON]),
+    (TAGGED, f"{CALL}\n```python\n", "\n```python", [SOON]),
+    (TAGGED, f"[{CALL}, 1] [{OTHER}]", f"[{CALL}, 1]", [NONE]),
+    (TAGGED, '{"tool_calls": [' + OTHER + "]}", "", [NONE]),
+    (TAGGED, '{"type": "function", "function": ' + CALL + "}", "", [SOON]),
+    (TAGGED, '{"function": "weather", "parameters": {"day": "soon"}}', "", [SOON]),
+    (TAGGED, '{"name": "other", "arguments": ' + OTHER + "}", '{"name": "other", "arguments": ' + OTHER + "}", []),
+    (TAGGED, '{"name": "weather", "age": 3}', '{"name": "weather", "age": 3}', []),
+    (TAGGED, '{"name": "now", "arguments": null}', "", [NONE]),
+    (TAGGED, '{"name": "now", "arguments": ' + "[" * 9000, '{"name": "now", "arguments": ' + "[" * 9000, []),
+    (TAGGED, '{"name": "now", "arguments": ' + "[" * 9000 + "]" * 9000 + "}",
+     '{"name": "now", "arguments": ' + "[" * 9000 + "]" * 9000 + "}", []),
+    (TAGGED, "say `{` and [ and ```\nx\n```", "say `{` and [ and ```\nx\n```", []),
     (TAGGED, f"```json\n{CALL}\n```", "", [SOON]),
     (TAGGED, f" [{CALL}]", "", [SOON]),
     (TAGGED, "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", []),
@@ -69,7 +110,8 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (PLAIN, f"{CALL}\n{OTHER}", "", [SOON, NONE]),
     (PLAIN, f"[{CALL}, {OTHER}]", "", [SOON, NONE]),
     (PLAIN, '{"a": 1}', '{"a": 1}', []),
-    (PLAIN, f"Hello {CALL}", f"Hello {CALL}", []),
+    (PLAIN, f"Hello {CALL}", "Hello", [SOON]),
+    (PLAIN, f"{CALL}; and so on;", "; and so on;", [SOON]),
     (PLAIN, "{unfinished", "{unfinished", []),
 ]
 
@@ -82,8 +124,10 @@ def test_calls_are_read_whatever_the_pieces(template: str, text: str, content: s
 
 def test_random_texts_lose_nothing_but_white_space_before_calls() -> None:
     dice = random.Random(1)
-    for _ in range(200):
-        parts = [dice.choice(["<", "tool", "<tool_call>", "</tool_call>", " ", "\n", "x", CALL, "{"]) for _ in range(9)]
+    words = ["<", "tool", "<tool_call>", "</tool_call>", "<tools>", " ", "\n", "x", CALL, "{", "}", "[", "]", ";", ",",
+             "```", "```json", '{"name": ', '{"tool_calls": [', '"', OTHER]
+    for _ in range(1000):
+        parts = [dice.choice(words) for _ in range(9)]
         text = "".join(parts)
         whole = pieces(text, TAGGED, len(text))
         assert whole == pieces(text, TAGGED, dice.choice((1, 2, 5)))
@@ -101,6 +145,56 @@ def test_a_bound_answer_is_a_call_of_a_tool_that_fits_its_schema(server: Running
         assert (set(arguments), arguments.get("day", "soon") in ("today", "soon")) in (
             ({"day", "warm"}, True), (set(), True))
         assert (call.function.name == "now") == (not arguments)
+
+
+@pytest.mark.parametrize("pointer", ["#/$defs/Place", "#/definitions/Old", "#day", "#/$defs/Day~0", "#"])
+def test_pointers_within_a_tools_schema_stay_in_it(server: Running, pointer: str) -> None:
+    tools = [WEATHER, pointing(pointer)]
+    for choice in ("required", {"type": "function", "function": {"name": "place"}}):
+        message = ask(server, tools=tools, tool_choice=choice, parallel_tool_calls=False).choices[0].message
+        (call,) = message.tool_calls
+        tool = next(tool for tool in tools if tool["function"]["name"] == call.function.name)
+        jsonschema.validate(json.loads(call.function.arguments), tool["function"]["parameters"])
+
+
+FINALS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+        "$defs": {"B": {"const": "now"}}, "type": "array", "prefixItems": [{
+            "type": "object", "properties": {"name": {"$ref": "#/$defs/B"}, "arguments": {"const": {}}},
+            "required": ["name", "arguments"], "additionalProperties": False}], "items": False, "minItems": 1}}}},
+    {"extra_body": {"guided_json": {"enum": [[{"list": [{"name": "now", "arguments": {}}]}]]}}},
+    {"extra_body": {"guided_regex": r"\[x{3}[}]"}},
+    {"extra_body": {"guided_choice": ["[yes}", '["no": 1}']}},
+    {"extra_body": {"guided_grammar": 'root ::= "[" [a-c] "}"'}},
+]
+
+
+@pytest.mark.parametrize("given", FINALS, ids=str)
+def test_beside_tools_the_final_text_alone_is_bound(server: Running, given: dict[str, Any]) -> None:
+    words = server.engine.tokenizer
+    for seed, (against, called) in enumerate((("[", True), ("<{", False)) * 2):
+        bias = {str(token): -100 for token in words.encode(against, add_special_tokens=False)}
+        options = {**given, "tools": [WEATHER, NOW], "seed": seed, "temperature": 1.5, "logit_bias": bias}
+        message = ask(server, **options).choices[0].message
+        assert bool(message.tool_calls) == called
+        assert message.content is None if called else fits(message.content, given)
+        assert all(call.function.name in ("weather", "now") for call in message.tool_calls or ())
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(server, **options, stream=True))
+        assert streamed == (message.content or "")
+    assert ask(server, **given, tools=[NOW], tool_choice="required").choices[0].message.tool_calls
+    plain = ask(server, **given, tools=[NOW], tool_choice="none").choices[0].message
+    assert plain.tool_calls is None and fits(plain.content, given)
+
+
+def fits(text: str, given: dict[str, Any]) -> bool:
+    """Whether a text is what one of `FINALS` asks for."""
+    if "response_format" in given:
+        return json.loads(text) == [{"name": "now", "arguments": {}}]
+    ((kind, wanted),) = given["extra_body"].items()
+    if kind == "guided_json":
+        return json.loads(text) in wanted["enum"]
+    pattern = {"guided_choice": r'\[yes}|\["no": 1}', "guided_grammar": r"\[[abc]}"}.get(kind, wanted)
+    return re.fullmatch(pattern, text) is not None
 
 
 def test_a_named_tool_is_the_one_that_is_called(server: Running) -> None:
@@ -160,7 +254,8 @@ def test_none_leaves_tools_out_and_auto_is_the_models_choice(server: Running) ->
         ({"tools": [NOW], "tool_choice": "sometimes"}, "must be none, auto, required"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "the tools are now"),
         ({"tool_choice": "required"}, "without tools"),
-        ({"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}}, "other formats"),
+        ({"tools": [pointing("#/$defs/Other")], "tool_choice": "required"}, "Other"),
+        ({"tools": [pointing("http://a.b/c")], "tool_choice": "required"}, "http://a.b/c"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "must have a function with a name"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "tool_calls is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "no variable of a template"),

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.engine.constraint import Constraint
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
 from shoal.serve.fields import check_names
@@ -117,10 +118,9 @@ class ChatBody(Body):
 
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
-        found = tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template)
-        if found is not None and found.bound and constraint_of(self) is not None:
-            raise refused("tool_choice", "the answer must be a call of a tool; leave other formats out")
-        return found
+        asked = constraint_of(self) if self.tools else None
+        final = asked if isinstance(asked, Constraint) else None
+        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final)
 
     def variables(self, tools: Tools | None) -> dict[str, Any]:
         """What the chat template is given beside the messages."""

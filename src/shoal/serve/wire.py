@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shoal.engine.request_handle import Placed
-from shoal.serve.tools import CallReader, Tools
+from shoal.serve.calls import CallReader
+from shoal.serve.tools import Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
