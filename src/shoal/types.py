@@ -24,18 +24,21 @@ _MOST_BIAS = 1e8
 class Sampling:
     """How a token is chosen from the logits of one row.
 
-    `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the two additive
-    penalties 0 are neutral. `logit_bias` is added to the raw logits of the given token ids: finite numbers, of which a
-    large negative one bans a token. `logprobs` asks for the log-probability of each emitted token and that many of the
-    best alternatives (0: the token's alone); log-probabilities are those of the distribution that the token was drawn
-    from before temperature and truncation.
+    `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `repetition_penalty` 1 and the two
+    additive penalties 0 are neutral. `repetition_window` is how many of the last tokens, the prompt's too, that the
+    first penalty looks at (0: all). `logit_bias` is added to the raw logits of the given token ids: finite numbers, of
+    which a large negative one bans a token. `logprobs` asks for the log-probability of each emitted token and that many
+    of the best alternatives (0: the token's alone); log-probabilities are those of the distribution that the token was
+    drawn from before temperature and truncation.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
+    repetition_window: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _EMPTY)
@@ -47,6 +50,8 @@ class Sampling:
         _check("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _check("typical_p", self.typical_p, 0 < self.typical_p <= 1, "in (0, 1] (1 keeps every token)")
+        _check("repetition_window", self.repetition_window, self.repetition_window >= 0, ">= 0 (0 is the whole text)")
         finite = 0 < self.repetition_penalty < math.inf
         _check("repetition_penalty", self.repetition_penalty, finite, "> 0 and finite (1 is neutral)")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -58,10 +63,12 @@ class Sampling:
                    f"a finite number in -{_MOST_BIAS:g}..{_MOST_BIAS:g}; -100 is enough to ban a token")
 
     def _check_kinds(self) -> None:
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        numbers = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+                   "frequency_penalty")
         for name in numbers:
             _check(name, getattr(self, name), _is(getattr(self, name), Real), "a number")
-        _check("top_k", self.top_k, _is(self.top_k, Integral), "a whole number")
+        for name in ("top_k", "repetition_window"):
+            _check(name, getattr(self, name), _is(getattr(self, name), Integral), "a whole number")
         whole = self.logprobs is None or _is(self.logprobs, Integral)
         _check("logprobs", self.logprobs, whole, "None or a whole number")
         ids = isinstance(self.logit_bias, Mapping) and all(_is(token, Integral) for token in self.logit_bias)

@@ -21,6 +21,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from shoal.decode import sampling as s
@@ -179,7 +180,7 @@ def test_a_bias_outside_the_vocabulary_is_refused(token: int) -> None:
 
 
 def test_a_batch_of_nodes_gets_the_laws_of_its_rows() -> None:
-    sampling = Sampling(0.7, top_k=6, top_p=0.8, min_p=0.05, logit_bias={1: 2.0, 3: -torch.inf})
+    sampling = Sampling(0.7, top_k=6, top_p=0.8, min_p=0.05, logit_bias={1: 2.0, 3: -1e8})
     batch = torch.stack([logits_of(seed, ties=seed > 3) for seed in range(6)])
     assert not s.needs_history(sampling)
     got = s.probs_of(s.biased(batch, sampling), sampling)
@@ -325,3 +326,22 @@ def test_absurd_penalties_still_give_a_law(penalty: float, temperature: float) -
     probs = s.probs(logits, [0, 1, 3], 2, sampling)
     assert torch.isfinite(probs).all() and float(probs.sum()) == pytest.approx(1)
     assert probs[3] == 0
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.7, 0.95, 0.999])
+def test_typical_p_is_that_of_transformers(p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for scale in (0.1, 1.0, 8.0):
+        logits = torch.randn(6, 50, generator=generator, dtype=torch.float64) * scale
+        logits[:, 7] = -torch.inf
+        expected = TypicalLogitsWarper(mass=p)(torch.zeros(6, 1, dtype=torch.long), logits / 0.8).softmax(-1)
+        found = s.probs_of(logits, Sampling(temperature=0.8, typical_p=p))
+        assert torch.allclose(found, expected, atol=1e-12) and (found > 0).any(-1).all()
+
+
+def test_a_repetition_penalty_may_look_at_the_last_tokens_alone() -> None:
+    logits, ids = torch.tensor([3.0, 2.0, -1.0, 1.0]), [0, 1, 2]
+    for window, expected in ((0, [1.5, 1.0, -2.0, 1.0]), (1, [3.0, 2.0, -2.0, 1.0]), (2, [3.0, 1.0, -2.0, 1.0]),
+                             (9, [1.5, 1.0, -2.0, 1.0])):
+        how = Sampling(repetition_penalty=2.0, repetition_window=window)
+        assert s.scores(logits, ids, 3, how).tolist() == expected

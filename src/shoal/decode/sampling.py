@@ -160,7 +160,7 @@ def _upcast(tensor: Tensor) -> Tensor:
 
 def _penalised(result: Tensor, ids: Tensor, prompt_len: int, sampling: Sampling) -> Tensor:
     if (penalty := sampling.repetition_penalty) != 1:
-        seen = _counts(ids, result) > 0
+        seen = _counts(ids[-sampling.repetition_window :], result) > 0  # of all, where the window is 0
         most = torch.finfo(result.dtype).max * _COLDEST  # beyond it, a temperature would make NaN of it
         turned = torch.where(result < 0, result * penalty, result / penalty).clamp(-most, most)
         result = torch.where(seen & result.isfinite(), turned, result)
@@ -185,11 +185,12 @@ def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor
 
 
 def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [..., V] after temperature, top-k, top-p and min-p, in this order and with transformers' rules.
+    """Probabilities [..., V] after temperature, top-k, top-p, min-p, typical-p, in this order, by transformers' rules.
 
     Top-k keeps every token that ties with the k-th; top-p keeps the fewest likely tokens that reach `top_p`; min-p
-    keeps tokens of at least `min_p` times the largest probability; each keeps at least one token. Temperature 0 puts
-    everything on the first most likely token. Dtype is float64 for float64 scores, else float32.
+    keeps tokens of at least `min_p` times the largest probability; typical-p keeps the fewest tokens that reach
+    `typical_p`, those first whose information is nearest to the entropy; each keeps at least one token. Temperature 0
+    puts everything on the first most likely token. Dtype is float64 for float64 scores, else float32.
     """
     result = _upcast(scores)
     if sampling.greedy:
@@ -200,7 +201,9 @@ def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         result = _top_p(result, sampling.top_p)
     probs = result.softmax(-1)
-    return _min_p(result, probs, sampling.min_p) if sampling.min_p else probs
+    if sampling.min_p:
+        probs = _min_p(result, probs, sampling.min_p)
+    return probs if sampling.typical_p == 1 else _typical(probs, sampling.typical_p)
 
 
 def _top_k(result: Tensor, k: int) -> Tensor:
@@ -231,6 +234,18 @@ def _sorted(values: Tensor) -> Tensor:
 
 def _min_p(result: Tensor, probs: Tensor, p: float) -> Tensor:
     return result.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf).softmax(-1)
+
+
+def _typical(probs: Tensor, p: float) -> Tensor:
+    """Locally typical sampling (arXiv 2202.00666)."""
+    information = -probs.log()
+    entropy = (probs * information).nan_to_num(0.0).sum(-1, keepdim=True)
+    away = (information - entropy).abs()
+    order = away.sort(-1)
+    short = probs.gather(-1, order.indices).cumsum(-1) < p
+    short[..., -1] = False
+    kept = probs.where(away <= order.values.gather(-1, short.sum(-1, keepdim=True)), 0.0)
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def probs(

@@ -31,6 +31,7 @@ class StopRules:
         eos_token_ids: end-of-sequence ids: kept as tokens, without text; reason "stop".
         stop_token_ids: the same for ids that the request names.
         stop_strings: text is cut where the first of them begins; reason "stop". They need a tokenizer.
+        keep_stop: whether it is cut behind that one instead.
         max_new_tokens: limit of generated tokens; reason "length".
         max_length: limit of prompt and generated tokens together (the model's context), or None; reason "length".
         criteria: called with all ids after each token that no other rule but a limit ends on; reason "stop".
@@ -45,6 +46,7 @@ class StopRules:
     max_new_tokens: int = 256
     max_length: int | None = None
     criteria: tuple[Criterion, ...] = ()
+    keep_stop: bool = False
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
@@ -160,9 +162,9 @@ class StopState:
         return text[:at]
 
     def _find(self, text: str) -> int | None:
-        """Where the first stop string begins."""
-        found = [at for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
-        return min(found, default=None)
+        """Where the first stop string cuts the text."""
+        found = [(at, at + len(stop)) for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
+        return min(found)[self._rules.keep_stop] if found else None
 
     def _criteria_met(self) -> bool:
         if not self._rules.criteria:

@@ -333,7 +333,8 @@ def _plainly_greedy(row: Row) -> bool:
 def _drafts_alone(row: Row) -> bool:
     """Whether the kernels can draw its guesses; a rule that asks for their distributions needs more."""
     options = row.sampling
-    whole = options.greedy or not (options.top_k or options.top_p < 1 or options.min_p)
+    cut = options.top_k or options.top_p < 1 or options.min_p or options.typical_p < 1
+    whole = options.greedy or not cut
     return whole and _as_they_are(row) and (options.greedy or not isinstance(row.rule, Rejection))
 
 

@@ -270,6 +270,7 @@ class Engine:
         seed = self.ranks.agree(request.seed)
         rules = request.rules(self.eos_token_ids, self.stack.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
+        forbid = request.forbids(rules, self.tokenizer, self.stack.vocab_size)
         asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
         return [
             Row(
@@ -281,7 +282,8 @@ class Engine:
                 recipe=recipe if wanted is None
                 else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens)),
                 sampling=request.sampling,
-                processors=(*self._told(tokens, request.max_new_tokens), *request.logits_processor),
+                processors=(*self._told(tokens, request.max_new_tokens), *forbid(len(tokens)),
+                            *request.logits_processor),
                 seed=seed,
             )
             for number, (tokens, stop, wanted) in enumerate(asked)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.stop import StopRules
 from shoal.engine.constraint import Constraint, constraint_of
+from shoal.engine.forbidden import Forbidden, check_ids, forbidden
 from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported
 from shoal.types import Sampling
@@ -25,6 +26,8 @@ Prompt = str | Sequence[int] | Messages
 _LISTS: Mapping[str, tuple[Any, str]] = {
     "stop": (str, "strings"),
     "stop_token_ids": (Integral, "token ids"),
+    "bad_words": (str, "strings"),
+    "allowed_token_ids": (Integral, "token ids"),
     "logits_processor": (Callable, "callables"),
     "stopping_criteria": (Callable, "callables"),
 }
@@ -39,15 +42,21 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
     repetition_penalty: float
+    repetition_window: int
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     logprobs: int | None
     seed: int | None
     stop: str | Sequence[str] | None
+    keep_stop: bool
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_new_tokens: int
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int] | None
     logits_processor: Sequence[Callable[..., Any]]
     stopping_criteria: Sequence[Callable[..., Any]]
     constraint: Any
@@ -63,9 +72,13 @@ class Request:
         max_new_tokens: most tokens to generate per row; also the default horizon of a depth schedule.
         sampling: how tokens are chosen.
         seed: seed of the draws; None picks one, which the result reports.
-        stop: strings before which the text ends.
+        stop: strings before which the text ends; behind which, with `keep_stop`.
         stop_token_ids: token ids that end a row, besides the model's end-of-sequence ids.
         ignore_eos: whether the model's end-of-sequence ids do not end a row.
+        min_new_tokens: how many tokens come before an id may end a row; a stop string may end it earlier.
+        bad_words: texts that do not come as the tokenizer spells them, with and without a space before.
+        allowed_token_ids: the only ids that may come; None for all. Where a constraint lets nothing else through, it
+            goes before this and the two above.
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
             `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.PythonMembers`; or a list with one, or None,
@@ -82,7 +95,11 @@ class Request:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    keep_stop: bool = False
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
     constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
@@ -104,9 +121,13 @@ class Request:
                 raise ValueError(f"unknown option {name!r}.{hint} The options are {', '.join(known)}")
         given = {name: value for name, value in options.items() if value is not None or name == "logprobs"}
         sampled = {f.name: given.pop(f.name) for f in fields(Sampling) if f.name in given}
-        given.update({name: _items(name, given.get(name, ())) for name in _LISTS})
+        given.update({name: _items(name, given.get(name, ())) for name in _LISTS
+                      if name in given or name != "allowed_token_ids"})
         given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
-        given.update({name: _whole(name, given[name]) for name in ("max_new_tokens", "seed") if name in given})
+        whole = ("max_new_tokens", "min_new_tokens", "seed")
+        given.update({name: _whole(name, given[name]) for name in whole if name in given})
+        if "allowed_token_ids" in given:
+            given["allowed_token_ids"] = tuple(_items("allowed_token_ids", given["allowed_token_ids"]))
         if "constraint" in given:
             wanted = given["constraint"]
             several = isinstance(wanted, list | tuple)
@@ -114,6 +135,10 @@ class Request:
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
+        if request.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens is {request.min_new_tokens}; it must be >= 0")
+        if request.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids is empty; give at least one token id, or leave it out")
         return request
 
     def constraints(self, prompts: int) -> Sequence[Constraint | Monitor | None]:
@@ -132,7 +157,14 @@ class Request:
             max_new_tokens=self.max_new_tokens,
             max_length=max_length,
             criteria=self.stopping_criteria,
+            keep_stop=self.keep_stop,
         )
+
+    def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
+        """Makes the logits processors of a row's prompt of so many tokens; ValueError for what is no token."""
+        check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
+        ends = rules.eos_token_ids | rules.stop_token_ids
+        return forbidden(self.bad_words, self.allowed_token_ids, self.min_new_tokens, ends, tokenizer)
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:

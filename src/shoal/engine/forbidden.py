@@ -1,0 +1,100 @@
+"""What a request forbids in its answer, as logits processors of a row: tokens, words, and an early end.
+
+A forbidden token loses so much of its score that it is never drawn while another one may come. Where a constraint lets
+nothing else through, the constraint has its way: an answer in the wrong words is of more use than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEVER = -1e5
+"""Added to the score of what is forbidden: beyond any logit, and small enough for float32 to keep logits apart."""
+
+
+class Forbidden:
+    """A logits processor, see `shoal.decode.sampling.LogitsProcessor`, of one row.
+
+    Args:
+        start: tokens of the row's prompt.
+        sequences: token ids that must not come in this order, however they are spread over prompt and answer.
+        only: the ids that may come; None for all.
+        ends: ids that must not come before `least` tokens were generated.
+        least: see `ends`.
+    """
+
+    def __init__(
+        self, start: int, sequences: Iterable[Sequence[int]] = (), only: Sequence[int] | None = None,
+        ends: Iterable[int] = (), least: int = 0,
+    ) -> None:
+        self._start, self._least, self._ends = start, least, sorted(ends)
+        self._only = None if only is None else torch.tensor(sorted(set(only)))
+        self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        self._alone: list[int] = []
+        for *before, last in sequences:
+            if before:
+                self._after.setdefault(before[-1], []).append((tuple(before), last))
+            else:
+                self._alone.append(last)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] after ids [1, T]."""
+        lost = torch.zeros_like(scores)
+        if self._only is not None:
+            lost.fill_(NEVER)[:, self._only.to(lost.device)] = 0
+        wrong = [*self._alone, *self._ending(ids)]
+        if ids.shape[1] - self._start < self._least:
+            wrong += self._ends
+        if wrong:
+            lost[:, [token for token in wrong if token < lost.shape[1]]] = NEVER
+        return scores + lost
+
+    def _ending(self, ids: Tensor) -> list[int]:
+        """Last tokens of sequences whose others have just come."""
+        likely = self._after.get(int(ids[0, -1]), ()) if self._after and ids.shape[1] else ()
+        return [last for before, last in likely if ids[0, -len(before) :].tolist() == list(before)]
+
+
+def spelled(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
+    """The words as the tokenizer spells them within a text: with and without a space before.
+
+    Raises:
+        ValueError: there is no tokenizer, or it has no tokens for a word.
+    """
+    found = dict[tuple[int, ...], None]()
+    for word in words:
+        if tokenizer is None:
+            raise ValueError("bad_words are texts, which a model without a tokenizer does not know; use logit_bias")
+        ways = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word.lstrip())]
+        if not word.strip() or not all(ways):
+            raise ValueError(f"bad_words holds {word!r}, which is no word that the tokenizer knows. Remove it")
+        found.update(dict.fromkeys(ways))
+    return list(found)
+
+
+def forbidden(
+    words: Sequence[str], only: Sequence[int] | None, least: int, ends: frozenset[int], tokenizer: Any
+) -> Callable[[int], tuple[Forbidden, ...]]:
+    """Makes a row's processors, given the tokens of its prompt; none where nothing is forbidden.
+
+    Args:
+        words: see `spelled`.
+        only, least, ends: see `Forbidden`.
+        tokenizer: the model's.
+    """
+    if not words and only is None and least < 1:
+        return lambda start: ()
+    sequences = spelled(words, tokenizer)
+    return lambda start: (Forbidden(start, sequences, only, ends, least),)
+
+
+def check_ids(options: Mapping[str, Iterable[int]], vocabulary: int) -> None:
+    """ValueError for an id that is no token, named by its option."""
+    for name, ids in options.items():
+        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"{name} names token {wrong}; the model's tokens are 0..{vocabulary - 1}")
