@@ -8,12 +8,14 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.stop import StopRules
 from shoal.engine.constraint import Constraint, constraint_of
 from shoal.engine.forbidden import Forbidden, check_ids, forbidden
+from shoal.engine.messages import chat_text
 from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported
 from shoal.types import Sampling
@@ -227,8 +229,14 @@ def _ids(prompt: Any, tokenizer: Any) -> list[int]:
     return _whole_ids(prompt)
 
 
-def chat_ids(messages: Messages, tokenizer: Any, **variables: Any) -> list[int]:
-    """Token ids of a conversation, the beginning of the answer included; `variables` are the template's own.
+def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool = False, **options: Any) -> list[int]:
+    """Token ids of a conversation, the beginning of the answer included.
+
+    Args:
+        messages: the conversation.
+        tokenizer: its chat template makes the text.
+        add_special_tokens: whether the tokenizer adds those of a text to those of the template.
+        **options: see `chat_text`; the template's own variables too.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses the messages.
@@ -236,13 +244,15 @@ def chat_ids(messages: Messages, tokenizer: Any, **variables: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
+    text = chat_text(messages, partial(_rendered, tokenizer), **options)
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _rendered(tokenizer: Any, messages: Messages, /, **options: Any) -> str:
     try:
-        ids = tokenizer.apply_chat_template(
-            messages, **{**variables, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        )
+        return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
     except Exception as error:  # templates raise what they like, mostly about the order of roles
         raise ValueError(f"the model's chat template refuses these messages: {error}") from None
-    return list(ids)
 
 
 def _whole_ids(prompt: Any) -> list[int]:

@@ -19,7 +19,7 @@ from shoal import __version__
 from shoal.engine.scheduler import Scheduler
 from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
 from shoal.serve.errors import ApiError, no_model
-from shoal.serve.handler import IGNORED, RequestHandler
+from shoal.serve.handler import IGNORED, RequestHandler, named
 from shoal.serve.head import HeadAsGet
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
@@ -109,16 +109,17 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
 
 def _add_words(app: FastAPI, words: Words) -> None:
     @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
-        body = validated(read(await request.body()), TokenizeBody)
-        return await asyncio.to_thread(words.tokenize, body)
+        body, ignored = words.read(read(await request.body()), TokenizeBody)
+        found, more = await asyncio.to_thread(words.tokenize, body)
+        return JSONResponse(found, headers=named(ignored + more))
 
     @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = validated(read(await request.body()), DetokenizeBody)
-        return await asyncio.to_thread(words.detokenize, body)
+        body, ignored = words.read(read(await request.body()), DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(words.detokenize, body), headers=named(ignored))
 
     @app.get("/props")
     def props() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,8 +21,9 @@ TEMPLATE_OPTIONS = frozenset((
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+    "messages", "add_special_tokens",
 ))  # fmt: skip
-"""What transformers' `apply_chat_template` keeps of its arguments for itself; the rest goes to the template."""
+"""What transformers' `apply_chat_template` and `chat_ids` keep of their arguments; the rest goes to the template."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -55,6 +56,8 @@ class Body(BaseModel):
     steps: bool = False
     canvas: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -116,6 +119,18 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, bool | str]:
+        """Where the answer begins: after the conversation, or within an assistant's message that ends it.
+
+        Where the request leaves that open, such a message is the answer's beginning, as llama.cpp has it, unless it
+        calls tools.
+        """
+        last = messages[-1]
+        assumed = (self.continue_final_message is None and self.add_generation_prompt is None
+                   and last["role"] == "assistant" and not last.get("tool_calls"))
+        return {"add_generation_prompt": self.add_generation_prompt is not False,
+                "continue_final_message": "prefill" if assumed else bool(self.continue_final_message)}
+
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
         asked = constraint_of(self) if self.tools else None
@@ -141,6 +156,9 @@ class ChatBody(Body):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise refused("max_completion_tokens", f"max_tokens is {both[0]} and max_completion_tokens {both[1]}")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused("continue_final_message", "continue_final_message goes on with the last message, and "
+                          "add_generation_prompt begins a new one; give one of them")
         if wrong := sorted(set(self.chat_template_kwargs) & TEMPLATE_OPTIONS):
             raise refused("chat_template_kwargs", f"chat_template_kwargs.{wrong[0]} is no variable of a template")
 
@@ -166,8 +184,9 @@ class CompletionBody(Body):
     def check(self) -> None:
         """See `Body`."""
         super().check()
-        if self.chat_template_kwargs:
-            raise refused("chat_template_kwargs", "completions go through no chat template")
+        for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            if getattr(self, name):
+                raise refused(name, "completions go through no chat template")
         if self.best_of is not None and (self.best_of < self.n or (self.stream and self.best_of > self.n)):
             raise refused("best_of", "best_of must be at least n, and no more than n in a stream")
 

@@ -60,6 +60,9 @@ _OURS: dict[str, Field] = {
     "stop_token_ids": Honoured("token ids that end the answer"),
     "ignore_eos": Honoured("go on after the model's end of sequence"),
     "chat_template_kwargs": Honoured("variables of the chat template, such as `enable_thinking`; chats only"),
+    "add_generation_prompt": Honoured("false ends the prompt with the last message, with no answer begun; chats only"),
+    "continue_final_message": Honoured("true goes on with the last message; left out, the same where an assistant's is "
+                                       "the last and calls nothing; false begins a new answer; chats only"),
     "guided_json": Honoured("a JSON schema that the answer is valid under"),
     "guided_regex": Honoured("a pattern that matches the whole answer"),
     "guided_grammar": Honoured("a grammar of the answer, in Lark's notation or GBNF"),
@@ -73,7 +76,7 @@ _OURS: dict[str, Field] = {
 _OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {
     **_COMMON,
-    "messages": Honoured("through the model's chat template; content is text, or a list of text parts"),
+    "messages": Honoured("through the model's chat template; content is text, a text part, or a list of them"),
     "max_tokens": Honoured("most generated tokens"),
     "max_completion_tokens": Honoured("the same; not together with a different `max_tokens`"),
     "logprobs": Honoured("of the chosen tokens"),

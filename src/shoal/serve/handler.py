@@ -24,7 +24,7 @@ from shoal.serve.echo import prompt_logprobs
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import note
-from shoal.serve.prompts import chat_ids, prompts_of
+from shoal.serve.prompts import chat_ids, conversation, prompts_of
 from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
 from shoal.serve.tools import Tools
@@ -60,7 +60,7 @@ class RequestHandler:
         asked = await self._asked(body)
         answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
         wire = ChatWire(body.model, self._tokenizer, asked.tools)
-        return self._telling(await self._answer(request, body, answer, wire), ignored)
+        return self._telling(await self._answer(request, body, answer, wire), ignored + asked.ignored)
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
@@ -70,6 +70,7 @@ class RequestHandler:
         body = validated(chat, ChatBody)
         body.check()
         asked = await self._asked(body)
+        ignored += asked.ignored
         answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
         wire = ResponseWire(chat, asked.tools)
         if body.stream:
@@ -82,14 +83,14 @@ class RequestHandler:
         """What a chat comes to."""
         limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
-        ids = await asyncio.to_thread(chat_ids, body.messages, self._tokenizer, body.variables(tools))
+        told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
+        ids = await asyncio.to_thread(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
-        return _Conversation(ids, limit, tools, bound)
+        return _Conversation(ids, limit, tools, bound, ignored)
 
     def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The answer with the names of fields that had no effect in a header; each is logged once."""
-        if ignored:
-            answer.headers[IGNORED] = quote(", ".join(name[:64] for name in ignored[:_MOST_NAMED]), safe=", ")
+        answer.headers.update(named(ignored))
         for name in set(ignored) - self._told:
             if len(self._told) < _MOST_TOLD:
                 self._told.add(name)
@@ -242,12 +243,19 @@ class RequestHandler:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A chat: the prompt, the limit of the answer, the tools it may call, and options that bind it to do so."""
+    """A chat: the prompt, the answer's limit, tools it may call, options that bind it, names of what has no effect."""
 
     ids: list[int]
     limit: int
     tools: Tools | None
     bound: dict[str, Any]
+    ignored: list[str]
+
+
+def named(ignored: Sequence[str]) -> dict[str, str]:
+    """The header with names of fields that had no effect, where there are any."""
+    names = ", ".join(name[:64] for name in ignored[:_MOST_NAMED])
+    return {IGNORED: quote(names, safe=", ")} if ignored else {}
 
 
 def _streaming(events: AsyncIterator[str]) -> StreamingResponse:

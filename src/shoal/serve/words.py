@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal import __version__
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduler import Scheduler
-from shoal.serve.errors import refused
-from shoal.serve.prompts import chat_ids
+from shoal.serve.bodies import ChatBody, Checked, validated
+from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.prompts import chat_ids, conversation
 from shoal.serve.settings import Settings
 
 
@@ -19,9 +21,24 @@ class TokenizeBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
+    model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    parse_special: bool = True
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
+    reasoning_effort: str | None = None
+
+    @property
+    def specials(self) -> bool | None:
+        """Whether tokens such as a beginning of sequence are added; None where the request leaves that open."""
+        return self.add_special_tokens if self.add_special is None else self.add_special
 
 
 class DetokenizeBody(BaseModel):
@@ -29,6 +46,7 @@ class DetokenizeBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
+    model: str | None = None
     tokens: list[int] = Field(max_length=1 << 20)
 
 
@@ -44,19 +62,54 @@ class Words:
         self._scheduler, self._settings = scheduler, settings
         self._engine, self._tokenizer = scheduler.engine, scheduler.engine.tokenizer
 
-    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        """Token ids of a prompt, as the other routes would read it."""
-        given = [value for value in (body.prompt, body.content, body.messages) if value is not None]
-        if len(given) != 1:
+    def read(self, given: Mapping[str, Any], kind: type[Checked]) -> tuple[Checked, list[str]]:
+        """A request's values, and the names of those that have no effect.
+
+        Raises:
+            ApiError: 400 for a wrong value, and in a strict server for one without effect; 404 for another model.
+        """
+        ignored = [name for name, value in given.items() if value is not None and name not in kind.model_fields]
+        if ignored and self._settings.strict:
+            raise ApiError(400, f"{ignored[0]} is not supported", param=ignored[0], code="unsupported_parameter")
+        asked = getattr(body := validated(given, kind), "model", None)
+        if asked not in (None, self._settings.model_name):
+            raise no_model(asked, self._settings.model_name)
+        return body, ignored
+
+    def tokenize(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
+        """Token ids of a prompt, as the other routes would read it, and the names of what has no effect in messages."""
+        texts = [text for text in (body.prompt, body.content) if text is not None]
+        if len(texts) + (body.messages is not None) != 1:
             raise refused("prompt", "give one of prompt, content and messages")
-        if body.messages is not None:
-            ids = chat_ids(body.messages, self._tokenizer, {})
-        else:
-            try:
-                ids = prompt_ids(given[0], self._tokenizer, self._engine.stack.vocab_size, None) if given[0] else []
-            except ValueError as error:
-                raise refused("prompt", str(error)) from None
-        return {"tokens": ids, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
+        if None not in (body.add_special, body.add_special_tokens) and body.add_special != body.add_special_tokens:
+            raise refused("add_special", "add_special and add_special_tokens say different things; give one")
+        ids, ignored = self._chat(body) if not texts else (self._text(texts[0], body), [])
+        names = {"token_strs": self._tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
+        found = {"tokens": ids, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
+        return {**found, **names}, ignored
+
+    def _chat(self, body: TokenizeBody) -> tuple[list[int], list[str]]:
+        if not body.parse_special:
+            raise refused("parse_special", "messages go through the chat template, whose special tokens are some")
+        options = body.model_dump(include=set(body.model_fields_set) & set(ChatBody.model_fields))
+        chat = validated({**options, "model": self._settings.model_name}, ChatBody)
+        chat.check()
+        told, ignored = conversation(chat.messages, self._tokenizer, self._settings.strict)
+        options = {**chat.variables(chat.tools_for(self._tokenizer.chat_template)), **chat.opening(told)}
+        return chat_ids(told, self._tokenizer, {**options, "add_special_tokens": bool(body.specials)}), ignored
+
+    def _text(self, text: str, body: TokenizeBody) -> list[int]:
+        if not text and not body.specials:
+            return []
+        try:
+            if body.specials is None and body.parse_special:
+                return prompt_ids(text, self._tokenizer, self._engine.stack.vocab_size, None)
+            if self._tokenizer is None:
+                raise refused("prompt", "the model has no tokenizer")
+            how = {"add_special_tokens": body.specials is not False, "split_special_tokens": not body.parse_special}
+            return list(self._tokenizer(text, **how)["input_ids"])
+        except ValueError as error:
+            raise refused("prompt", str(error)) from None
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """The text of token ids."""

@@ -1,0 +1,235 @@
+"""Messages of chats: as clients send and replay them, as templates take them, and their text.
+
+What is said here holds for every way in. It knows nothing of HTTP: a message that is none is a `BadMessage`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+          "function": "tool"}
+_CALLS = ("tool_calls", "function_call")
+_SAID = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_THOUGHT = {"thinking": "thinking", "reasoning": "text"}
+"""Types of parts, and the key under which each has its text."""
+_REASONING = "reasoning_content"
+"""By this name templates are given what a model has thought before its answer."""
+_THOUGHTS = (_REASONING, "reasoning")
+"""By these names clients send it."""
+_MARK = "\u2042"
+
+
+class BadMessage(ValueError):
+    """A message that no template can be given.
+
+    Attributes:
+        place: of the message, such as `messages.3`.
+    """
+
+    def __init__(self, place: str, why: str) -> None:
+        super().__init__(f"{place}{why}")
+        self.place = place
+
+
+def plain(messages: Sequence[Mapping[str, Any]], template: str) -> tuple[list[Message], list[str]]:
+    """Messages in OpenAI's forms as templates take them, and the names of what has no effect in them.
+
+    Args:
+        messages: their content is text, a part, a list of parts, or, of assistants and tools, nothing.
+        template: the chat template, which may have a place for an assistant's reasoning.
+
+    Raises:
+        BadMessage: one is none.
+    """
+    ignored = dict[str, None]()
+    made = [_Spoken(f"messages.{place}", template, ignored).message(one) for place, one in enumerate(messages)]
+    return made, list(ignored)
+
+
+class _Spoken:
+    """Reads one message.
+
+    Args:
+        where: its place.
+        template: the chat template.
+        ignored: takes the names of what has no effect.
+    """
+
+    def __init__(self, where: str, template: str, ignored: dict[str, None]) -> None:
+        self._where, self._template, self._ignored = where, template, ignored
+        self._thought = list[str]()
+
+    def message(self, given: Mapping[str, Any]) -> Message:
+        """The message as a template takes it."""
+        role = given.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise BadMessage(self._where, f".role is {role!r}; it must be one of {', '.join(_ROLES)}")
+        kept = {key: value for key, value in given.items() if value not in (None, [], {}, "")}
+        made: Message = {"role": _ROLES[role], "content": self._content(role, given), **self._named(role, kept)}
+        calls = self._calls(role, kept)
+        if not made["content"] and isinstance(kept.get("refusal"), str):
+            made["content"] = kept.pop("refusal")
+        thought = self._reasoning(role, kept)
+        known = {"role", "content", "name", "annotations", "tool_call_id", *_CALLS, *(_THOUGHTS if thought else ())}
+        for key in sorted(kept.keys() - known):
+            self._ignored[f"messages.{key}"] = None
+        return {**made, **({"tool_calls": calls} if calls else {}), **thought}
+
+    def _content(self, role: str, given: Mapping[str, Any]) -> str:
+        content = given.get("content")
+        if content in (None, []) and role in ("assistant", "tool", "function"):
+            return ""
+        parts = content if isinstance(content, list) and content else [content]
+        return "".join(map(self._text, parts))
+
+    def _text(self, part: Any) -> str:
+        """The text of a part; what an assistant has thought goes elsewhere."""
+        if isinstance(part, str):
+            return part
+        if not isinstance(part, Mapping):
+            raise BadMessage(self._where, ".content must be text, or a list of text parts")
+        kind = part.get("type", "text")
+        key = _SAID.get(kind) or _THOUGHT.get(kind) if isinstance(kind, str) else None
+        if key is None or (text := self._inner(part.get(key))) is None:
+            raise BadMessage(self._where, ".content holds a part that is no text; the model reads text only")
+        for name in sorted(part.keys() - {"type", key, "annotations", "logprobs"}):
+            self._ignored[f"messages.content.{name}"] = None
+        if kind in _SAID:
+            return text
+        self._thought.append(text)
+        return ""
+
+    def _inner(self, value: Any) -> str | None:
+        """Text, or the text of parts; None where it is neither."""
+        if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+            texts = [part.get("text") for part in value]
+            return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+        return value if isinstance(value, str) else None
+
+    def _named(self, role: str, kept: Mapping[str, Any]) -> dict[str, str]:
+        """Who speaks, and which call a result answers."""
+        named = {"name": kept["name"]} if "name" in kept else {}
+        if not all(isinstance(name, str) for name in named.values()):
+            raise BadMessage(self._where, ".name must be a string")
+        if role == "tool":
+            if not isinstance(kept.get("tool_call_id"), str):
+                raise BadMessage(self._where, ".tool_call_id must say which call this answers")
+            named["tool_call_id"] = kept["tool_call_id"]
+        elif "tool_call_id" in kept:
+            self._ignored["messages.tool_call_id"] = None
+        return named
+
+    def _calls(self, role: str, kept: Mapping[str, Any]) -> list[Message]:
+        """The calls of an assistant, one in the older form too."""
+        given = [key for key in _CALLS if key in kept]
+        if given and role != "assistant":
+            raise BadMessage(self._where, f".{given[0]} is not supported: its role is {role!r}, not 'assistant'")
+        calls = kept.get("tool_calls", [])
+        if not isinstance(calls, list):
+            raise BadMessage(self._where, ".tool_calls must be a list")
+        if not calls and "function_call" in kept:
+            calls = [{"function": kept["function_call"]}]
+        return [self._call(call, f".tool_calls.{place}") for place, call in enumerate(calls)]
+
+    def _call(self, call: Any, place: str) -> Message:
+        """A call that the model made, as templates want it: its arguments as an object, where they are one."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadMessage(self._where, f"{place} must have a function with a name")
+        arguments = function.get("arguments") or "{}"
+        with suppress(ValueError):  # the template is given the text
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {"id": str(call.get("id") or ""), "type": "function",
+                "function": {"name": function["name"], "arguments": arguments}}
+
+    def _reasoning(self, role: str, kept: Mapping[str, Any]) -> dict[str, str]:
+        """What an assistant has thought, where the template has a place for it."""
+        fields = [kept.get(key) for key in _THOUGHTS]
+        said = "".join(self._thought) or next((text for text in fields if isinstance(text, str)), "")
+        if said and role == "assistant" and _REASONING in self._template:
+            return {_REASONING: said}
+        if self._thought:
+            self._ignored["messages.content.thinking"] = None
+        return {}
+
+
+def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], /, **options: Any) -> str:
+    """The text of a conversation, up to where the model goes on.
+
+    Args:
+        messages: as templates take them.
+        render: the text of messages by the template, given the same options as here.
+        **options: `add_generation_prompt` (True): whether a new answer is begun; `continue_final_message`: whether the
+            last message is left open instead, "prefill" where it stands at a new answer's beginning, whatever the
+            template makes of former answers; `tools` and the template's own variables.
+
+    Raises:
+        ValueError: the template refuses that.
+    """
+    opening = bool(options.pop("add_generation_prompt", True))
+    continued = options.pop("continue_final_message", False)
+    if not continued:
+        return _with_system(messages, lambda told: render(told, add_generation_prompt=opening, **options))
+    begun = str(messages[-1].get("content") or "")
+    if len(messages) > 1 and (continued == "prefill" or not begun):
+        return _with_system(messages[:-1], lambda told: render(told, add_generation_prompt=True, **options)) + begun
+    left_open = {"add_generation_prompt": False, "continue_final_message": True, **options}
+    return _with_system(messages, lambda told: render(told, **left_open))
+
+
+def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """The text of messages, a system's before the user's next where the template has no place for it, as peers do."""
+    refusal, lost = None, None
+    for kept in (len(messages), 1, 0):
+        told = folded(messages, kept)
+        try:
+            text = render(told)
+            if _holds(told, text, render):
+                return text
+            lost = lost or text
+        except ValueError as error:
+            refusal = refusal or error
+        if not any(message.get("role") == "system" for message in told):
+            break
+    if lost is None and refusal is not None:
+        raise refusal
+    return lost or ""
+
+
+def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> bool:
+    """Whether the template has a place for every system message; one whose words it changes is tried with others."""
+    contents = [str(one.get("content") or "") for one in messages]
+    said = {words.strip() for words, one in zip(contents, messages, strict=True) if one.get("role") == "system"} - {""}
+    if all(text.count(words) >= sum(content.count(words) for content in contents) for words in said):
+        return True
+    marked = [{**one, "content": f"{_MARK}{place}{_MARK}"} if one.get("role") == "system" else one
+              for place, one in enumerate(messages)]
+    text = render(marked)
+    return all(one["content"] in text for one in marked if one.get("role") == "system")
+
+
+def folded(messages: Sequence[Mapping[str, Any]], kept: int) -> list[Mapping[str, Any]]:
+    """Messages without a system's beyond the first `kept` messages: its words go before the user's next.
+
+    Args:
+        messages: as templates take them.
+        kept: so many messages stay as they are.
+    """
+    made, waiting = list(messages[:kept]), list[str]()
+    for message in messages[kept:]:
+        if message.get("role") == "system":
+            waiting += [str(message["content"])] if message.get("content") else []
+            continue
+        if waiting and message.get("role") == "user":
+            waiting += [str(message["content"])] if message.get("content") else []
+            message = {**message, "content": "\n".join(waiting)}
+        elif waiting:
+            made.append({"role": "user", "content": "\n".join(waiting)})
+        waiting = []
+        made.append(message)
+    return made + ([{"role": "user", "content": "\n".join(waiting)}] if waiting else [])
