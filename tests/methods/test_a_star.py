@@ -160,6 +160,24 @@ def test_nodes_are_opened_in_the_order_of_a_textbook(seed: int, width: int, dept
         assert values == sorted(values), "h is consistent"
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from(["change", "fall"]))
+def test_answers_whose_promise_only_grows_are_equals_to_the_last_bit(seed: int, kept: int, edge: Any) -> None:
+    """What a step costs is what h falls by, whatever floating point makes of their sum: the longest goes on.
+
+    As with likelihood, an answer without tokens promises all.
+    """
+
+    def promise(path: Path) -> float:
+        steps = (sampling.uniform(seed, 0, 0, str(path[: end + 1])) for end in range(len(path)))
+        return 1 - math.prod(steps, start=0.99) if path else 1.0
+
+    toy = Toy(3, lambda path: len(path) == 6)
+    winner = walk(toy, AStar(k=3, step=1, width=kept, edge_cost=edge), promise)
+    best = max(range(3), key=lambda number: promise((number,)))
+    assert winner == (best, *(0,) * 5) and toy.opened == [winner[:length] for length in range(6)]
+
+
 def test_without_a_promise_and_at_equal_costs_it_goes_breadth_first() -> None:
     toy = Toy(3, lambda path: path == (2, 1, 0))
     assert walk(toy, AStar(k=3, step=1, width=2, edge_cost="one"), promise_of(-1)) == (2, 1, 0)
@@ -210,11 +228,11 @@ def by_hand(
         made += 1
         return Way(way.tokens, way.logs, branch_seed(WARM["seed"], row, made - 1))
 
-    waiting: list[list[Any]] = [[h(Way([], [], 0)), 0, 0, 0.0, Way([], [], 0), True]]
+    waiting: list[list[Any]] = [[h(Way([], [], 0)), 0, 0, Way([], [], 0), True]]
     while True:
         node = min(waiting, key=lambda one: one[:3])
         waiting.remove(node)
-        f, level, _, g, way, kept = node
+        f, level, _, way, kept = node
         if len(way.tokens) == new or spent == budget:
             break
         if level == 0:
@@ -231,13 +249,13 @@ def by_hand(
         for one in ways:
             if one.tokens not in seen:
                 seen.append(one.tokens)
-                cost, counted = g + abs(h(one) - parent_h), counted + 1
-                waiting.append([cost + h(one), level - 1, counted, cost, one, True])
-        holding = sorted((one for one in waiting if one[5]), key=lambda one: one[:3])
+                counted += 1
+                waiting.append([f + 2 * max(0.0, h(one) - parent_h), level - 1, counted, one, True])
+        holding = sorted((one for one in waiting if one[4]), key=lambda one: one[:3])
         for one in holding[method.width :]:
-            one[5] = False
-    best = min([node, *waiting], key=lambda one: (len(one[4].tokens) < new, one[:3]))
-    answer = best[4] if best[5] else another(best[4])
+            one[4] = False
+    best = min([node, *waiting], key=lambda one: (len(one[3].tokens) < new, one[:3]))
+    answer = best[3] if best[4] else another(best[3])
     while len(answer.tokens) < new:
         draw(answer)
         spent += 1

@@ -125,10 +125,10 @@ class _Node:
     """An answer that waits; nodes are ordered as answers go on.
 
     Attributes:
-        f: g + h.
+        f: g + h, see `AStar`.
         shortness: less the steps that it has.
         made: counts nodes.
-        g, h: see `AStar`.
+        h: see `AStar`.
         tokens: of the answer.
         finished: whether it has ended.
         branch: has its KV; None where it was given up.
@@ -137,7 +137,6 @@ class _Node:
     f: float
     shortness: int
     made: int
-    g: float = field(compare=False)
     h: float = field(compare=False)
     tokens: list[int] = field(compare=False)
     finished: bool = field(compare=False)
@@ -208,10 +207,10 @@ class _Walk:
 
     def _node(self, branch: Branch, parent: _Node | None, h: float) -> _Node:
         finished = branch.finish_reason is not None
-        g = 0.0 if parent is None else parent.g + _cost(self._knobs.edge_cost, parent.h, h)
+        f = h if parent is None else parent.f + _more(self._knobs.edge_cost, parent.h, h)
         self._made += 1
         deeper = 0 if parent is None else parent.shortness - 1
-        return _Node(g + h, deeper, self._made, g, h, branch.tokens, finished, branch)
+        return _Node(f, deeper, self._made, h, branch.tokens, finished, branch)
 
     def _give_up(self) -> None:
         """The KV of all but the best that wait."""
@@ -221,9 +220,11 @@ class _Walk:
             node.branch = None
 
 
-def _cost(kind: EdgeCost, before: float, after: float) -> float:
-    """Of a step that takes h from `before` to `after`."""
-    if kind == "one":
-        return 1.0
+def _more(kind: EdgeCost, before: float, after: float) -> float:
+    """By how much a step that takes h from `before` to `after` raises g + h.
+
+    What costs as much as h falls is not added up: f stays as it was to the last bit, so that equals are equals.
+    """
     change = after - before
-    return abs(change) if kind == "change" else max(0.0, change if kind == "rise" else -change)
+    rise = max(0.0, change)
+    return {"change": 2 * rise, "rise": change + rise, "fall": rise, "one": 1 + change}[kind]
