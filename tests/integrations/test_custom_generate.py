@@ -14,8 +14,8 @@ import shoal
 from families import FAMILIES, _build, fingerprint, tiny
 from generate_calls import PAD, PROMPTS, an_eos, batch, both, generate, single
 from oracle import greedy_under_plan
-from shoal import D3, EarlyExit, Unsupported
-from shoal.integrations import _engines
+from shoal import D3, EarlyExit, Unsupported, compat
+from shoal.integrations import _engines, hub
 from shoal.integrations._inputs import left_padding
 from shoal.integrations._rows import Ending
 from shoal.methods.full import Full
@@ -99,21 +99,50 @@ def test_a_mask_that_is_longer_than_the_prompt_is_refused(llama: PreTrainedModel
 def test_a_cache_of_the_callers_is_refused(llama: PreTrainedModel) -> None:
     cache = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(torch.tensor([[3, 4, 5]]), past_key_values=cache)
-    with pytest.raises(Unsupported, match="past_key_values.*session"):
-        generate(llama, input_ids=torch.tensor([[3, 4, 5, 6]]), past_key_values=cache, custom_generate=Full())
+        llama(torch.tensor([[3, 4, 5]]), **{compat.cache_name(llama.forward): cache})
+    with pytest.raises(Unsupported, match="(past_key_values|cache) of your own.*session"):
+        name = compat.cache_name(llama.forward)
+        generate(llama, input_ids=torch.tensor([[3, 4, 5, 6]]), **{name: cache}, custom_generate=Full())
     assert cache.get_seq_length() == 3
     cache._is_user_defined = False
     with pytest.raises(Unsupported, match="DynamicCache"):
         left_padding(torch.tensor([[3]]), {"past_key_values": cache})
 
 
-def test_an_empty_cache_of_the_callers_is_refused_where_transformers_marks_it(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "whatever_comes_next"])
+def test_the_cache_that_transformers_hands_over_is_known_by_what_it_does(llama: PreTrainedModel, name: str) -> None:
+    """It changes its name between releases; where transformers marks it as the caller's, it is refused though empty."""
     cache = DynamicCache(config=llama.config)
-    assert left_padding(torch.tensor([[3]]), {"past_key_values": cache}) == [0]
+    assert left_padding(torch.tensor([[3]]), {name: cache}) == [0]
     cache._is_user_defined = True
-    with pytest.raises(Unsupported, match="of your own"):
-        left_padding(torch.tensor([[3]]), {"past_key_values": cache})
+    with pytest.raises(Unsupported, match=f"{name} of your own"):
+        left_padding(torch.tensor([[3]]), {name: cache})
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
+def test_what_is_no_cache_is_refused_in_its_place(name: str) -> None:
+    with pytest.raises(Unsupported, match=rf"{name} of your own \(tuple\)"):
+        left_padding(torch.tensor([[3]]), {name: ((torch.zeros(1, 2, 3, 4),) * 2,)})
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (torch.tensor([3, 4]), r"shape \(2,\) and dtype int64.*\[rows, tokens\].*input_ids\[None\]"),
+        (torch.tensor(3), r"shape \(\)"),
+        (torch.tensor([[[3, 4]]]), r"shape \(1, 1, 2\)"),
+        (torch.tensor([[0.5, 4]]), r"shape \(1, 2\) and dtype float32"),
+        ([[3, 4]], "input_ids are a list; they must be a tensor"),
+    ],
+)
+def test_ids_that_are_no_rows_of_tokens(llama: PreTrainedModel, ids: Any, words: str) -> None:
+    """Transformers stumbles over most of these before it asks a method; handed over to one, they are named."""
+    with pytest.raises(ValueError, match=words):
+        Full()(llama, ids, generation_config=llama.generation_config)
+    with pytest.raises(ValueError, match=words):
+        hub.generate(llama, ids)
+    with pytest.raises(ValueError, match=words):
+        hub.generate(llama, input_ids=ids)
 
 
 def test_a_static_cache_is_refused() -> None:
@@ -123,7 +152,7 @@ def test_a_static_cache_is_refused() -> None:
     with pytest.raises(Unsupported, match="StaticCache"):
         cache = StaticCache(config=model.config, max_cache_len=32)
         cache._is_user_defined = True
-        generate(model, **single(), past_key_values=cache, custom_generate=Full())
+        generate(model, **single(), **{compat.cache_name(model.forward): cache}, custom_generate=Full())
 
 
 def test_embeddings_and_unknown_model_arguments_are_refused(llama: PreTrainedModel) -> None:
@@ -223,7 +252,7 @@ def test_scores_and_logits_are_returned(llama: PreTrainedModel) -> None:
     eos = an_eos(llama, 1, 4)
     theirs, ours = both(llama, **batch(), repetition_penalty=1.5, eos_token_id=eos, **wanted)
     assert torch.equal(theirs.sequences, ours.sequences)
-    assert type(ours) is type(theirs) and ours.past_key_values is None
+    assert type(ours) is type(theirs) and getattr(ours, compat.cache_name(llama.forward)) is None
     alive = torch.ones(3, dtype=torch.bool)
     for step, token in enumerate(ours.sequences[:, len(PROMPTS[0]) :].T):
         for name in ("scores", "logits"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers.generation import PrefixConstrainedLogitsProcessor
 
 from families import VOCAB, tiny
 from generate_calls import PROMPTS, an_eos, batch, both, generate, single
@@ -281,16 +282,28 @@ def test_what_is_kept_of_each_prompt_finds_its_rows_when_prompts_are_repeated(
     torch.testing.assert_close(once.scores[0].repeat_interleave(2, 0), twice.scores[0], rtol=1e-6, atol=1e-6)
 
 
-def test_allowed_tokens_go_by_the_row_of_the_output(llama: PreTrainedModel) -> None:
-    seen: set[int] = set()
+def test_allowed_tokens_go_by_the_number_that_transformers_gives(llama: PreTrainedModel) -> None:
+    """That of the row of the output, or of the prompt, as its release has it."""
+    seen: list[int] = []
 
-    def allowed(row: int, _: torch.Tensor) -> list[int]:
-        seen.add(row)
+    def allowed(number: int, _: torch.Tensor) -> list[int]:
+        seen.append(number)
         return [4]
 
     options = {"do_sample": True, "num_return_sequences": 2, "prefix_allowed_tokens_fn": allowed}
+    generate(llama, **batch(), **options)
+    theirs = sorted(seen)
+    seen.clear()
     generate(llama, **batch(), **options, custom_generate=Full())
-    assert seen == set(range(6))
+    assert sorted(seen) == theirs and set(theirs) in ({*range(6)}, {*range(3)})
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_number_may_be_of_several_rows(llama: PreTrainedModel, each: int) -> None:
+    one = PrefixConstrainedLogitsProcessor(lambda number, _: [10 * number + 10], each)
+    inputs = {name: value.repeat_interleave(2, 0) for name, value in batch().items()}
+    ids = generate(llama, **inputs, max_new_tokens=1, logits_processor=[one], custom_generate=Full())
+    assert ids[:, -1].tolist() == ([10, 10, 20, 20, 30, 30] if each == 2 else [10, 20, 30, 40, 50, 60])
 
 
 def test_allowed_tokens_may_depend_on_the_row(llama: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from shoal.model.gguf.source import GgufSource
 
 _MAGIC = b"GGUF"
+_OF_TRANSFORMERS = ("gguf", "accelerate")
+"""What transformers reads such files with; the extra `gguf` brings both."""
+
 log = logging.getLogger(__name__)
 
 
@@ -98,6 +102,9 @@ class GgufCheckpoint:
             told = (str(error).splitlines() or [type(error).__name__])[0]
             why = f"{self._reason.why}, and transformers does not read it either ({told:.160})"
             remedy = "Use the model's safetensors, or a Q4_K_M file of a known architecture"
+            if lacking := [name for name in _OF_TRANSFORMERS if find_spec(name) is None]:
+                why = f"{self._reason.why}, and transformers may, but not without {' and '.join(lacking)}"
+                remedy = "Install the extra: pip install 'shoal[gguf]'"
             raise Unsupported(self._reason.what, why, remedy) from error
 
 

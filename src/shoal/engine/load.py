@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shoal import catalog
+from shoal import catalog, compat
 from shoal.engine import ranks
 from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
@@ -81,6 +81,7 @@ def load(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    compat.tell_untested()
     packed.check_quant(quant)
     if quant is not None and backend == "hf":
         what = f"quant={quant!r} with backend 'hf'"
@@ -136,6 +137,7 @@ def engine_for(
         raise Unsupported(f"an object of type {type(model).__name__}", "it is no transformers model", _DECODER_REMEDY)
     if model.training:
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
+    compat.tell_untested()
     _check_decoder(model.config)
     stack = None
     if backend != "hf":

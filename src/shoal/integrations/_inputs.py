@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal import compat
 from shoal.errors import Unsupported
 
 _NEUTRAL = ("use_cache", "logits_to_keep")
 """Say how a forward of the model's own is to run; none takes place, and the output is the same."""
 
-_CACHES = ("past_key_values", "cache_params")
-_KNOWN = (*_NEUTRAL, *_CACHES, "attention_mask", "position_ids", "cache_position")
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""What transformers has called the cache; under any other name it is known by what it does."""
+
+_KNOWN = (*_NEUTRAL, "attention_mask", "position_ids", "cache_position")
 
 
 def left_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
@@ -36,17 +39,28 @@ def left_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
     seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else _read_mask(mask, input_ids)
     if input_ids.shape[1] == 0 or not seen.any(1).all():
         raise ValueError("a prompt is empty; give at least one token per row, such as the beginning-of-sequence id")
-    for name in _CACHES:
-        _check_cache(name, model_kwargs.get(name))
     _check_positions("position_ids", model_kwargs.get("position_ids"), seen.long().cumsum(1) - 1, seen)
     places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     _check_positions("cache_position", model_kwargs.get("cache_position"), places, torch.ones_like(places).bool())
     return (~seen).sum(1).tolist()
 
 
+def check_shape(input_ids: Any) -> None:
+    """Raise ValueError unless `input_ids` is [B, T] of whole numbers."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids are a {type(input_ids).__name__}; they must be a tensor [rows, tokens]")
+    whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    if input_ids.ndim != 2 or not whole:
+        given = f"{tuple(input_ids.shape)} and dtype {str(input_ids.dtype).removeprefix('torch.')}"
+        raise ValueError(f"input_ids have shape {given}; they must be [rows, tokens] of whole numbers. "
+                         "Of one prompt without a row, give input_ids[None]")
+
+
 def _check_others(model_kwargs: Mapping[str, Any]) -> None:
     for name, value in model_kwargs.items():
-        if name not in _KNOWN and value is not None and value is not False:
+        if name in _CACHES or compat.is_cache(value):
+            _check_cache(name, value)
+        elif name not in _KNOWN and value is not None and value is not False:
             raise Unsupported(
                 f"the argument {name!r}", "Shoal feeds token ids through the layers, nothing else", "Leave it out"
             )
@@ -74,7 +88,8 @@ def _read_mask(mask: Tensor, input_ids: Tensor) -> Tensor:
 def _check_cache(name: str, cache: Any) -> None:
     if cache is None:
         return
-    if getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0:
+    empty = compat.is_cache(cache) and int(cache.get_seq_length()) == 0
+    if getattr(cache, "_is_user_defined", False) or not empty:
         raise Unsupported(
             f"{name} of your own ({type(cache).__name__})",
             "Shoal keeps keys and values in a cache with a length per layer, which no transformers cache has",

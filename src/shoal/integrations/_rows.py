@@ -93,8 +93,8 @@ def _narrow_encoder_ngrams(twin: Any, row: int, rows: int) -> None:
 
 
 def _narrow_prefix(twin: Any, row: int, rows: int) -> None:
-    allowed = twin._prefix_allowed_tokens_fn
-    twin._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    allowed, number = twin._prefix_allowed_tokens_fn, row // twin._num_beams  # so many rows have one number
+    twin._prefix_allowed_tokens_fn, twin._num_beams = lambda _, ids: allowed(number, ids), 1
 
 
 def _narrow_synthid(twin: Any, row: int, rows: int) -> None:

@@ -121,7 +121,7 @@ TABLE: dict[str, Field] = {
     "output_scores": Field("honoured", "by Shoal, with return_dict_in_generate; zeros for rows that have ended"),
     "output_logits": Field("honoured", "by Shoal, with return_dict_in_generate; zeros for rows that have ended"),
     "return_dict_in_generate": Field(
-        "honoured", "by Shoal; past_key_values of the output is None, since an uneven cache fits no transformers model"
+        "honoured", "by Shoal; the output holds no cache, since an uneven one fits no transformers model"
     ),
     "pad_token_id": Field("honoured", "by transformers (mask) and by Shoal: fills the rows that have ended"),
     "bos_token_id": Field("honoured", "by transformers, where there is no prompt"),
@@ -207,8 +207,9 @@ _INTRODUCTION = (
 
 _ARGUMENTS = {
     "`attention_mask`": "padding on the left is taken off each row; padding elsewhere and holes are refused",
-    "`past_key_values`": "a cache of your own is refused; sessions (`shoal.load(...).session()`) keep theirs",
+    "`cache`, `past_key_values`": "a cache of your own is refused; sessions (`shoal.load(...).session()`) keep theirs",
     "`position_ids`": "checked to be the usual ones",
+    "`input_ids`": "[rows, tokens]; of one prompt without a row, transformers' preparation ends in an IndexError",
     "other model inputs": "refused",
     "`logits_processor`, `prefix_allowed_tokens_fn`": (
         "called after those of the configuration, with one row at a time ([1, T] and [1, V]), its padding included; "

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import Unsupported
+from shoal.integrations._inputs import check_shape
 from shoal.integrations.transformers import KEY, BoundMethod, method_from, named
 from shoal.methods import make
 
@@ -61,11 +62,15 @@ def generate(
 
     Raises:
         Unsupported: an argument that Shoal cannot honour.
+        ValueError: the ids are not [B, T].
     """
     if assistant_model is not None or assistant_tokenizer is not None:
         raise Unsupported("an assistant model", "Shoal's methods bring their own drafts", "Leave it out")
     if synced_gpus:
         raise Unsupported("synced_gpus=True", "rows end apart, and no process waits for another", "Leave it out")
+    ids = arguments.get("input_ids") if inputs is None else inputs
+    if ids is not None:
+        check_shape(ids)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     chosen = named(method, method_args) or _carried(configs)
     strings, config = _take_stop_strings(stop_strings, configs, generation_config)

@@ -27,7 +27,7 @@ from shoal.engine.stream import Stream
 from shoal.errors import Unsupported
 from shoal.integrations import _outputs
 from shoal.integrations._engines import engine_of
-from shoal.integrations._inputs import left_padding
+from shoal.integrations._inputs import check_shape, left_padding
 from shoal.integrations._rows import Ending, Record, RowProcessors, check_processors, for_row
 from shoal.integrations.generation_config import check
 from shoal.methods import make
@@ -72,6 +72,7 @@ def run_custom_generate(
         Unsupported: the configuration, an argument or the model asks for something that Shoal cannot do.
         ValueError: the call lacks something.
     """
+    check_shape(input_ids)
     if generation_config is None:
         raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
     criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]

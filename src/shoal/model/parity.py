@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal import compat
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv import KVCache
@@ -81,14 +82,15 @@ def _generated(stack: Stack, model: Any, given: list[int] | None = None) -> tupl
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, stack.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
     given = given or []
-    ahead, cache = given[:1] or prompt, None
+    ahead, kept = given[:1] or prompt, dict[str, Any]()
     tokens: list[int] = []
     rows: list[Tensor] = []
     while len(tokens) < _LENGTH:
         tokens += ahead
-        out = model(input_ids=torch.tensor([ahead], device=stack.device), past_key_values=cache, use_cache=True)
+        out = model(input_ids=torch.tensor([ahead], device=stack.device), use_cache=True, **kept)
         rows.append(out.logits[0, -1])
-        ahead, cache = given[len(tokens) : len(tokens) + 1] or [int(rows[-1].argmax())], out.past_key_values
+        ahead = given[len(tokens) : len(tokens) + 1] or [int(rows[-1].argmax())]
+        kept = {name: value for name, value in out.items() if compat.is_cache(value)}  # it is taken as it is given
     return tokens, torch.stack(rows)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal import compat
 from shoal.errors import Unsupported
 from shoal.model.head import Head, through
 from shoal.model.kv_form import KVSizes
@@ -201,7 +202,7 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[
         source = _source(value, before)
         if name in _MASKS:
             found["mask"] = name
-        elif hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        elif compat.is_cache(value):
             found["cache"] = name
         elif name == "cache_position":
             found["cache_position"] = name

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shoal import compat
 from shoal.draft.ppd import MOST_PROMPTS, PROMPTS
 from shoal.model.probe import find_layers
 from shoal.model.windows import layers_of, windows_of
@@ -119,8 +120,9 @@ class PromptModule(ShippedModule):
 
         core, (sets, count) = self._model[0].base_model, (places.shape[1], len(self.prompts))
         past = DynamicCache()  # without a config, so that layers with a window keep what lies before it too
+        given = {compat.cache_name(core.forward): past, "use_cache": True}
         with torch.no_grad():
-            core(input_ids=tokens, past_key_values=past, use_cache=True)
+            core(input_ids=tokens, **given)
         ahead = places[:, :, None] + 1 + torch.arange(count)
         fed = torch.stack(list(self.prompts)).repeat(sets, 1).expand(len(tokens), -1, -1)
 
@@ -134,7 +136,7 @@ class PromptModule(ShippedModule):
         try:
             hidden = core(
                 input_ids=tokens.new_zeros(len(tokens), sets * count), position_ids=ahead.flatten(1),
-                attention_mask=self._masks(tokens.shape[1], places), past_key_values=past, use_cache=True,
+                attention_mask=self._masks(tokens.shape[1], places), **given,
             ).last_hidden_state
         finally:
             handle.remove()

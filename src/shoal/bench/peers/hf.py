@@ -66,7 +66,8 @@ class HFGenerate:
 
     def _step(self, tokens: Sequence[int], cache: Any, wanted: int) -> None:
         ids = torch.tensor([list(tokens)], device=self.model.device)
-        out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=wanted)
+        given = {compat.cache_name(self.model.forward): cache}
+        out = self.model(ids, use_cache=True, logits_to_keep=wanted, **given)
         out.logits.argmax(-1).tolist()
 
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
