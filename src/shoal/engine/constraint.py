@@ -42,6 +42,8 @@ _WHOLE, _PLACES = 2**53 - 1, 9
 small models would write them for ever. llguidance lets no exponent through there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
+_SECONDS = 20.0
+"""How long jedi may take for a stranger's request, which alone waits for it."""
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
@@ -150,7 +152,7 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
 
         if value != "python":
             raise ValueError(f'{field} is {value!r}; it must be "python"')
-        return PythonMembers()
+        return PythonMembers(seconds=_SECONDS)
     return Regex(value) if field == "guided_regex" else Grammar(value)
 
 

@@ -115,8 +115,9 @@ class Gate:
             raise TwoLengths
         check_host(headers, self._settings.hosts)
         if self._settings.api_keys and path.startswith(_KEYED):
-            check_key(headers, self._settings.api_keys)
-        check_origin(method, headers, self._settings.cors_origins)
+            check_key(headers, self._settings.api_keys)  # a page that has one was given it
+        else:
+            check_origin(method, headers, self._settings.cors_origins)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body:
             raise TooLarge(self._settings.max_body)

@@ -57,7 +57,7 @@ def log_to_stderr() -> None:
     logging.getLogger("shoal.serve").setLevel(logging.INFO)
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """One whose shutdown ends: by itself, by a second signal, and at the latest when the grace is over.
 
     Args:
@@ -92,14 +92,14 @@ def end_within(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 
 
-def make_server(scheduler: Scheduler, settings: Settings) -> Server:
+def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
     """A server to run on sockets of one's own."""
     app = create_app(scheduler, settings)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
         timeout_keep_alive=math.ceil(settings.keep_alive),
     )
-    server = Server(config, settings.grace)
+    server = HttpServer(config, settings.grace)
     app.state.stopping = lambda: server.should_exit
     app.state.left = lambda: server.left
     return server
