@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,3 +148,9 @@ def gap(left: Tensor, right: Tensor) -> float:
     """Largest absolute difference."""
     assert left.shape == right.shape, (left.shape, right.shape)
     return (left - right).abs().max().item()
+
+
+def banning(tokens: Iterable[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A logits processor that leaves these tokens no chance at all."""
+    ids = torch.tensor(list(tokens))
+    return lambda _, scores: scores.index_fill(-1, ids, -torch.inf)

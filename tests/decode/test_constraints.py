@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafts import noisy
-from drive import prompt
+from drive import banning, prompt
 from exactness import Words, chi_square
 from families import tiny
 from masks import Bound, Ruled, by_hand, turns
@@ -183,9 +183,9 @@ def test_a_token_that_no_rule_allows_is_an_error_and_other_rows_go_on() -> None:
     nothing = Ruled(lambda words, token: token == 96)
     for options in ({}, {"temperature": 1.0}):
         with pytest.raises(ValueError, match="no token has a positive probability"):
-            engine.generate(PROMPTS[0], method=Bound(Full(), nothing), logit_bias={96: -float("inf")}, **options)
+            engine.generate(PROMPTS[0], method=Bound(Full(), nothing), logits_processor=[banning([96])], **options)
     scheduler = Scheduler(engine, start=False)
-    wrong = scheduler.submit(PROMPTS[0], method=Bound(Full(), nothing), logit_bias={96: -float("inf")})
+    wrong = scheduler.submit(PROMPTS[0], method=Bound(Full(), nothing), logits_processor=[banning([96])])
     plain = scheduler.submit(PROMPTS[1], max_new_tokens=NEW)
     for _ in range(30):
         scheduler.turn()

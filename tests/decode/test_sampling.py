@@ -345,3 +345,21 @@ def test_a_repetition_penalty_may_look_at_the_last_tokens_alone() -> None:
                              (9, [1.5, 1.0, -2.0, 1.0])):
         how = Sampling(repetition_penalty=2.0, repetition_window=window)
         assert s.scores(logits, ids, 3, how).tolist() == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(0.7, min_p=0.05), Sampling(1e-30), Sampling(1.3, 40, .9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_cpu_computes_in_numpy_is_what_torch_says(sampling: Sampling, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1), dtype=dtype) * 4
+    logits[:, 7] = -torch.inf
+    found = s.probs_of(logits, sampling)
+    cut = torch.where(found > 0, logits / max(sampling.temperature, 1e-30), -torch.inf)
+    torch.testing.assert_close(found, cut.softmax(-1))
+    assert found.dtype == dtype and (found[:, 7] == 0).all()
+    for row in range(3):
+        assert s.probs_of(logits[row], sampling).equal(found[row])  # the same bits alone
+        for u in (0.0, 0.31, 0.999999):
+            ends = found[row].double().cumsum(-1)
+            token = s.draw(found[row], u)
+            assert found[row, token] > 0
+            assert ends[token] - found[row, token] - 1e-9 <= u * ends[-1] <= ends[token] + 1e-9

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends import Backend, on_backends, reference
 from drafts import draft_of
-from drive import SHORT, decode, prompt
+from drive import SHORT, banning, decode, prompt
 from exactness import Dice, TableTarget
 from families import tiny
 from generate_calls import batch, generate
@@ -150,7 +150,7 @@ def test_a_loop_is_left_exactly_where_the_gap_is_less_than_the_resistance(gap: f
 
 def test_banned_and_impossible_tokens_never_win() -> None:
     """Each has no probability, and so no resistance either: all that is left over is the loop."""
-    options: dict[str, Any] = {"logit_bias": {token: -float("inf") for token in range(97) if token not in (7, 8)}}
+    options: dict[str, Any] = {"logits_processor": [banning({*range(97)} - {7, 8})]}
     found = engine_of("llama").generate(LOOPING, method=Momentum(alpha=5.0), max_new_tokens=20, **options).tokens
     assert set(found) <= {7, 8}
 

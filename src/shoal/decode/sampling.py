@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
@@ -31,29 +30,12 @@ _BLOCK = 128
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
-class NotYet(Exception):
-    """Which tokens may follow depends on an answer that is being waited for; whoever asks again then is told.
-
-    Attributes:
-        mask: whose question it is.
-        answer: is done once it has come.
-    """
-
-    def __init__(self, mask: Allowed, answer: Future[Any]) -> None:
-        super().__init__("somebody else is asked which tokens may follow, and has not answered yet")
-        self.mask, self.answer = mask, answer
-
-
 class Allowed(ABC):
     """Which tokens may follow those that a row has generated."""
 
     @abstractmethod
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Bool [V] on the CPU, at least one of them true."""
-
-    def awaited(self, tokens: Sequence[int]) -> Future[Any] | None:
-        """An answer of somebody else's that must come before `tokens` can be gone on from; None where all is known."""
-        return None
 
     def lets(self, tokens: Sequence[int], token: int) -> bool:
         """Whether `token` may follow; what knows a quicker way than the whole mask overrides this."""
@@ -214,15 +196,35 @@ def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
     result = _upcast(scores)
     if sampling.greedy:
         return torch.zeros_like(result).scatter_(-1, greedy(result)[..., None], 1.0)
-    result = result / max(sampling.temperature, _COLDEST)
+    result = _divided(result, max(sampling.temperature, _COLDEST))
     if sampling.top_k:
         result = _top_k(result, sampling.top_k)
     if sampling.top_p < 1:
         result = _top_p(result, sampling.top_p)
-    probs = result.softmax(-1)
+    probs = _softmax(result)
     if sampling.min_p:
         probs = _min_p(result, probs, sampling.min_p)
     return probs if sampling.typical_p == 1 else _typical(probs, sampling.typical_p)
+
+
+def _divided(values: Tensor, by: float) -> Tensor:
+    """In numpy on a CPU: see `_masked`."""
+    if values.device.type != "cpu":
+        return values / by
+    given = values.detach().numpy()
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(given / given.dtype.type(by))
+
+
+def _softmax(values: Tensor) -> Tensor:
+    """Along the last dimension; in numpy on a CPU: see `_masked`."""
+    if values.device.type != "cpu":
+        return values.softmax(-1)
+    given = values.detach().numpy()
+    with np.errstate(invalid="ignore"):  # NaN is told of where a token is chosen
+        powers = np.exp(given - given.max(-1, keepdims=True))
+        powers /= powers.sum(-1, keepdims=True)
+    return torch.from_numpy(powers)
 
 
 def _top_k(result: Tensor, k: int) -> Tensor:
@@ -252,7 +254,11 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _min_p(result: Tensor, probs: Tensor, p: float) -> Tensor:
-    return result.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf).softmax(-1)
+    if result.device.type != "cpu":
+        return result.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf).softmax(-1)
+    given, shares = result.detach().numpy(), probs.numpy()
+    low = shares < p * shares.max(-1, keepdims=True)
+    return _softmax(torch.from_numpy(np.where(low, given.dtype.type(-np.inf), given)))
 
 
 def _typical(probs: Tensor, p: float) -> Tensor:
@@ -312,6 +318,8 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
     Raises:
         ValueError: if a distribution has no token of positive probability.
     """
+    if probs.device.type == "cpu":
+        return _draws(probs.detach().numpy(), np.asarray(us, np.float64)[:, None])
     short = -probs.shape[-1] % _BLOCK
     blocks = (pad(probs, (0, short)) if short else probs).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(-1, dtype=torch.float64)
@@ -325,6 +333,25 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
     if any(not possible for _, possible in result):
         raise ValueError(IMPOSSIBLE)
     return [token for token, _ in result]
+
+
+def _draws(probs: Any, us: Any) -> list[int]:
+    """The same in numpy: see `_masked`. Probs [N, V], numbers [N, 1]."""
+    blocks = np.pad(probs, ((0, 0), (0, -probs.shape[-1] % _BLOCK))).reshape(len(probs), -1, _BLOCK)
+    sums, rows = blocks.sum(-1, dtype=np.float64), np.arange(len(probs))
+    ends = sums.cumsum(-1)
+    target = us * ends[:, -1:]
+    block = _first(target, ends, sums)
+    inside = blocks[rows, block].astype(np.float64)
+    place = _first(target, (ends - sums)[rows, block][:, None] + inside.cumsum(-1), inside)
+    if not (inside[rows, place] > 0).all():
+        raise ValueError(IMPOSSIBLE)
+    return [int(token) for token in block * _BLOCK + place]
+
+
+def _first(target: Any, ends: Any, weights: Any) -> Any:
+    """`_first_above` in numpy, of [N] places."""
+    return (((ends > target) | (ends == ends[:, -1:])) & (weights > 0)).argmax(-1)
 
 
 def _first_above(target: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
