@@ -43,7 +43,7 @@ $(ALL_STAMP): $(STAMP)
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
-	$(BIN)/shoal generate --method auto "$(QUESTION)"
+	$(BIN)/shoal generate --method auto --temperature 0 "$(QUESTION)"
 
 lint: $(STAMP) ## Style, types, direction of imports, structure
 	$(BIN)/ruff check .

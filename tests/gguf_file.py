@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ _BLOCK = {
 _WHOLE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
 
 
-def write_gguf(model: Any, path: Path) -> None:
-    """Write a transformers Llama, in float32."""
+def write_gguf(model: Any, path: Path, sampling: Mapping[str, float] | None = None) -> None:
+    """Write a transformers Llama, in float32; `sampling` is what its makers recommend."""
     import gguf
 
     config = model.config
@@ -32,6 +33,9 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    for key, value in (sampling or {}).items():
+        add = writer.add_int32 if isinstance(value, int) else writer.add_float32
+        add(f"general.sampling.{key}", value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         turned = next((count for part, count in heads.items() if part in name), None)

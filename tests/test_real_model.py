@@ -24,6 +24,7 @@ from word_problems import write
 
 pytestmark = pytest.mark.slow
 TOKENS = ["--max-new-tokens", "6"]
+GREEDY = [*TOKENS, "--temperature", "0"]
 QUESTION, ANSWER = "What is the largest planet of the solar system?", "Jupiter"
 """One that the model is sure of, in any precision: on the capital of France two answers are a tie."""
 
@@ -61,16 +62,16 @@ def report(*words: str) -> dict[str, Any]:
 
 
 def test_generate_loads_and_answers(model: str) -> None:
-    found = report("generate", "--model", model, QUESTION, "--max-new-tokens", "12", "--json")
+    found = report("generate", "--model", model, QUESTION, "--max-new-tokens", "12", "--temperature", "0", "--json")
     assert ANSWER in found["text"]
 
 
 def test_chats_by_depth_and_by_drafts(once: None, model: str) -> None:
-    plain = report("generate", "--model", model, "Why is the sky blue?", "--json", *TOKENS)
+    plain = report("generate", "--model", model, "Why is the sky blue?", "--json", *GREEDY)
     for method in ("prompt_lookup", "d3_spec", "draft_and_verify"):
-        drafted = report("generate", "--model", model, "--method", method, "Why is the sky blue?", "--json", *TOKENS)
+        drafted = report("generate", "--model", model, "--method", method, "Why is the sky blue?", "--json", *GREEDY)
         assert drafted["tokens"] == plain["tokens"]
-    shallow = report("generate", "--model", model, "--method", "d3", "--mean", "0.9", "Why?", "--json", *TOKENS)
+    shallow = report("generate", "--model", model, "--method", "d3", "--mean", "0.9", "Why?", "--json", *GREEDY)
     assert shallow["stats"]["mean_layers"] < 30
 
 

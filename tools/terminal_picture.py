@@ -1,7 +1,7 @@
 """Run a command and draw what it says as a terminal in an SVG file, tints included.
 
     python tools/terminal_picture.py docs/images/terminal.svg shoal generate --method auto \
-        "What is the water cycle?"
+        --temperature 0 "What is the water cycle?"
 
 The README's picture is made so, on an idle machine. The command runs under a terminal of its own, so it is what a user
 sees; nothing is added but the line with the command.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal
@@ -78,6 +78,12 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most likely token is taken without a draw."""
         return self.temperature == 0
+
+    def shown(self) -> dict[str, float]:
+        """The temperature and what else is not neutral, by name, for reports; without bias and log-probabilities."""
+        neutral = {one.name: one.default for one in fields(self)}
+        found = {name: getattr(self, name) for name in neutral if name not in ("logit_bias", "logprobs")}
+        return {name: value for name, value in found.items() if name == "temperature" or value != neutral[name]}
 
 
 def _is(value: object, kind: type) -> bool:
@@ -296,7 +302,8 @@ class Result:
     """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut.
 
     `changes` says what was done to another model to make the one that answered; what is exact is exact to that one.
-    `alternatives` are answers that the method has found beside this one, best first.
+    `alternatives` are answers that the method has found beside this one, best first. `sampling` says how the tokens
+    were chosen, which with `seed` makes a draw repeatable.
     """
 
     text: str
@@ -308,3 +315,4 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None = None
     changes: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)

@@ -44,7 +44,7 @@ def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         words = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens",
-                 str(LONGEST), *options]
+                 str(LONGEST), "--temperature", "0", *options]
         assert main(words) == 0
         out, err = capsys.readouterr()
         return out, err.splitlines()
@@ -69,6 +69,19 @@ def test_turns_go_on_from_each_other(say: Any, answers: Any) -> None:
     assert out == "".join(f"{text}\n" for text in answers("one", "two", system="brief"))
     assert len(err) == 2 and all(line.startswith(f"[{LONGEST} tokens, ") for line in err)
     assert say("one", options=("--quiet",))[1] == []
+
+
+def test_how_answers_are_drawn_stands_in_their_figures(
+    say: Any, answers: Any, chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "drawn with" not in say("one")[1][0]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    words = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", str(LONGEST)]
+    assert main(words) == 0
+    said, figures = capsys.readouterr()
+    found = re.search(r"drawn with temperature 0.7, min_p 0.05, seed (\d+), ended", figures)
+    assert found is not None
+    assert said == f"{answers('one', temperature=0.7, min_p=0.05, seed=int(found[1]))[0]}\n"
 
 
 def test_a_method_holds_from_where_it_is_named(say: Any, answers: Any) -> None:

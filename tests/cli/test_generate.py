@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def small():
 
 
 def reported(capsys, *words: str) -> dict:
-    assert main(["generate", "--json", "--dtype", "float32", *words]) == 0
+    assert main(["generate", "--json", "--dtype", "float32", "--temperature", "0", *words]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1 and captured.err == ""
     return json.loads(captured.out)
@@ -70,7 +71,36 @@ def test_stream_and_report_agree(capsys, tiny_folder):
     assert main(["generate", "--dtype", "float32", *words]) == 0
     out, err = capsys.readouterr()
     assert out == found["text"] + "\n"
-    assert re.fullmatch(r"\[30 tokens, \S+ tokens/s, 6.00 of 6 layers on average, .* 1.00x, ended by length\]\n", err)
+    assert re.fullmatch(r"\[30 tokens, \S+ tokens/s, 6.00 of 6 layers on average, .* 1.00x, drawn with "
+                        r"temperature 1, seed 5, ended by length\]\n", err)
+
+
+def drawn(capsys, *words: str) -> dict:
+    assert main(["generate", "abc", "--json", "--dtype", "float32", "--max-new-tokens", "30", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_nobody_asked_for_is_drawn_and_can_be_drawn_again(capsys, tiny_folder):
+    first = drawn(capsys, "--model", tiny_folder)
+    assert first["sampling"] == {"temperature": 0.7, "min_p": 0.05}
+    again = drawn(capsys, "--model", tiny_folder, "--seed", str(first["seed"]))
+    assert (again["tokens"], again["sampling"]) == (first["tokens"], first["sampling"])
+    engine = shoal.load(tiny_folder, dtype="float32")
+    how = {"temperature": 0.7, "min_p": 0.05, "seed": first["seed"], "max_new_tokens": 30}
+    assert tuple(first["tokens"]) == engine.generate("abc", **how).tokens
+    assert drawn(capsys, "--model", tiny_folder)["seed"] != first["seed"]
+    greedy = drawn(capsys, "--model", tiny_folder, "--temperature", "0")
+    assert tuple(greedy["tokens"]) == engine.generate("abc", max_new_tokens=30).tokens
+    assert greedy["sampling"] == {"temperature": 0.0}
+
+
+def test_what_the_models_makers_recommend_is_taken(capsys, tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    assert drawn(capsys, "--model", str(folder))["sampling"] == {"temperature": 0.6, "top_k": 20}
+    assert drawn(capsys, "--model", str(folder), "--temperature", "0.9", "--min-p", "0.1")["sampling"] == {
+        "temperature": 0.9, "top_k": 20, "min_p": 0.1}
 
 
 def test_every_sampling_option_arrives(monkeypatch):
@@ -178,7 +208,7 @@ def interrupt_at(monkeypatch, method, number):
 
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
-    words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32"]
+    words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32", "--temperature", "0"]
     interrupt_at(monkeypatch, printers.Plain, 4)
     assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()

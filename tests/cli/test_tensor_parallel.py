@@ -14,7 +14,7 @@ from two_processes import torchrun
 
 @pytest.mark.slow
 def test_the_first_process_prints(tiny_folder: str) -> None:
-    words = ["--model", tiny_folder, "--dtype", "float64", "--max-new-tokens", "9", "--json"]
+    words = ["--model", tiny_folder, "--dtype", "float64", "--max-new-tokens", "9", "--json", "--temperature", "0"]
     words += ["--method", "d3", "--no-card"]  # a card that is made in passing depends on how busy the machine is
     shared = torchrun("-m", "shoal", "generate", "--tensor-parallel", *words, input="Some words")
     alone = [sys.executable, "-m", "shoal", "generate", *words, "--backend", "hf", "Some words"]

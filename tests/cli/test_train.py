@@ -11,6 +11,7 @@ import pytest
 from shoal.cli import main
 from shoal.train import context_gate, corpus
 
+GREEDY = ("--max-new-tokens", "12", "--temperature", "0")
 WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",
          "wolf", "snow", "sand", "bell", "door", "lamp")
 
@@ -50,7 +51,7 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
     assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
     said = []
     for words in (["--method", kind, "--part", str(tmp_path / "part")], []):
-        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *words]) == 0
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *words]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"]
 
@@ -68,7 +69,7 @@ def test_a_gate_is_trained_and_used(
     assert card["places"] > 0 and {"distance", "kept_words"} == set(card["gate"]) == set(card["random"])
     said = []
     for options in (["--method", "dynamic_context", "--part", str(tmp_path / "gate"), "--every", "1"], []):
-        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *options]) == 0
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *options]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert len(said[0]["tokens"]) == len(said[1]["tokens"])
 
@@ -88,7 +89,7 @@ def test_experts_are_trained_and_used(capsys: Any, tiny_folder: str, prompts: Pa
     said = []
     for options in (["--experts", "1"], ["--experts", "4"], None):
         how = [] if options is None else ["--method", "read_me", "--part", str(tmp_path / "part"), *options]
-        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *how]) == 0
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *how]) == 0
         said.append(json.loads(capsys.readouterr().out)["tokens"])
     assert said[1] == said[2] != said[0]
 
@@ -114,7 +115,7 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
     card, _ = healed(capsys, tmp_path / "wide", *words, "--student", tmp_path / "short")
     assert card["plans"]["full"]["before"]["distance"] > 0
     for name, options in (("deep", ["--method", "d3", "--mean", "0.9"]), ("wide", [])):
-        command = ["generate", "the sun", "--model", str(tmp_path / name), "--max-new-tokens", "12", "--json", *options]
+        command = ["generate", "the sun", "--model", str(tmp_path / name), *GREEDY, "--json", *options]
         assert main(command) == 0
         assert json.loads(capsys.readouterr().out)["tokens"]
 
@@ -151,7 +152,7 @@ def test_a_drafter_is_trained_and_used(capsys: Any, tiny_folder: str, prompts: P
     assert f"--method deer --draft {out} --length 3" in err
     said = []
     for options in (["--method", "deer", "--draft", str(out), "--length", "3"], []):
-        assert main(["generate", "the sun", "--model", tiny_folder, "--max-new-tokens", "12", "--json", *options]) == 0
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *options]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"] and said[0]["stats"]["drafted"] > 0
     assert main([*words[:-2], "--epochs", "2"]) == 2

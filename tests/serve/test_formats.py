@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +14,6 @@ import torch
 from pydantic import BaseModel
 
 from serving import MODEL, Running, serving
-from shoal.engine.load import recommended
 from tool_tokenizer import ASK, speaking
 
 
@@ -80,22 +78,6 @@ def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
     member = re.match(r"\w+", bound[0].text)
     assert member and hasattr(str, member[0]) and not re.match(rf"{member[0]}\b", plain[0].text)
     assert bound[1].text == plain[1].text
-
-
-def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A module beside the server's own is known to nobody who names its path, and to all where the operator has."""
-    monkeypatch.setattr("shoal.engine.constraint._SECONDS", 120.0)
-    (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
-    text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."
-    body = {"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": text}
-    for folder, known in (("", False), (str(tmp_path), True)):
-        with serving(speaking(), members_folder=folder) as server:
-            answers = [httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=120).json()
-                       for more in ({}, {"guided_members": "python"})]
-        plain, bound = (answer["choices"][0]["text"] for answer in answers)
-        assert bool(re.match(r"zzz|__[a-z]", bound)) == known and (known or bound == plain), (folder, plain, bound)
 
 
 def test_completions_are_bound_too_each_choice_for_itself(server: Running) -> None:
@@ -180,14 +162,6 @@ def test_the_models_own_sampling_is_the_default() -> None:
         given = client.completions.create(**options, extra_body={"repetition_penalty": 1.0})
         assert given.choices[0].text == plain != expected
         assert httpx.get(f"{server.url}/props").json()["default_generation_settings"]["params"] == engine.sampling
-
-
-def test_what_a_generation_config_recommends() -> None:
-    from transformers import GenerationConfig
-
-    assert recommended(None) == recommended(GenerationConfig(eos_token_id=3)) == {}
-    said = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, max_length=99)
-    assert recommended(said) == {"temperature": 0.6, "top_k": 20}
 
 
 def test_words_in_the_forms_of_vllm_and_llama_cpp(server: Running) -> None:

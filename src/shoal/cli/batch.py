@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("input", metavar="IN.jsonl", type=Path, help="one JSON object per line")
     parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="the answers; OUT.jsonl.job says of which job")
     common.add_method(parser)
-    sampling = common.add_sampling(parser)
+    sampling = common.add_sampling(parser, greedy=True)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
     common.add_constraint(sampling)
     common.add_model(parser)

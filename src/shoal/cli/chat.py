@@ -83,7 +83,7 @@ class Talk:
 
     def __init__(self, args: argparse.Namespace, engine: Engine) -> None:
         self._args, self._engine, self._method = args, engine, args.method
-        self._session = engine.session(system=args.system, **common.sampling(args))
+        self._session = engine.session(system=args.system, **common.sampling(args, engine))
         self._answers: list[Stats] = []
 
     def hear(self, text: str) -> bool:

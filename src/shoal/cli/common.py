@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from shoal.engine.scheduler import Scheduler
     from shoal.methods.base import Method
 
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-             "frequency_penalty")
+_CHOOSING: dict[str, tuple[str, type, float, str]] = {
+    "temperature": ("T", float, 0.0, "0 takes the likeliest token"),
+    "top_k": ("K", int, 0, "draw among the K likeliest; 0: among all"),
+    "top_p": ("P", float, 1.0, "draw among the likeliest that sum to P"),
+    "min_p": ("P", float, 0.0, "drop tokens below P times the likeliest"),
+    "repetition_penalty": ("R", float, 1.0, "1 is neutral"),
+    "presence_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
+    "frequency_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
+}
+"""Options that say how a token is chosen: what stands for the value, its kind, what is neutral, and a few words."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -72,17 +80,15 @@ def _other(word: str) -> Method:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_sampling(parser: Parser) -> argparse._ArgumentGroup:
-    """How tokens are chosen, and where an answer ends."""
-    group = parser.add_argument_group("sampling")
+def add_sampling(parser: Parser, *, greedy: bool = False) -> argparse._ArgumentGroup:
+    """How tokens are chosen, and where an answer ends; `greedy` where nothing is drawn that was not asked for."""
+    about = None if greedy else ("what is left out is as the model's makers recommend; where neither they nor you say "
+                                 "how to draw: temperature 0.7, min-p 0.05")
+    group = parser.add_argument_group("sampling", about)
     group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
-    group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token")
-    group.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest; 0: among all")
-    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest that sum to P")
-    group.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the likeliest")
-    group.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="1 is neutral")
-    group.add_argument("--presence-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
-    group.add_argument("--frequency-penalty", metavar="R", type=float, default=0.0, help="-2 to 2, 0 is neutral")
+    for name, (metavar, kind, neutral, words) in _CHOOSING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind,
+                           default=neutral if greedy else None, help=words)
     group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     return group
@@ -124,9 +130,14 @@ def read_text(path: Path) -> str:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Those options as `Engine.generate` takes them."""
-    return {**{name: getattr(args, name) for name in _SAMPLING}, "seed": args.seed, "stop": args.stop or None}
+def sampling(args: argparse.Namespace, engine: Engine | None = None) -> dict[str, Any]:
+    """Those options as `Engine.generate` takes them; what is left out by what the engine's model recommends."""
+    asked = {name: getattr(args, name) for name in _CHOOSING}
+    if engine is not None:
+        from shoal.engine.defaults import filled
+
+        asked = filled(asked, engine.sampling)
+    return {"max_new_tokens": args.max_new_tokens, **asked, "seed": args.seed, "stop": args.stop or None}
 
 
 def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:

@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     silent = engine.ranks.rank > 0
     interrupted = False
     with notes.held_back():
-        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args))
+        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args, engine))
         printer = Silent() if args.json or silent else printer_of(args, engine, args.method)
         try:
             for step in stream:
@@ -106,8 +106,8 @@ def read_prompt(args: argparse.Namespace) -> str:
     return str(text)
 
 
-def _request(args: argparse.Namespace) -> dict[str, Any]:
-    return {**common.sampling(args), "logprobs": args.logprobs, "constraint": common.constraint(args)}
+def _request(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    return {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:
@@ -117,6 +117,7 @@ def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[st
         "depths": result.depths,
         "finish_reason": result.finish_reason,
         "seed": result.seed,
+        "sampling": result.sampling.shown(),
         "stats": dataclasses.asdict(result.stats),
         **({"alternatives": result.alternatives} if result.alternatives else {}),
         **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),

@@ -73,7 +73,15 @@ def summary(result: Result) -> str:
     ended = "interrupted" if result.finish_reason == "cancelled" else f"ended by {result.finish_reason}"
     return (f"[{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
             f"{stats.mean_layers:.2f} of {stats.num_layers} layers on average, "
-            f"ideal speed-up {stats.ideal_speedup:.2f}x, {_guesses(stats)}{ended}]")
+            f"ideal speed-up {stats.ideal_speedup:.2f}x, {_guesses(stats)}{_drawn(result)}{ended}]")
+
+
+def _drawn(result: Result) -> str:
+    """How the tokens were drawn, if they were."""
+    if result.sampling.greedy:
+        return ""
+    how = ", ".join(f"{name} {value:g}" for name, value in result.sampling.shown().items())
+    return f"drawn with {how}, seed {result.seed}, "
 
 
 def _guesses(stats: Stats) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.defaults import of_file, recommended
 from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.model.masked import LLADA_MARK, LladaSource, adopted
 from shoal.model.packed.source import FileSource, Source, has_safetensors
@@ -86,6 +87,10 @@ class Checkpoint:
             return GenerationConfig.from_pretrained(self.place, **options)
         except OSError:
             return None
+
+    def sampling(self, generation_config: Any) -> dict[str, float]:
+        """What the makers recommend for `Sampling`: in a GGUF file's metadata, elsewhere in the generation config."""
+        return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
 
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""

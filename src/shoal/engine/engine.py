@@ -72,7 +72,8 @@ class Engine:
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
         masked: what a masked-diffusion model says of itself, else None.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
-        sampling: what the model's makers recommend for `Sampling`, where they say so; a server's defaults.
+        sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
+            see `shoal.engine.defaults`.
     """
 
     def __init__(
@@ -263,17 +264,8 @@ class Engine:
                 "once, or with `shoal calibrate`", method, self.model_name or "this model",
             )
 
-    def rows(
-        self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True
-    ) -> list[Row]:
-        """A row per prompt, ready for the loop.
-
-        Args:
-            ids: the prompts.
-            request: what is asked for.
-            recipe: in place of what the request's method makes.
-            patient: whether a row's masks wait for answers of others; see `shoal.decode.sampling.NotYet`.
-        """
+    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
+        """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)
         seed = self.ranks.agree(request.seed)
@@ -289,7 +281,7 @@ class Engine:
                 prompt_length=len(tokens),
                 stop=stop,
                 recipe=recipe if wanted is None
-                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
+                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens)),
                 sampling=request.sampling,
                 processors=(*self._told(tokens, request.max_new_tokens), *forbid(len(tokens)),
                             *request.logits_processor),

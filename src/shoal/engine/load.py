@@ -12,6 +12,7 @@ from shoal import catalog, compat
 from shoal.engine import ranks
 from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
+from shoal.engine.defaults import recommended
 from shoal.engine.device import as_dtype, default_dtype, device_of
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
@@ -233,7 +234,7 @@ def _from_files(
         stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words), card=card,
         open_model=open_beside, told=told_by(generation),
     )
-    made.sampling, made.masked = recommended(generation), masked_of(config)
+    made.sampling, made.masked = files.sampling(generation), masked_of(config)
     return made
 
 
@@ -247,6 +248,7 @@ def _from_model(
             model = files.model(dtype)
         model = model.to(device).eval()
     engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend)
+    engine.sampling = files.sampling(getattr(model, "generation_config", None))
     if not isinstance(engine.stack, HFStack):
         engine.model = None
     return engine
@@ -293,13 +295,6 @@ def _check_decoder(config: Any) -> None:
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
-
-
-def recommended(generation_config: Any) -> dict[str, float]:
-    """What a generation config says of sampling beyond transformers' own defaults."""
-    said = {} if generation_config is None else generation_config.to_diff_dict()
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -23,6 +23,8 @@ from shoal.types import Sampling
 if TYPE_CHECKING:
     from shoal.methods.base import Method
 
+_SEED_BITS = 53
+"""Of a drawn seed: so many that readers of JSON that know no larger whole numbers give it back as it is."""
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
 _LISTS: Mapping[str, tuple[Any, str]] = {
@@ -94,7 +96,7 @@ class Request:
     method: Any = "full"
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
-    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    seed: int = field(default_factory=lambda: drawn_seed())
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     keep_stop: bool = False
@@ -167,6 +169,11 @@ class Request:
         check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
         ends = rules.eos_token_ids | rules.stop_token_ids
         return forbidden(self.bad_words, self.allowed_token_ids, self.min_new_tokens, ends, tokenizer)
+
+
+def drawn_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(_SEED_BITS)
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
         stats=_stats(row, info, clock, seconds),
         depths=tuple(step.depth for step in row.steps),
         seed=row.seed,
+        sampling=row.sampling,
         logprobs=_logprobs(row),
         changes=info.changes,
         alternatives=row.alternatives,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Layers
 from shoal.methods.base import Method, check_layer
 from shoal.types import ModelInfo
 
@@ -27,7 +26,7 @@ class StoringMethod(Method):
         first: layers below this one store theirs as they are; the number of layers changes nothing.
     """
 
-    first: Layers = 0
+    first: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,6 @@ from shoal.draft.adaptive import Adaptive
 from shoal.draft.follow import Chances, Follower, continuation
 from shoal.draft.per_row import PerRow
 from shoal.errors import Unsupported
-from shoal.methods._limits import Guesses
 from shoal.methods._second_model import check_drafts
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -66,7 +65,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     reads: ClassVar[tuple[str, ...]] = ("draft", "part")
 
-    length: Guesses = 15
+    length: int = 15
     draft: str | object = None
     part: str | None = None
 

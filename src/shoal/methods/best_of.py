@@ -11,7 +11,6 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Branches
 from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -38,7 +37,7 @@ class BestOf(VerifiedMethod):
 
     name: ClassVar[str] = "best_of"
 
-    n: Branches = 4
+    n: int = 4
     inner: Method | None = None
 
     def __post_init__(self) -> None:

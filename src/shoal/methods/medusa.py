@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Guesses
 from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
@@ -33,8 +32,8 @@ class Medusa(TrainedMethod):
     name: ClassVar[str] = "medusa"
     paper: ClassVar[str] = "arXiv 2401.10774"
 
-    length: Guesses | None = None
-    nodes: Guesses | None = None
+    length: int | None = None
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.methods._limits import LayerList, Most
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -27,8 +26,8 @@ class Schedule(Method):
     needs: ClassVar[tuple[str, ...]] = ("a calibrated schedule",)
     fills: ClassVar[tuple[str, ...]] = ("plan",)
 
-    order: LayerList
-    steps: Annotated[tuple[int, ...], Most(1 << 20, items=4096)]
+    order: tuple[int, ...]
+    steps: tuple[int, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()

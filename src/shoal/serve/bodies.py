@@ -9,6 +9,8 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.engine.constraint import Constraint
+from shoal.engine.defaults import filled
+from shoal.engine.request import drawn_seed
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
 from shoal.serve.fields import check_names
@@ -41,7 +43,7 @@ class Body(BaseModel):
     stop: str | list[str] = Field(default_factory=list)
     stream: bool = False
     stream_options: dict[str, bool] = Field(default_factory=dict)
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     user: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -70,12 +72,15 @@ class Body(BaseModel):
         return self.stream_options.get("include_usage", False)
 
     def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """The engine's options, but for method, length and log-probabilities; `defaults` where a field is left out."""
+        """The engine's options, but for method, length and log-probabilities.
+
+        Args:
+            defaults: what is recommended for the model, for fields that are left out; see `shoal.engine.defaults`.
+        """
         given = self.model_fields_set
         return {
-            **{name: getattr(self, name) if name in given else defaults.get(name, getattr(self, name))
-               for name in _SAMPLING},
-            "seed": self.seed,
+            **filled({name: getattr(self, name) for name in _SAMPLING if name in given}, defaults),
+            "seed": drawn_seed() if self.seed is None else self.seed,
             "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias),
             "stop_token_ids": self.stop_token_ids,

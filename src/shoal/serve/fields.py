@@ -43,11 +43,11 @@ _COMMON: dict[str, Field] = {
     "presence_penalty": Honoured("-2 to 2, over generated tokens"),
     "logit_bias": Honoured("token ids to -100..100"),
     "n": Honoured("answers per prompt; each is a row of its own"),
-    "seed": Honoured("makes draws repeatable, whatever else is running"),
+    "seed": Honoured("makes draws repeatable, whatever else is running; `metrics` shows one that was drawn"),
     "stop": Honoured("a string, or up to 4"),
     "stream": Honoured("server-sent events"),
     "stream_options": Honoured("`include_usage`; `include_obfuscation` may only be false"),
-    "temperature": Honoured("0 to 2, default 1; 0 takes the likeliest token"),
+    "temperature": Honoured("0 to 2; 0 takes the likeliest token; see [sampling](#sampling) for what is left out"),
     "top_p": Honoured("above 0, up to 1"),
     "user": Honoured("written to the server's log"),
 }

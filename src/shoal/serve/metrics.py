@@ -136,6 +136,8 @@ def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]
             "num_accepted_draft_tokens": accepted,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
         },
+        "seed": results[0].seed,
+        "sampling": results[0].sampling.shown(),
         "beside": beside(results),
         "queue_time_ms": 1e3 * max(entry.queue_seconds for entry in entries),
         "time_to_first_token_ms": 1e3 * max(firsts) if firsts else None,

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
+from shoal.engine.defaults import filled
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduler import Scheduler
 from shoal.serve.bodies import ChatBody, Checked, validated
@@ -128,7 +129,7 @@ class Words:
             "total_slots": self._scheduler.max_rows,
             "chat_template": getattr(self._tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
-            "default_generation_settings": {"n_ctx": engine.stack.max_positions, "params": dict(engine.sampling)},
+            "default_generation_settings": {"n_ctx": engine.stack.max_positions, "params": filled({}, engine.sampling)},
             "num_layers": engine.stack.num_layers,
             "vocab_size": engine.stack.vocab_size,
             "eos_token_ids": sorted(engine.eos_token_ids),
