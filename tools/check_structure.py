@@ -26,7 +26,7 @@ REGISTRY = ("shoal.methods", "shoal.methods.base")
 
 MOST_LINES = 71_100
 """Lines of Python in `src` and `benchmarks`."""
-MOST_CLASSES = 63
+MOST_CLASSES = 64
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
 
 

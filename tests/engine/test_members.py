@@ -81,6 +81,85 @@ def test_imports_are_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert "radius" in known(text, folder=".") and not known(text) and not known("import request\nrequest.")
 
 
+PATHS = {
+    "append": "import sys\nsys.path.append({folder!r})\n",
+    "insert": "import sys\nsys.path.insert(0, {folder!r})\n",
+    "assign": "import sys\nsys.path = [{folder!r}]\n",
+    "add": "import sys\nsys.path[0:0] = [{folder!r}]\n",
+    "package": "__path__ = [{folder!r}]\n__file__ = {folder!r} + '/a.py'\n",
+    "load": "from importlib import util\nutil.spec_from_file_location('secrets_of', {folder!r} + '/secrets_of.py')\n",
+}
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_no_path_that_a_text_names_is_followed(way: str, tmp_path: Path) -> None:
+    (tmp_path / "secrets_of.py").write_text("class Safe:\n    combination = 1\n", encoding="utf-8")
+    (tmp_path / "mine").mkdir()
+    text = PATHS[way].format(folder=str(tmp_path)) + "import secrets_of\nsecrets_of.Safe()."
+    assert not known(text) and not known(text, folder=str(tmp_path / "mine"))
+    assert "append" in known("x = []\nx.")
+
+
+def test_the_process_reads_what_is_installed_and_the_folder_alone(tmp_path: Path) -> None:
+    """Whatever jedi comes to follow: it is refused where the file is opened."""
+    (tmp_path / "inside").mkdir()
+    wall = jedi_process.Wall([str(tmp_path / "inside"), ""])
+    inside, outside = tmp_path / "inside" / "a.py", tmp_path / "inside_too.py"
+    for path in (inside, str(inside).encode(), tmp_path / "inside", str(tmp_path / "x" / ".." / "inside" / "a.py")):
+        wall("open", (path, "r", 0))
+    for path in (outside, tmp_path, "/etc/passwd", str(tmp_path / "inside" / ".." / "inside_too.py")):
+        for event in ("open", "os.listdir", "os.scandir"):
+            with pytest.raises(PermissionError, match="is not for a text"):
+                wall(event, (path, "r", 0))
+    for event in ("subprocess.Popen", "os.system", "socket.connect"):
+        with pytest.raises(PermissionError, match="is not for a text"):
+            wall(event, ("ls",))
+    wall("open", (3, "r", 0))
+    wall.folder = str(tmp_path)
+    wall("open", (outside, "r", 0))
+
+
+@pytest.mark.slow
+def test_a_text_that_makes_strings_without_end_is_answered() -> None:
+    text = "a0 = 'x' + 'y'\n" + "".join(f"a{n + 1} = a{n} + a{n}\n" for n in range(60)) + "a60."
+    try:
+        known(text)
+    except RuntimeError as error:
+        assert "jedi's process died" in str(error)
+    assert "append" in known("x = []\nx.")
+
+
+class Slow(PythonMembers):
+    """Takes its time."""
+
+    def follows(self, text: str) -> Any:
+        time.sleep(0.6)
+        return super().follows(text)
+
+
+@pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1)], ids=str)
+def test_a_row_waits_for_its_answer_and_its_neighbours_go_on(method: Any) -> None:
+    engine = engine_for(tiny("llama", layers=2), chat_tokenizer(MARKS_FIRST))
+    engine.eos_token_ids = frozenset({2})
+    options = {"max_new_tokens": 12, "method": method}
+    alone = engine.generate("x = []\nx.", constraint=Slow(), **options).tokens
+    plain = engine.generate("x = []\nx.", max_new_tokens=200).tokens
+    engine.constraints._marks.clear()
+    told: list[float] = []
+    with Scheduler(engine) as scheduler:
+        def deliver(item: Any) -> None:
+            told.append(time.monotonic())
+
+        other = scheduler.submit("x = []\nx.", max_new_tokens=200, deliver=deliver)
+        bound = scheduler.submit("x = []\nx.", constraint=Slow(), **options)
+        assert len(list(bound)) == len(alone) and bound.results[0].tokens == alone
+        until = time.monotonic() + 30
+        while not other.done and time.monotonic() < until:
+            time.sleep(0.01)
+        assert other.results[0].tokens == plain
+    assert max(after - before for before, after in zip(told, told[1:], strict=False)) < 0.5
+
+
 @pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1), D3Spec()], ids=str)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.quick(3)

@@ -327,6 +327,75 @@ def test_a_row_that_fails_takes_nobody_with_it() -> None:
     assert [t.results[0].tokens for t in [*good, later]] == [alone("hybrid", job) for job in (0, 1, 5, 3)]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_row_that_cannot_join_takes_nobody_with_it(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether those that come with it were taken in before or after, or decode already."""
+    scheduler = Scheduler(engine("hybrid"), start=False)
+    fill, long = scheduler.prefixes.fill, prompt(23)
+
+    def broken(cache: KVCache, slot: int, tokens: Sequence[int]) -> int:
+        if list(tokens) == long:
+            raise MemoryError
+        return fill(cache, slot, tokens)
+
+    monkeypatch.setattr(scheduler.prefixes, "fill", broken)
+    good = [submit(scheduler, job) for job in (0, 1)]
+    if not together:
+        scheduler.turn()
+    bad = scheduler.submit(long, max_new_tokens=9)
+    later = submit(scheduler, 3)
+    finish(scheduler)
+    with pytest.raises(MemoryError):
+        list(bad)
+    assert [one.results[0].tokens for one in [*good, later]] == [alone("hybrid", job) for job in (0, 1, 3)]
+    assert scheduler.kv_use == 0
+
+
+@pytest.mark.parametrize("name", ["rollback", "leave"])
+def test_a_batch_in_no_known_state_is_given_up_and_the_next_one_works(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    scheduler = Scheduler(engine("hybrid"), start=False)
+    lost, other = submit(scheduler, 0), scheduler.submit(prompt(5), max_new_tokens=9, method=Jacobi())
+    scheduler.turn()
+    plain = scheduler._batches.plain
+    monkeypatch.setattr(plain, name, broken)
+    if name == "rollback":
+        monkeypatch.setattr(plain, "step", broken)
+    else:
+        submit(scheduler, 1).cancel()
+    scheduler.turn()
+    after = submit(scheduler, 3)
+    finish(scheduler)
+    with pytest.raises(ZeroDivisionError):
+        list(lost)
+    assert after.results[0].tokens == alone("hybrid", 3)
+    assert other.results[0].tokens == engine("hybrid").generate(prompt(5), max_new_tokens=9).tokens
+
+
+def test_a_turn_that_does_not_end_is_told_and_closing_ends_all_the_same() -> None:
+    begun, on = threading.Event(), threading.Event()
+
+    def stuck(ids: Tensor, scores: Tensor) -> Tensor:
+        begun.set()
+        on.wait(60)
+        return scores
+
+    scheduler = Scheduler(engine("hybrid"))
+    assert scheduler.busy == 0
+    handle = scheduler.submit(prompt(5), max_new_tokens=9, logits_processor=[stuck])
+    assert begun.wait(60) and scheduler.alive
+    before = scheduler.busy
+    assert not scheduler.close(timeout=0.1, last=0.1) and not scheduler.ended
+    assert scheduler.busy > before + 0.15
+    on.set()
+    scheduler.close()
+    assert scheduler.ended and scheduler.busy == 0 and handle.done
+
+
 @dataclass(frozen=True)
 class _Breaks:
     """A part `keep` whose second rewrite fails, and no other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -78,6 +79,22 @@ def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
     member = re.match(r"\w+", bound[0].text)
     assert member and hasattr(str, member[0]) and not re.match(rf"{member[0]}\b", plain[0].text)
     assert bound[1].text == plain[1].text
+
+
+def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module beside the server's own is known to nobody who names its path, and to all where the operator has."""
+    monkeypatch.setattr("shoal.engine.constraint._SECONDS", 120.0)
+    (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
+    text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."
+    body = {"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": text}
+    for folder, known in (("", False), (str(tmp_path), True)):
+        with serving(speaking(), members_folder=folder) as server:
+            answers = [httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=120).json()
+                       for more in ({}, {"guided_members": "python"})]
+        plain, bound = (answer["choices"][0]["text"] for answer in answers)
+        assert bool(re.match(r"zzz|__[a-z]", bound)) == known and (known or bound == plain), (folder, plain, bound)
 
 
 def test_completions_are_bound_too_each_choice_for_itself(server: Running) -> None:

@@ -106,6 +106,14 @@ def test_health_tells_when_nothing_decodes_any_more() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
+def test_health_is_bad_while_a_step_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tiny_engine(), stall=5.0) as server:
+        for busy, status in ((0.0, 200), (4.9, 200), (5.1, 503)):
+            monkeypatch.setattr(type(server.scheduler), "busy", property(lambda _, busy=busy: busy))
+            answer = httpx.get(f"{server.url}/health")
+            assert (answer.status_code, answer.json()["status"] == "ok") == (status, status == 200)
+
+
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_logs_hold_text_only_when_told(log_prompts: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="shoal.serve")

@@ -55,6 +55,13 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--strict", action="store_true", help="answer fields of a request that have no effect 400")
     group.add_argument("--cors-origin", metavar="O", action="append", default=[], help="origin whose pages may ask, * "
                        "for all; repeatable. Pages of this machine always may")
+    group.add_argument("--allowed-host", metavar="H", action="append", default=[], help="name by which the server may "
+                       "be asked, such as that of a proxy or container, * for any; repeatable. On a loopback address "
+                       "only names of this machine are, by default")
+    group.add_argument("--keep-alive", metavar="S", type=float, default=75.0, help="seconds that an idle connection "
+                       "stays open")
+    group.add_argument("--members-folder", metavar="F", default="", help="folder of Python code whose modules "
+                       "guided_members knows, beside those that are installed")
     group.add_argument("--no-playground", action="store_true", help="have no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
 
@@ -66,8 +73,20 @@ def _add_limits(parser: Parser) -> None:
     group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request, branches of "
                        "searches counted")
     group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
+    group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
+                       help="largest number that a request may set that knob to; repeatable")
+    group.add_argument("--stall", metavar="S", type=float, default=30.0, help="seconds of one step of decoding after "
+                       "which /health says 503")
     group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds a request may take; 0: any")
     group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds to finish in when stopped")
+
+
+def _limit(word: str) -> tuple[str, float]:
+    place, _, number = word.partition("=")
+    try:
+        return place, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no METHOD.KNOB=N, such as aded.iterations=5000") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,11 +130,19 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
 def _settings(args: argparse.Namespace) -> Settings:
     """The settings but for the model's name."""
     from shoal import methods
+    from shoal.serve.origins import hosts_of
+    from shoal.serve.policy import check_limits
     from shoal.serve.settings import Settings
 
     named = None if args.methods is None else [name for name in args.methods.split(",") if name and name != "none"]
     for name in named or ():
         methods.get(name)
+    if args.members_folder:
+        from shoal.engine.members import PythonMembers
+
+        PythonMembers(args.members_folder)  # refuses a folder that is none
+    limits = dict(args.method_limit)
+    check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     return Settings(
         method=args.method,
@@ -131,4 +158,9 @@ def _settings(args: argparse.Namespace) -> Settings:
         playground=not args.no_playground,
         strict=args.strict,
         cors_origins=tuple(args.cors_origin),
+        limits=limits,
+        hosts=hosts_of(args.host, args.allowed_host),
+        keep_alive=args.keep_alive,
+        stall=args.stall,
+        members_folder=args.members_folder,
     )

@@ -81,7 +81,21 @@ class Batch:
         return [row for row in self._came if self._reads(row)]
 
     def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
-        """Take in rows that have run nothing yet; of each, how many columns its layers may come to store, if known."""
+        """Take in rows that have run nothing yet, or none where that fails.
+
+        Args:
+            rows: who comes.
+            columns: of each, how many columns its layers may come to store, if known.
+        """
+        before = list(self.rows), list(self._came), list(self.searches)
+        try:
+            self._join(rows, columns)
+        except BaseException:
+            self.rows, self._came, self.searches = before
+            self._keep_slots()
+            raise
+
+    def _join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None) -> None:
         first = self.cache.rows
         self.cache.extend(len(rows))
         for slot, row in enumerate(rows, start=first):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
@@ -30,12 +31,29 @@ _BLOCK = 128
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
+class NotYet(Exception):
+    """Which tokens may follow depends on an answer that is being waited for; whoever asks again then is told.
+
+    Attributes:
+        mask: whose question it is.
+        answer: is done once it has come.
+    """
+
+    def __init__(self, mask: Allowed, answer: Future[Any]) -> None:
+        super().__init__("somebody else is asked which tokens may follow, and has not answered yet")
+        self.mask, self.answer = mask, answer
+
+
 class Allowed(ABC):
     """Which tokens may follow those that a row has generated."""
 
     @abstractmethod
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Bool [V] on the CPU, at least one of them true."""
+
+    def awaited(self, tokens: Sequence[int]) -> Future[Any] | None:
+        """An answer of somebody else's that must come before `tokens` can be gone on from; None where all is known."""
+        return None
 
     def lets(self, tokens: Sequence[int], token: int) -> bool:
         """Whether `token` may follow; what knows a quicker way than the whole mask overrides this."""

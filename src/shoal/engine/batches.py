@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shoal.decode import loop
@@ -47,10 +47,11 @@ class Batches:
         self._all.append((row.recipe.loop, loop.begin(row.recipe.loop, self._stack, prefixes=self._prefixes)))
         return self._all[-1][1]
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """See `RowBatch.leave`."""
-        for batch in self:
-            batch.leave([row for row in rows if self.of(row) is batch])
+    def drop(self, batch: loop.RowBatch) -> None:
+        """Give up a batch that is in no known state; the plain one begins anew."""
+        if batch is self.plain:
+            self.plain = loop.begin(None, self._stack, prefixes=self._prefixes)
+        self._all = [(None, self.plain), *(pair for pair in self._all if pair[0] is not None and pair[1] is not batch)]
 
     def tidy(self) -> None:
         """Give up batches that have no rows."""

@@ -42,8 +42,8 @@ _WHOLE, _PLACES = 2**53 - 1, 9
 small models would write them for ever. llguidance lets no exponent through there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
-_SECONDS = 5.0
-"""How long jedi may take for a stranger's request: the rows beside it wait as long."""
+_SECONDS = 20.0
+"""How long jedi may take for a stranger's request, which alone waits for it."""
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
@@ -226,7 +226,8 @@ class Compiler:
                               "Use a tokenizer of the `tokenizers` library") from error
 
     def __call__(
-        self, wanted: Constraint | Monitor, limit: int | None = None, prompt: Sequence[int] = ()
+        self, wanted: Constraint | Monitor, limit: int | None = None, prompt: Sequence[int] = (),
+        patient: bool = True,
     ) -> Callable[[], Mask | Watched]:
         """The part of a recipe for a constraint.
 
@@ -234,12 +235,13 @@ class Compiler:
             wanted: the constraint.
             limit: most tokens of the answer, its end of sequence included; None for no limit.
             prompt: the row's, which monitors read.
+            patient: whether monitors are waited for; see `shoal.engine.monitor.Watched`.
 
         Raises:
             Unsupported: it cannot be compiled, or no text meets it.
         """
         if isinstance(wanted, Monitor):
-            return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt)
+            return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt, patient)
         matcher = self._known.pop(wanted, None) or self._compiled(wanted)
         self._known[wanted] = matcher
         while len(self._known) > _KEPT:

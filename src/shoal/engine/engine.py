@@ -264,8 +264,17 @@ class Engine:
                 "once, or with `shoal calibrate`", method, self.model_name or "this model",
             )
 
-    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
-        """A row per prompt, ready for the loop; with `recipe` in place of what the request's method makes."""
+    def rows(
+        self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True
+    ) -> list[Row]:
+        """A row per prompt, ready for the loop.
+
+        Args:
+            ids: the prompts.
+            request: what is asked for.
+            recipe: in place of what the request's method makes.
+            patient: whether a row's masks wait for answers of others; see `shoal.decode.sampling.NotYet`.
+        """
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)
         seed = self.ranks.agree(request.seed)
@@ -281,7 +290,7 @@ class Engine:
                 prompt_length=len(tokens),
                 stop=stop,
                 recipe=recipe if wanted is None
-                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens)),
+                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
                 sampling=request.sampling,
                 processors=(*self._told(tokens, request.max_new_tokens), *forbid(len(tokens)),
                             *request.logits_processor),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from threading import TIMEOUT_MAX, Timer
+from threading import TIMEOUT_MAX, BoundedSemaphore, Timer
 
 from shoal.engine import jedi_process
 from shoal.engine.monitor import Monitor
@@ -20,6 +20,8 @@ from shoal.errors import Unsupported, needs
 
 _idle: list[subprocess.Popen[str]] = []
 """Processes that wait for a question; whoever asks takes one out, so that one who hangs holds up nobody else."""
+_places = BoundedSemaphore(4)
+"""How many may ask at a time: each has a process."""
 _ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w+)*\Z")
 _CLOSED = re.compile(r"([)\]}'\"])(?:\.\w+)*\Z")
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -39,7 +41,8 @@ class PythonMembers(Monitor):
     comments, lines that are no Python, and `self.` where it may define an attribute.
 
     Attributes:
-        folder: where the code lies, so that its imports are found; none if empty.
+        folder: where the code lies, so that its imports are found, beside modules that are installed; none if empty.
+            No path that the text names is followed.
         seconds: see `Monitor`.
 
     Raises:
@@ -74,15 +77,16 @@ class PythonMembers(Monitor):
     def follows(self, text: str) -> Collection[str] | None:
         """See the base class; RuntimeError where jedi's process has died, or was ended after `seconds`."""
         folder = str(Path(self.folder).absolute()) if self.folder else ""
-        process = _take()
-        timer = Timer(min(self.seconds, TIMEOUT_MAX), process.kill)
-        timer.start()
-        line = _answer(process, json.dumps([_code(text), folder]) + "\n")
-        timer.cancel()
-        if not line:
-            _end(process)
-            raise RuntimeError(f"jedi's process died, or took more than {self.seconds:g} s")
-        _idle.append(process)
+        with _places:
+            process = _take()
+            timer = Timer(min(self.seconds, TIMEOUT_MAX), process.kill)
+            timer.start()
+            line = _answer(process, json.dumps([_code(text), folder]) + "\n")
+            timer.cancel()
+            if not line:
+                _end(process)
+                raise RuntimeError(f"jedi's process died, or took more than {self.seconds:g} s")
+            _idle.append(process)
         members: list[str] | None = json.loads(line)
         return members
 

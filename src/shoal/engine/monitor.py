@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.decode.sampling import Allowed
+from shoal.decode.sampling import Allowed, NotYet
 from shoal.errors import Unsupported
 
 _WORD = rb"[\w\x80-\xff]*"
@@ -68,6 +68,25 @@ class Continuations(NamedTuple):
         return word in (self.whole if ended else self.begun)
 
 
+class _Question:
+    """One that was asked of a monitor.
+
+    Attributes:
+        monitor: who is asked.
+        answer: what it says.
+        ended: when it was said, in seconds on the monotonic clock.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor, self.answer = monitor, Future[Continuations | None]()
+        self.ended = 0.0
+
+    def is_old(self) -> bool:
+        """Whether it failed, and so long ago that it may be asked again."""
+        failed = self.answer.done() and self.answer.exception() is not None
+        return failed and time.monotonic() - self.ended > self.monitor.seconds
+
+
 class MarkedTokens:
     """The tokens of a model by the words that they begin with, and by the marks that they hold.
 
@@ -97,24 +116,32 @@ class MarkedTokens:
             for head, word, ended in self.words(token):
                 self.marked[head].append((token, word, ended))
         self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
-        self._kept = lru_cache(_ASKED)(self._known)
-        self._failed: dict[tuple[Monitor, str], tuple[Unsupported, float]] = {}
+        self._questions: OrderedDict[tuple[Monitor, str], _Question] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def known(self, monitor: Monitor, text: str) -> Continuations | None:
-        """What a monitor says, None for anything.
+    def answer(self, monitor: Monitor, text: str) -> Future[Continuations | None]:
+        """What a monitor says, None for anything: asked in a thread of its own where nobody has before.
 
-        A failure is remembered for its `seconds`: a forward that fails is tried row by row, and nobody waits again.
+        The last answers are kept. So is a failure, for the monitor's `seconds`: a forward that fails is tried row by
+        row, and nobody waits again.
         """
-        failed = self._failed.get((monitor, text))
-        if failed is not None and time.monotonic() < failed[1]:
-            raise failed[0]
+        key = (monitor, text)
+        with self._lock:
+            question = self._questions.get(key)
+            if question is None or question.is_old():
+                question = self._questions[key] = _Question(monitor)
+                threading.Thread(target=self._ask, args=(question, text), daemon=True).start()
+            self._questions.move_to_end(key)
+            while len(self._questions) > _ASKED:
+                self._questions.popitem(last=False)
+            return question.answer
+
+    def _ask(self, question: _Question, text: str) -> None:
         try:
-            return self._kept(monitor, text)
-        except Unsupported as error:
-            now = time.monotonic()
-            late = {key: one for key, one in self._failed.items() if now < one[1]}
-            self._failed = {**late, (monitor, text): (error, now + monitor.seconds)}
-            raise
+            question.answer.set_result(self._known(question.monitor, text))
+        except BaseException as error:  # whatever it is, it is the request's, and not this thread's
+            question.answer.set_exception(error)
+        question.ended = time.monotonic()
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
         """The text of tokens, without ends of sequence."""
@@ -165,10 +192,14 @@ class Watched(Allowed):
         monitor: whom to ask.
         vocabulary: the model's tokens, for the monitor's mark.
         prompt: the row's.
+        patient: whether answers are waited for; else `NotYet` is raised until one has come.
     """
 
-    def __init__(self, monitor: Monitor, vocabulary: MarkedTokens, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, monitor: Monitor, vocabulary: MarkedTokens, prompt: Sequence[int], patient: bool = True
+    ) -> None:
         self._monitor, self._vocabulary, self._prompt = monitor, vocabulary, vocabulary.spelled(prompt)
+        self._patient = patient
         self._last: tuple[bytes, Tensor] | None = None
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
@@ -177,6 +208,16 @@ class Watched(Allowed):
         if self._last is None or self._last[0] != text:
             self._last = text, torch.from_numpy(self._mask(text))
         return self._last[1]
+
+    def awaited(self, tokens: Sequence[int]) -> Future[Any] | None:
+        """See the base class; a failure is found where the mask is needed."""
+        try:
+            self(tokens)
+        except NotYet as not_yet:
+            return not_yet.answer
+        except Unsupported:
+            pass
+        return None
 
     def lets(self, tokens: Sequence[int], token: int) -> bool:
         """See the base class: asks about the marks of one token alone."""
@@ -188,8 +229,11 @@ class Watched(Allowed):
         return all(words is None or words.lets(word, ended) for words, word, ended in found)
 
     def sole(self, tokens: Sequence[int]) -> int | None:
-        """See the base class. Where no word is open there are several."""
-        return None if self._opened(self._text(tokens)) is None else super().sole(tokens)
+        """See the base class. Where no word is open there are several; what is being asked is not known either."""
+        try:
+            return None if self._opened(self._text(tokens)) is None else super().sole(tokens)
+        except NotYet:
+            return None
 
     def _text(self, tokens: Sequence[int]) -> bytes:
         return self._prompt + self._vocabulary.spelled(tokens)
@@ -211,7 +255,12 @@ class Watched(Allowed):
 
     def _known(self, text: bytes) -> Continuations | None:
         said = text.decode("utf-8", "replace")
-        return self._vocabulary.known(self._monitor, said) if self._monitor.watches(said) else None
+        if not self._monitor.watches(said):
+            return None
+        answer = self._vocabulary.answer(self._monitor, said)
+        if not (self._patient or answer.done()):
+            raise NotYet(self, answer)
+        return answer.result()
 
 
 def asked(monitor: Monitor, text: str) -> Collection[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.decode.ledger import Clock
 from shoal.decode.row import Row
@@ -53,6 +54,7 @@ class ScheduledRow:
         told, shown: steps, and words out of order, handed to the handle.
         gaps: seconds between the moments at which it was handed any.
         error: what the row failed with.
+        awaited: an answer without which the row cannot go on; others do.
     """
 
     row: Row
@@ -67,6 +69,17 @@ class ScheduledRow:
     gaps: list[float] = field(default_factory=list)
     _last: float | None = None
     error: BaseException | None = None
+    awaited: Future[Any] | None = None
+
+    def waits(self) -> bool:
+        """Whether the row has to wait for an answer before its next step."""
+        row = self.row
+        if self.awaited is None and row.allowed is not None:
+            self.awaited = row.allowed.awaited(row.tokens[row.prompt_length :])
+        if self.awaited is not None and self.awaited.done():
+            self.awaited = None
+            return self.waits()
+        return self.awaited is not None
 
     @property
     def needs(self) -> list[Need]:

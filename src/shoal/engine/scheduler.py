@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.prefixes import Prefixes
+from shoal.decode.sampling import NotYet
 from shoal.engine.admission import ContinuousBatching, Policy
 from shoal.engine.batches import Batches
 from shoal.engine.engine import Engine
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _CHUNK, _ALONE = 64, 256
 """Tokens of a forward that reads prompts: beside rows that decode, and where nobody waits for a token meanwhile."""
+_DOZE = 0.1
+"""Most seconds to sleep where all rows under way wait for answers."""
 _GUESSING = 16
 """Nodes of each row that a step's buffers are planned for, where memory is limited: those of method auto."""
 
@@ -99,6 +102,7 @@ class Scheduler:
         self._closing = False
         self._open: set[ScheduledRow] = set()
         self._moved = False
+        self._turn_began: float | None = None
         self._worker = WorkerThread("shoal-scheduler", self._work, self._died)
         if start:
             self._worker.start()
@@ -130,7 +134,7 @@ class Scheduler:
         ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
         handle = RequestHandle(self.engine.info(), self._cancel, deliver)
-        rows = self.engine.rows([ids] * n, request, recipe)
+        rows = self.engine.rows([ids] * n, request, recipe, patient=False)
         for row in rows:
             row.placed = [] if canvas else None
         limited = self.engine.limit is not None
@@ -168,12 +172,24 @@ class Scheduler:
         """Whether requests are being worked on; False for a moment after the worker has died."""
         return self._worker.well
 
-    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+    @property
+    def busy(self) -> float:
+        """Seconds that the turn under way has taken so far; 0 between turns."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will be decoded any more."""
+        return self._worker.ended
+
+    def close(self, *, drain: bool = True, timeout: float | None = None, last: float | None = None) -> bool:
         """Take no more requests and end.
 
         Args:
             drain: whether what has been accepted is finished; otherwise it is cancelled.
             timeout: most seconds to wait for that; what is left is then cancelled.
+            last: most seconds to wait then for the turn under way; None for as long as it takes. See `ended`.
 
         Returns:
             Whether everything was finished in time.
@@ -187,7 +203,7 @@ class Scheduler:
         with self._wake:
             self._unwanted.update(entry.handle for entry in [*self._waiting, *self._running])
             self._wake.notify_all()
-        self._worker.join()
+        self._worker.join(last)
         return finished
 
     def __enter__(self) -> Scheduler:
@@ -237,12 +253,18 @@ class Scheduler:
 
     def turn(self) -> None:
         """Let go, admit, run the forwards, hand out."""
-        with self.engine.turn():
-            self._let_go()
-            self._admit()
-            self._forward()
-        self._tell()
+        self._turn_began = time.monotonic()
+        try:
+            with self.engine.turn():
+                self._let_go()
+                self._admit()
+                moved = self._forward()
+            self._tell()
+        finally:
+            self._turn_began = None
         self._moved = True
+        if not moved:
+            self._doze()
 
     def _work(self) -> None:
         while self._has_work():
@@ -278,7 +300,12 @@ class Scheduler:
         for entry in gone:
             entry.row.stop.finish_reason = "cancelled"
             self._end(entry)
-        self._batches.leave([entry.row for entry in self._running if entry.handle in unwanted])
+        for batch in self._batches:
+            leaving = [entry.row for entry in self._of(batch) if entry.handle in unwanted]
+            try:
+                batch.leave(leaving)
+            except Exception as error:
+                self._give_up(batch, error)
         self._sweep()
 
     def _admit(self) -> None:
@@ -292,7 +319,29 @@ class Scheduler:
             for batch in self._batches:
                 joining = [entry for entry in self._of(batch) if entry in admitted]
                 if joining:
-                    batch.join([entry.row for entry in joining], [entry.need.columns for entry in joining])
+                    self._join(batch, joining)
+
+    def _join(self, batch: RowBatch, joining: list[ScheduledRow]) -> None:
+        """Let rows join; where that fails each for itself, so that those which it does not fail for do."""
+        try:
+            batch.join([entry.row for entry in joining], [entry.need.columns for entry in joining])
+        except Exception as error:
+            if len(joining) > 1:
+                for entry in joining:
+                    self._join(batch, [entry])
+            else:
+                self._fail(joining[0], error)
+
+    def _fail(self, entry: ScheduledRow, error: Exception) -> None:
+        """Let a row end with an error when it is swept out next."""
+        entry.row.stop.finish_reason = entry.row.stop.finish_reason or "cancelled"
+        entry.error = entry.error or error
+
+    def _give_up(self, batch: RowBatch, error: Exception) -> None:
+        """A batch is in no known state: its rows end with that error, those of others go on."""
+        for entry in self._of(batch):
+            self._fail(entry, error)
+        self._batches.drop(batch)
 
     def _seated(self, entry: ScheduledRow) -> bool:
         """Whether there is a batch for a row that is to join; it fails where its loop cannot make one."""
@@ -317,18 +366,48 @@ class Scheduler:
             and self._room.bytes(needs) <= self.kv_bytes
         )
 
-    def _forward(self) -> None:
-        """A step of each loop."""
+    def _forward(self) -> bool:
+        """A step of each loop; False where all rows there are wait for answers."""
         batches = self._batches
         holds = self._policy.holds(batches.rows) and (any(one.reading for one in batches) or self._more_fit())
+        waiting = [entry.row for entry in self._running if entry.waits()]
         for batch in batches:
             try:
                 reading = batch.reading
                 alone = holds or len(reading) == len(self._running)
-                batch.step(self._alone if alone else self.prefill_chunk, reading if holds else None)
+                rows = _without(reading if holds else batch.rows, waiting) if waiting else reading if holds else None
+                if not waiting or rows:
+                    batch.step(self._alone if alone else self.prefill_chunk, rows)
+            except NotYet as not_yet:
+                self._wait_for(batch, not_yet)
             except Exception:
                 self._one_by_one(batch)
         batches.tidy()
+        return len(waiting) < len(self._running) or not waiting
+
+    def _wait_for(self, batch: RowBatch, not_yet: NotYet) -> None:
+        """A row's guesses led to a question: it waits for the answer, the others go on in the next turn."""
+        asking = next((row for row in batch.rows if row.allowed is not_yet.mask), None)
+        owner = None if asking is None else asking.root or asking
+        entry = next((one for one in self._of(batch) if one.row is owner), None)
+        if entry is None:
+            self._one_by_one(batch)
+        else:
+            batch.rollback()
+            entry.awaited = not_yet.answer
+
+    def _doze(self) -> None:
+        """Nothing to do until an answer has come, a row is given up, or a new one is there."""
+        for entry in self._running:
+            if entry.awaited is not None:
+                entry.awaited.add_done_callback(self._rouse)
+        with self._wake:
+            if all(entry.awaited is None or not entry.awaited.done() for entry in self._running):
+                self._wake.wait(_DOZE)
+
+    def _rouse(self, _: object) -> None:
+        with self._wake:
+            self._wake.notify_all()
 
     def _more_fit(self) -> bool:
         """Whether a row has come, while prompts were read, that may still start with the others."""
@@ -337,12 +416,22 @@ class Scheduler:
 
     def _one_by_one(self, batch: RowBatch) -> None:
         """A forward failed: find the rows that it fails for, so that the others go on."""
+        try:
+            self._each(batch)
+        except Exception as error:
+            self._give_up(batch, error)
+
+    def _each(self, batch: RowBatch) -> None:
         batch.rollback()
         for entry in self._of(batch):
             if entry.row.finish_reason is not None:
                 continue
             try:
-                batch.step(self.prefill_chunk, [entry.row])
+                if not entry.waits():
+                    batch.step(self.prefill_chunk, [entry.row])
+            except NotYet as not_yet:
+                batch.rollback()
+                entry.awaited = not_yet.answer
             except Exception as error:
                 batch.rollback()
                 batch.leave([entry.row])
@@ -377,6 +466,12 @@ class Scheduler:
                 handle.deliver(item)
         except Exception:  # nobody listens any more
             self._cancel(handle)
+
+
+def _without(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
+    """Those rows that are none of the others, nor a branch of one."""
+    known = {id(row) for row in others}
+    return [row for row in rows if not {id(row), id(row.root)} & known]
 
 
 def _needs(entries: Iterable[ScheduledRow]) -> list[Need]:

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
 from shoal.loops.grammar import MOST, CanvasGrammar
+from shoal.methods._limits import Most
 from shoal.methods.base import MASKED, Method
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class DenoisingMethod(Method):
     needs: ClassVar[tuple[str, ...]] = (MASKED,)
     family: ClassVar[str] = "masked diffusion"
 
-    block: int | None = None
+    block: Annotated[int, Most(1024)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

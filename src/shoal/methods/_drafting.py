@@ -15,6 +15,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.rejection import Rejection
 from shoal.decode.typical import Typical
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Number, Share
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class DraftingMethod(Method):
 
     inner: Method | None = field(default=None, kw_only=True)
     rule: RuleName = field(default="match", kw_only=True)
-    margin: float | None = field(default=None, kw_only=True)
-    epsilon: float | None = field(default=None, kw_only=True)
+    margin: Number | None = field(default=None, kw_only=True)
+    epsilon: Share | None = field(default=None, kw_only=True)
     control: ControlName = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Layers
 from shoal.methods.base import Method, check_layer
 from shoal.types import ModelInfo
 
@@ -26,7 +27,7 @@ class StoringMethod(Method):
         first: layers below this one store theirs as they are; the number of layers changes nothing.
     """
 
-    first: int = 0
+    first: Layers = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

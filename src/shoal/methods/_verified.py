@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from shoal.decode.examples import Execution
 from shoal.decode.verifier import Endpoint, Verifier, is_url, likelihood
 from shoal.errors import Unsupported
+from shoal.methods._limits import Seconds
 from shoal.methods.base import Method
 
 
@@ -27,7 +28,7 @@ class VerifiedMethod(Method):
     reads: ClassVar[tuple[str, ...]] = ("verifier",)
 
     verifier: str | object = field(default="likelihood", kw_only=True)
-    patience: float = field(default=30.0, kw_only=True)
+    patience: Seconds = field(default=30.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._limits import Branches, Positions
 from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -50,11 +51,11 @@ class AStar(VerifiedMethod):
     name: ClassVar[str] = "a_star"
     paper: ClassVar[str] = "arXiv 2505.13672"
 
-    k: int = 4
+    k: Branches = 4
     delimiter: str = "\n\n"
-    step: int = 64
-    budget: int | None = None
-    width: int = 4
+    step: Positions = 64
+    budget: Positions | None = None
+    width: Branches = 4
     edge_cost: EdgeCost = "change"
     inner: Method | None = None
 

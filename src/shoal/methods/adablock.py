@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
 from shoal.loops.canvas import Confident, FixedBlocks, Guess, Reuse
 from shoal.methods._denoising import DenoisingMethod, check_range
+from shoal.methods._limits import Most, Number, Share
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo
@@ -34,9 +35,9 @@ class AdaBlock(DenoisingMethod):
     name: ClassVar[str] = "adablock"
     paper: ClassVar[str] = "arXiv 2509.26432"
 
-    threshold: float = 0.9
-    delimiter_threshold: float = 0.3
-    delimiters: tuple[str | int, ...] = ("\n",)
+    threshold: Share = 0.9
+    delimiter_threshold: Number = 0.3
+    delimiters: Annotated[tuple[str | int, ...], Most(1 << 31)] = ("\n",)
     reuse: Reuse = "none"
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Guesses, Number
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -39,9 +40,9 @@ class AdaDec(Method):
     name: ClassVar[str] = "adadec"
     paper: ClassVar[str] = "arXiv 2506.08980"
 
-    threshold: float = 1.0
-    candidates: int = 3
-    lookahead: int = 5
+    threshold: Number = 1.0
+    candidates: Guesses = 3
+    lookahead: Guesses = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()

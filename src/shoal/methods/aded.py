@@ -19,6 +19,7 @@ from shoal.draft.draft import check_least
 from shoal.draft.growth import Growth
 from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, Number, Tries
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ class ADED(DraftingMethod):
 
     corpus: str | None = None
     search: Search = "best_first"
-    nodes: int = 16
-    depth: int = 8
-    step: float = 0.2
-    iterations: int = 150
+    nodes: Guesses = 16
+    depth: Guesses = 8
+    step: Number = 0.2
+    iterations: Tries = 150
 
     def __post_init__(self) -> None:
         super().__post_init__()

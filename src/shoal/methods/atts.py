@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import p_value
+from shoal.methods._limits import Most, Positions, Share
 from shoal.methods._switching import Switching, SwitchingMethod
 from shoal.types import ModelInfo
 
@@ -44,10 +45,10 @@ class ATTS(SwitchingMethod):
     name: ClassVar[str] = "atts"
     paper: ClassVar[str] = "arXiv 2509.15148"
 
-    alpha: float = 0.4
-    draft_tokens: int = 64
-    target_tokens: int = 64
-    scores: tuple[float, ...] = ()
+    alpha: Share = 0.4
+    draft_tokens: Positions = 64
+    target_tokens: Positions = 64
+    scores: Annotated[tuple[float, ...], Most(1)] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,7 @@ from shoal.draft.adaptive import Adaptive
 from shoal.draft.follow import Chances, Follower, continuation
 from shoal.draft.per_row import PerRow
 from shoal.errors import Unsupported
+from shoal.methods._limits import Guesses
 from shoal.methods._second_model import check_drafts
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -65,7 +66,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     reads: ClassVar[tuple[str, ...]] = ("draft", "part")
 
-    length: int = 15
+    length: Guesses = 15
     draft: str | object = None
     part: str | None = None
 

@@ -11,6 +11,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._limits import Branches
 from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -37,7 +38,7 @@ class BestOf(VerifiedMethod):
 
     name: ClassVar[str] = "best_of"
 
-    n: int = 4
+    n: Branches = 4
     inner: Method | None = None
 
     def __post_init__(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Most, Positions, Share
 from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.types import ModelInfo
 
@@ -41,11 +42,11 @@ class CentroidKV(Method):
     paper: ClassVar[str] = "arXiv 2506.11418"
     needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
-    removed: float = 0.5
-    chunk: int = 32
-    window: int = 32
-    sinks: int = 4
-    every: int = 64
+    removed: Share = 0.5
+    chunk: Annotated[int, Most(1024)] = 32
+    window: Positions = 32
+    sinks: Positions = 4
+    every: Positions = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.budget import PowerLaw, Rounding
 from shoal.depth.order import core_for, default_core, removal_order
 from shoal.depth.schedule import lay_out
 from shoal.depth.solve import lowest_mean, solve_alpha
+from shoal.methods._limits import Horizon, LayerList, Layers, Most, Share
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -37,13 +38,13 @@ class D3(Method):
     name: ClassVar[str] = "d3"
     paper: ClassVar[str] = "arXiv 2503.08524"
 
-    alpha: float | None = None
-    start: float | int = 0.0
-    order: str | tuple[int, ...] = "auto"
-    core: int | None = None
-    horizon: int | None = None
+    alpha: Share | None = None
+    start: Annotated[float | int, Most(1 << 20)] = 0.0
+    order: str | LayerList = "auto"
+    core: Layers | None = None
+    horizon: Horizon | None = None
     rounding: Rounding = "floor"
-    mean: float | None = None
+    mean: Annotated[float, Most(4096)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.budget import PowerLaw, Rounding
@@ -13,6 +13,7 @@ from shoal.depth.solve import lowest_mean, solve_alpha
 from shoal.draft.draft import check_length, check_share
 from shoal.draft.shallow import Shallow
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, LayerList, Layers, Most, Share
 from shoal.types import ModelInfo
 
 _HALF = 0.5
@@ -40,14 +41,14 @@ class D3Spec(DraftingMethod):
     name: ClassVar[str] = "d3_spec"
     paper: ClassVar[str] = "arXiv 2503.08524"
 
-    alpha: float | None = None
-    start: float | int = 0.0
-    order: str | tuple[int, ...] = "auto"
-    core: int | None = None
+    alpha: Share | None = None
+    start: Annotated[float | int, Most(1 << 20)] = 0.0
+    order: str | LayerList = "auto"
+    core: Layers | None = None
     rounding: Rounding = "floor"
-    mean: float | None = None
-    length: int = 4
-    stop: float = 0.0
+    mean: Annotated[float, Most(4096)] | None = None
+    length: Guesses = 4
+    stop: Share = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import MOST_GUESSES, Recipe
+from shoal.methods._limits import Guesses, Positions
 from shoal.methods._second_model import Absent, SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -40,8 +41,8 @@ class DEER(SecondModelMethod):
     needs: ClassVar[tuple[str, ...]] = ("a masked-diffusion draft model with the same tokens",)
     fills_masks: ClassVar[bool] = True
 
-    length: int = 16
-    window: int | None = None
+    length: Guesses = 16
+    window: Positions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

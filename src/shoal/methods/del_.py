@@ -12,6 +12,7 @@ from shoal.draft.draft import Draft, check_least, check_length, check_share, fir
 from shoal.draft.per_row import PerRow
 from shoal.draft.shallow import OwnLayersDrafter
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, LayerList, Number, Share
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ class DEL(DraftingMethod):
     name: ClassVar[str] = "del"
     paper: ClassVar[str] = "arXiv 2504.05598"
 
-    exits: tuple[int, ...] | None = None
-    longest: int = 18
-    memory: float = 0.95
-    window: int = 8
-    head: float | None = None
-    probe: int = 8
+    exits: LayerList | None = None
+    longest: Guesses = 18
+    memory: Share = 0.95
+    window: Guesses = 8
+    head: Number | None = None
+    probe: Guesses = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.loops.canvas import Remasking, Reuse, Scheduled
 from shoal.methods._denoising import DenoisingMethod
+from shoal.methods._limits import Number, Positions
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo
@@ -33,9 +34,9 @@ class Diffusion(DenoisingMethod):
     name: ClassVar[str] = "diffusion"
     paper: ClassVar[str] = "arXiv 2502.09992"
 
-    steps: int | None = None
+    steps: Positions | None = None
     remasking: Remasking = "confidence"
-    guidance: float = 0.0
+    guidance: Number = 0.0
     reuse: Reuse = "none"
 
     def __post_init__(self) -> None:

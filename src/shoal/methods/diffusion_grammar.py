@@ -10,6 +10,7 @@ from shoal.errors import Unsupported
 from shoal.loops.canvas import Remasking, Scheduled
 from shoal.loops.grammar import CanvasGrammar
 from shoal.methods._denoising import DenoisingMethod
+from shoal.methods._limits import Positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ class DiffusionGrammar(DenoisingMethod):
     paper: ClassVar[str] = "arXiv 2508.10111"
 
     rules: str = ""
-    steps: int | None = None
+    steps: Positions | None = None
     remasking: Remasking = "confidence"
 
     def __post_init__(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Layers, Most, Positions
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first, whole_layers
 from shoal.types import ModelInfo
 
@@ -45,10 +46,10 @@ class DoubleSparsity(Method):
     needs: ClassVar[tuple[str, ...]] = ("a calibration of the keys' dimensions", SHOWN_QUERIES)
     fills: ClassVar[tuple[str, ...]] = ("select",)
 
-    channels: Ranking
-    k: int | None = 512
-    width: int | None = None
-    first: int = DENSE_LAYERS
+    channels: Annotated[Ranking, Most(4096, items=4096)]
+    k: Positions | None = 512
+    width: Annotated[int, Most(4096)] | None = None
+    first: Layers = DENSE_LAYERS
 
     def __post_init__(self) -> None:
         super().__post_init__()

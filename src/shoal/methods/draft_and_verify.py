@@ -11,6 +11,7 @@ from shoal.draft.adaptive import Adaptive
 from shoal.draft.draft import check_share
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, LayerList, Share
 from shoal.types import ModelInfo
 
 
@@ -37,13 +38,13 @@ class DraftAndVerify(DraftingMethod):
     name: ClassVar[str] = "draft_and_verify"
     paper: ClassVar[str] = "arXiv 2309.08168"
 
-    skip_attention: tuple[int, ...] | None = None
-    skip_mlp: tuple[int, ...] | None = None
-    share: float = 0.35
-    length: int = 12
-    greedy_stop: float = 0.8
-    sampled_stop: float = 0.5
-    accepted: float = 0.9
+    skip_attention: LayerList | None = None
+    skip_mlp: LayerList | None = None
+    share: Share = 0.35
+    length: Guesses = 12
+    greedy_stop: Share = 0.8
+    sampled_stop: Share = 0.5
+    accepted: Share = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()

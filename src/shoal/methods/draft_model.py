@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.draft.shape import Branching
+from shoal.methods._limits import Guesses, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -27,8 +28,8 @@ class DraftModel(SecondModelMethod):
     name: ClassVar[str] = "draft_model"
     paper: ClassVar[str] = "arXiv 2211.17192"
 
-    length: int = 4
-    branching: tuple[int, ...] | None = None
+    length: Guesses = 4
+    branching: TreeWidths | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

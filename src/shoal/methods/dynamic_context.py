@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Number, Positions, Seed
 from shoal.methods._trained import made_of
 from shoal.methods.base import Method, whole_layers
 from shoal.types import ModelInfo
@@ -44,9 +45,9 @@ class DynamicContext(Method):
     reads: ClassVar[tuple[str, ...]] = ("part",)
 
     part: str | None = None
-    threshold: float | None = 0.0
-    every: int = 16
-    random: int | None = None
+    threshold: Number | None = 0.0
+    every: Positions = 16
+    random: Seed | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

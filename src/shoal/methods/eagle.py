@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.draft.draft import check_length, check_share
 from shoal.draft.shape import Branching, Likeliest, TreeShape
+from shoal.methods._limits import Guesses, Share
 from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
@@ -36,10 +37,10 @@ class Eagle(TrainedMethod):
     name: ClassVar[str] = "eagle"
     paper: ClassVar[str] = "arXiv 2401.15077"
 
-    length: int = 4
-    stop: float = 0.3
-    width: int = 1
-    nodes: int = 7
+    length: Guesses = 4
+    stop: Share = 0.3
+    width: Guesses = 1
+    nodes: Guesses = 7
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.budget import Constant, as_layers
 from shoal.depth.order import removal_order
 from shoal.depth.schedule import lay_out
+from shoal.methods._limits import Layers
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -28,7 +29,7 @@ class EarlyExit(Method):
     name: ClassVar[str] = "early_exit"
     paper: ClassVar[str] = "arXiv 2404.16710"
 
-    exit_layer: int | None = None
+    exit_layer: Layers | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import NATS_PER_BIT, Rolling, entropy
+from shoal.methods._limits import Number, Positions
 from shoal.methods._switching import SwitchingMethod
 from shoal.types import ModelInfo
 
@@ -36,9 +37,9 @@ class EntropyAdaptive(SwitchingMethod):
     name: ClassVar[str] = "entropy_adaptive"
     paper: ClassVar[str] = "arXiv 2502.06833"
 
-    tau: float = 1.0
-    window: int = 5
-    dwell: int = 1
+    tau: Number = 1.0
+    window: Positions = 5
+    dwell: Positions = 1
     start: Literal["draft", "target"] = "draft"
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.loops.canvas import Confident, Reuse
 from shoal.methods._denoising import DenoisingMethod, check_range
+from shoal.methods._limits import Number, Share
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo
@@ -27,8 +28,8 @@ class FastDLLM(DenoisingMethod):
     name: ClassVar[str] = "fast_dllm"
     paper: ClassVar[str] = "arXiv 2505.22618"
 
-    threshold: float = 0.9
-    factor: float | None = None
+    threshold: Share = 0.9
+    factor: Number | None = None
     reuse: Reuse = "prefix"
 
     def __post_init__(self) -> None:

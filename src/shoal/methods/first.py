@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import StepReport, Worker
@@ -12,6 +12,7 @@ from shoal.depth.budget import Constant, as_layers
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
 from shoal.depth.schedule import lay_out
+from shoal.methods._limits import Layers, Most, Number
 from shoal.methods._trained import made_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -48,9 +49,9 @@ class First(Method):
     reads: ClassVar[tuple[str, ...]] = ("part",)
 
     part: str | None = None
-    layers: float | int | None = None
-    threshold: float | None = 0.0
-    core: int | None = None
+    layers: Annotated[float | int, Most(4096)] | None = None
+    threshold: Number | None = 0.0
+    core: Layers | None = None
     inner: Method | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.sentences import Sentences
+from shoal.methods._limits import Positions, Share
 from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
 
@@ -34,8 +35,8 @@ class FoReaL(SwitchingMethod):
     name: ClassVar[str] = "foreal"
     paper: ClassVar[str] = "arXiv 2506.06998"
 
-    lead: int | None = 15
-    share: float = 1.0
+    lead: Positions | None = 15
+    share: Share = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Guesses
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -31,7 +32,7 @@ class Jacobi(Method):
     name: ClassVar[str] = "jacobi"
     paper: ClassVar[str] = "arXiv 2305.10427"
 
-    n: int = 8
+    n: Guesses = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

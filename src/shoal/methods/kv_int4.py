@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from shoal.methods._limits import Most
 from shoal.methods._stored import Int4, Int8, StoringMethod
 
 
@@ -25,7 +26,7 @@ class KVInt4(StoringMethod):
 
     name: ClassVar[str] = "kv_int4"
 
-    keys: int = 4
+    keys: Annotated[int, Most(8)] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

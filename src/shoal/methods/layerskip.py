@@ -9,6 +9,7 @@ from shoal.decode.recipe import Recipe
 from shoal.draft.draft import check_length, check_share, first_layers
 from shoal.draft.shallow import Shallow
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, Layers, Share
 from shoal.types import ModelInfo
 
 
@@ -30,9 +31,9 @@ class LayerSkip(DraftingMethod):
     name: ClassVar[str] = "layerskip"
     paper: ClassVar[str] = "arXiv 2404.16710"
 
-    exit_layer: int | None = None
-    length: int = 6
-    stop: float = 0.0
+    exit_layer: Layers | None = None
+    length: Guesses = 6
+    stop: Share = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods._limits import Guesses
 from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
@@ -32,8 +33,8 @@ class Medusa(TrainedMethod):
     name: ClassVar[str] = "medusa"
     paper: ClassVar[str] = "arXiv 2401.10774"
 
-    length: int | None = None
-    nodes: int | None = None
+    length: Guesses | None = None
+    nodes: Guesses | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.draft.draft import check_least, check_length
 from shoal.draft.shape import Branching
+from shoal.methods._limits import Guesses, Layers
 from shoal.methods._second_model import Absent, SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -34,9 +35,9 @@ class MirrorSD(SecondModelMethod):
     name: ClassVar[str] = "mirror_sd"
     paper: ClassVar[str] = "arXiv 2510.13161"
 
-    exit_layer: int | None = None
-    k: int = 4
-    length: int = 4
+    exit_layer: Layers | None = None
+    k: Guesses = 4
+    length: Guesses = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

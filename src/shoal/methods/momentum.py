@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from shoal.decode.momentum import Resisting
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Guesses, Most, Number
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -37,9 +38,9 @@ class Momentum(Method):
     name: ClassVar[str] = "momentum"
     paper: ClassVar[str] = "arXiv 2212.02175"
 
-    alpha: float = 0.2
-    candidates: int = 5
-    resistance: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5.0)
+    alpha: Number = 0.2
+    candidates: Guesses = 5
+    resistance: Annotated[tuple[float, ...], Most(math.inf)] = (1.0, 2.0, 3.0, 4.0, 5.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Positions, Share
 from shoal.methods.base import Method, whole_layers
 from shoal.types import ModelInfo
 
@@ -41,9 +42,9 @@ class Mustafar(Method):
     name: ClassVar[str] = "mustafar"
     paper: ClassVar[str] = "arXiv 2505.22913"
 
-    sparsity: float = 0.5
-    window: int = 32
-    every: int = 64
+    sparsity: Share = 0.5
+    window: Positions = 32
+    every: Positions = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

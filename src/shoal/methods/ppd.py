@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods._limits import Guesses
 from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
@@ -34,8 +35,8 @@ class PPD(TrainedMethod):
     name: ClassVar[str] = "ppd"
     paper: ClassVar[str] = "arXiv 2405.18628"
 
-    length: int | None = None
-    nodes: int | None = None
+    length: Guesses | None = None
+    nodes: Guesses | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from shoal.decode.worker import Drafter
 from shoal.draft.follow import continuation
 from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, Suffix
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class PromptLookup(DraftingMethod):
     name: ClassVar[str] = "prompt_lookup"
     paper: ClassVar[str] = "arXiv 2304.04487"
 
-    max_ngram: int = 4
-    min_ngram: int = 2
-    length: int = 10
+    max_ngram: Suffix = 4
+    min_ngram: Suffix = 2
+    length: Guesses = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +95,7 @@ class Index:
     """Where each n-gram of a growing text last ended; costs the same per token however long the text is."""
 
     def __init__(self, longest: int, shortest: int) -> None:
-        self._sizes = range(longest, shortest - 1, -1)
+        self._longest, self._shortest = longest, shortest
         self._after: dict[tuple[int, ...], int] = {}
         self._read = 0
 
@@ -105,7 +106,7 @@ class Index:
             tokens: the text: what it was in the call before, and more.
         """
         self._extend(tokens)
-        for size in self._sizes:
+        for size in self._sizes(len(tokens)):
             place = self._after.get(tuple(tokens[-size:]))
             if place is not None:
                 return place
@@ -114,7 +115,10 @@ class Index:
     def _extend(self, tokens: Sequence[int]) -> None:
         """Take in the n-grams that something follows."""
         for end in range(self._read + 1, len(tokens)):
-            for size in self._sizes:
-                if size <= end:
-                    self._after[tuple(tokens[end - size : end])] = end
+            for size in self._sizes(end):
+                self._after[tuple(tokens[end - size : end])] = end
         self._read = max(self._read, len(tokens) - 1)
+
+    def _sizes(self, length: int) -> range:
+        """Lengths of n-grams, the longest first, that a text of `length` tokens can have."""
+        return range(min(self._longest, length), self._shortest - 1, -1)

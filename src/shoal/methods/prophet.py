@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
 from shoal.methods._denoising import DenoisingMethod
+from shoal.methods._limits import Most, Positions
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo
@@ -33,10 +35,10 @@ class Prophet(DenoisingMethod):
     name: ClassVar[str] = "prophet"
     paper: ClassVar[str] = "arXiv 2508.19982"
 
-    gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
-    steps: int | None = None
+    gaps: Annotated[tuple[float, float, float], Most(math.inf)] = (7.5, 5.0, 2.5)
+    steps: Positions | None = None
     remasking: Remasking = "confidence"
-    region: tuple[int, int] | None = None
+    region: Annotated[tuple[int, int], Most(1 << 20)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods._limits import Share
 from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
 
@@ -29,7 +30,7 @@ class RandomSwitching(SwitchingMethod):
 
     name: ClassVar[str] = "random_switching"
 
-    share: float = 0.5
+    share: Share = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from shoal.decode.transfer import Transfer
 from shoal.draft.retrieved import Likeness, Retrieved
 from shoal.draft.shape import Branching
 from shoal.errors import Unsupported
+from shoal.methods._limits import Guesses, Number, Positions
 from shoal.methods._second_model import Absent, SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -42,12 +43,12 @@ class Rapid(SecondModelMethod):
     paper: ClassVar[str] = "arXiv 2502.20330"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    length: int = 10
-    context: int = 2048
-    chunk: int = 128
-    begin: int = 64
-    end: int = 256
-    eta: float = 0.0
+    length: Guesses = 10
+    context: Positions = 2048
+    chunk: Positions = 128
+    begin: Positions = 64
+    end: Positions = 256
+    eta: Number = 0.0
     likeness: Likeness | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

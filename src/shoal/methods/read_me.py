@@ -10,6 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._limits import Layers, Seed
 from shoal.methods._trained import made_of
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
@@ -42,8 +43,8 @@ class ReadME(Method):
     reads: ClassVar[tuple[str, ...]] = ("part",)
 
     part: str | None = None
-    experts: int | None = 6
-    random: int | None = None
+    experts: Layers | None = 6
+    random: Seed | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

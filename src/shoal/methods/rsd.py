@@ -10,6 +10,7 @@ from typing import ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.draft.shape import Branching, Child, Leaf, Noise
 from shoal.methods._drafting import RuleName
+from shoal.methods._limits import Guesses, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -31,9 +32,9 @@ class RSD(SecondModelMethod):
     name: ClassVar[str] = "rsd"
     paper: ClassVar[str] = "arXiv 2402.14160"
 
-    beam: int = 3
-    length: int = 4
-    branching: tuple[int, ...] | None = None
+    beam: Guesses = 3
+    length: Guesses = 4
+    branching: TreeWidths | None = None
     rule: RuleName = field(default="rejection", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
+from shoal.methods._limits import LayerList, Most
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -26,8 +27,8 @@ class Schedule(Method):
     needs: ClassVar[tuple[str, ...]] = ("a calibrated schedule",)
     fills: ClassVar[tuple[str, ...]] = ("plan",)
 
-    order: tuple[int, ...]
-    steps: tuple[int, ...]
+    order: LayerList
+    steps: Annotated[tuple[int, ...], Most(1 << 20, items=4096)]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.order import removal_order
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Most
 from shoal.methods.base import LAYER_SCORES, Method
 from shoal.types import ModelInfo
 
@@ -28,7 +29,7 @@ class ShortGPT(Method):
     paper: ClassVar[str] = "arXiv 2403.03853"
     needs: ClassVar[tuple[str, ...]] = (LAYER_SCORES,)
 
-    removed: float | int = 0.15
+    removed: Annotated[float | int, Most(4096)] = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()

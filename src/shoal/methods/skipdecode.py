@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.budget import LinearFall, as_layers
 from shoal.depth.order import removal_order
 from shoal.depth.schedule import lay_out
+from shoal.methods._limits import Horizon, Layers, Most
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -30,10 +31,10 @@ class SkipDecode(Method):
     name: ClassVar[str] = "skipdecode"
     paper: ClassVar[str] = "arXiv 2307.02628"
 
-    maximum: float | int = 1.0
-    minimum: float | int = 0.7
-    warm_up: int = 1
-    horizon: int | None = None
+    maximum: Annotated[float | int, Most(4096)] = 1.0
+    minimum: Annotated[float | int, Most(4096)] = 0.7
+    warm_up: Layers = 1
+    horizon: Horizon | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import NEVER, DepthPlan
+from shoal.methods._limits import Most, Positions, Seed
 from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.types import ModelInfo
 
@@ -43,10 +44,10 @@ class SnapKV(Method):
     paper: ClassVar[str] = "arXiv 2404.14469"
     needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
-    budget: int | None = 1024
-    window: int = 32
-    pool: int = 7
-    random: int | None = None
+    budget: Positions | None = 1024
+    window: Positions = 32
+    pool: Annotated[int, Most(255)] = 7
+    random: Seed | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Positions
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -35,9 +36,9 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "arXiv 2309.17453"
 
-    window: int | None = 1024
-    sinks: int = 4
-    every: int = 64
+    window: Positions | None = 1024
+    sinks: Positions = 4
+    every: Positions = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.draft.corpus import stamp_of, tokens_of
 from shoal.errors import Unsupported
+from shoal.methods._limits import Guesses, Most, Number, Share
 from shoal.methods.base import Method
 
 if TYPE_CHECKING:
@@ -49,11 +50,11 @@ class Superposed(Method):
     paper: ClassVar[str] = "arXiv 2405.18400"
     reads: ClassVar[tuple[str, ...]] = ("corpus",)
 
-    k: int = 3
-    tokens: int | None = None
-    alpha: float = 0.54
-    sharpen: float = 0.06
-    unseen: float = -10.0
+    k: Guesses = 3
+    tokens: Annotated[int, Most(1024)] | None = None
+    alpha: Share = 0.54
+    sharpen: Number = 0.06
+    unseen: Number = -10.0
     corpus: str | None = None
     inner: Method | None = None
 

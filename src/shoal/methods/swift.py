@@ -12,6 +12,7 @@ from shoal.draft.per_row import PerRow
 from shoal.draft.shallow import OwnLayersDrafter
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
+from shoal.methods._limits import Guesses, Share, Tries
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -51,16 +52,16 @@ class Swift(DraftingMethod):
     name: ClassVar[str] = "swift"
     paper: ClassVar[str] = "arXiv 2410.06916"
 
-    ratio: float = 0.45
-    length: int = 8
-    stop: float = 0.8
+    ratio: Share = 0.45
+    length: Guesses = 8
+    stop: Share = 0.8
     trees: bool = True
-    nodes: int = 24
-    window: int = 32
-    rounds: int = 24
-    patience: int = 12
-    enough: float = 0.95
-    bayes_every: int = 8
+    nodes: Guesses = 24
+    window: Guesses = 32
+    rounds: Tries = 24
+    patience: Tries = 12
+    enough: Share = 0.95
+    bayes_every: Tries = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Layers, Positions
 from shoal.methods.base import SHOWN_QUERIES, Method, check_layer, whole_layers
 from shoal.types import ModelInfo
 
@@ -47,9 +48,9 @@ class Tidal(Method):
     paper: ClassVar[str] = "arXiv 2410.05076"
     needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
-    k: int | None = 512
-    select: int | None = None
-    reselect: int | None = None
+    k: Positions | None = 512
+    select: Layers | None = None
+    reselect: Layers | None = None
     share: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:

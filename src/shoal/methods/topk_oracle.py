@@ -10,6 +10,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._limits import Layers, Positions
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first
 from shoal.types import ModelInfo
 
@@ -36,8 +37,8 @@ class TopKOracle(Method):
     name: ClassVar[str] = "topk_oracle"
     needs: ClassVar[tuple[str, ...]] = (SHOWN_QUERIES,)
 
-    k: int | None = 256
-    first: int = DENSE_LAYERS
+    k: Positions | None = 256
+    first: Layers = DENSE_LAYERS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
+from shoal.methods._limits import Positions, Seconds, Share, TokenIds
 from shoal.methods._second_model import short
 from shoal.methods.base import Method
 
@@ -54,15 +55,15 @@ class TrimR(Method):
     reads: ClassVar[tuple[str, ...]] = ("judge",)
 
     judge: str | object = None
-    agree: int = 2
-    sentences: int = 50
-    share: float | None = 0.5
-    thoughts: int = 20
-    repeats: int | None = 4
+    agree: Positions = 2
+    sentences: Positions = 50
+    share: Share | None = 0.5
+    thoughts: Positions = 20
+    repeats: Positions | None = 4
     opening: str | None = None
-    closing: str | tuple[int, ...] | None = None
+    closing: str | TokenIds | None = None
     cues: str | None = None
-    patience: float = 30.0
+    patience: Seconds = 30.0
     inner: Method | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.methods._limits import Number
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -26,7 +27,7 @@ class UnifiedLayerSkipping(Method):
     name: ClassVar[str] = "unified_layer_skipping"
     paper: ClassVar[str] = "arXiv 2404.06954"
 
-    speedup: float = 1.2
+    speedup: Number = 1.2
 
     def __post_init__(self) -> None:
         super().__post_init__()

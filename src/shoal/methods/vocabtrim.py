@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.draft.corpus import stamp_of, tokens_of
 from shoal.draft.shape import Branching
+from shoal.methods._limits import Guesses, Most, Positions, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
 from shoal.types import ModelInfo
 
@@ -35,10 +36,10 @@ class VocabTrim(SecondModelMethod):
     needs: ClassVar[tuple[str, ...]] = (*SecondModelMethod.needs, "a list of frequent tokens or a text")
 
     text: str | None = None
-    tokens: tuple[int, ...] | None = None
-    keep: int | None = None
-    length: int = 4
-    branching: tuple[int, ...] | None = None
+    tokens: Annotated[tuple[int, ...], Most(1 << 31, items=1 << 20)] | None = None
+    keep: Positions | None = None
+    length: Guesses = 4
+    branching: TreeWidths | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

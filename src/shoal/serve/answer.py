@@ -12,7 +12,7 @@ from typing import Any
 from shoal.decode.verifier import NoVerdict, NoVerdictInTime
 from shoal.engine.request_handle import Item, Placed, RequestHandle, ScheduledRow
 from shoal.engine.scheduler import Scheduler
-from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull
+from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
 from shoal.serve.errors import ApiError, refused
 from shoal.types import Result, Step
 
@@ -152,6 +152,8 @@ class Answer:
 def _failure(error: BaseException) -> BaseException:
     if isinstance(error, OutOfMemory):
         return ApiError(503, "the server's memory does not suffice for this request now", code="out_of_memory")
+    if isinstance(error, Unsupported):  # found out while it was decoded: a constraint that nothing meets any more
+        return ApiError(400, str(error))
     if isinstance(error, Interrupted):
         return ApiError(503, str(error), code="interrupted")
     if isinstance(error, NoVerdict):

@@ -23,13 +23,14 @@ from shoal.serve.handler import IGNORED, RequestHandler, named
 from shoal.serve.head import HeadAsGet
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
+from shoal.serve.origins import LOCAL
 from shoal.serve.playground import Playground
 from shoal.serve.responses import ResponseBody
 from shoal.serve.settings import Settings
 from shoal.serve.words import DetokenizeBody, TokenizeBody, Words
 
-_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins of pages that this machine serves."""
+_LAST_TURN = 1.0
+"""Seconds that the step under way has to end when the grace is over."""
 LOG = logging.getLogger("shoal.serve")
 
 
@@ -45,13 +46,14 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(scheduler.close, timeout=settings.grace)
+        left = getattr(app.state, "left", lambda: settings.grace)()
+        await asyncio.to_thread(scheduler.close, timeout=left, last=_LAST_TURN)
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # before the gate: a browser asks for leave without a key
-        CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=_LOCAL, allow_methods=["GET", "POST"],
+        CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
         allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
     )
     app.add_exception_handler(ApiError, _api_error)
@@ -61,7 +63,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
     _add_generation(app, RequestHandler(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
-    _add_state(app, scheduler, metrics)
+    _add_state(app, scheduler, metrics, settings)
     _add_words(app, Words(scheduler, settings))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
@@ -127,12 +129,20 @@ def _add_words(app: FastAPI, words: Words) -> None:
         return words.props()
 
 
-def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics) -> None:
+def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
+    """What is wrong with a server, in words; None where requests are worked on."""
+    if not scheduler.alive:
+        return "decoding has stopped"
+    busy = scheduler.busy
+    return f"a step of decoding has taken {busy:.0f} s so far" if busy > settings.stall else None
+
+
+def _add_state(app: FastAPI, scheduler: Scheduler, metrics: Metrics, settings: Settings) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while requests are worked on, else 503."""
-        alive = scheduler.alive
-        return JSONResponse({"status": "ok" if alive else "decoding has stopped"}, 200 if alive else 503)
+        ill = ailment(scheduler, settings)
+        return JSONResponse({"status": ill or "ok"}, 503 if ill else 200)
 
     @app.get("/metrics")
     async def numbers() -> Response:

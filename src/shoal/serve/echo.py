@@ -13,6 +13,9 @@ from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import TokenLogprob
 
+_PIECE = 64
+"""Tokens that are read at a time: whoever decodes waits as long."""
+
 
 @torch.no_grad()
 def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -27,8 +30,9 @@ def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenL
     """
     stack, found = engine.stack, [TokenLogprob(ids[0], 0.0)]
     cache, plan = KVCache(stack.windows, 1), DepthPlan.full(stack.num_layers)
-    for first in range(0, len(ids) - 1, stack.prefill_chunk):
-        tokens = ids[first : first + stack.prefill_chunk]
+    size = min(_PIECE, stack.prefill_chunk)
+    for first in range(0, len(ids) - 1, size):
+        tokens = ids[first : first + size]
         chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
         with engine.turn():
             logits = stack.forward([chunk], cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.constraint import GUIDED, Constraint, JsonSchema, guided
@@ -27,6 +28,13 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
     return next(iter(given.values()), None)
+
+
+def in_folder(constraint: Any, folder: str) -> Any:
+    """The constraint; of members with the modules of the operator's folder, where there is one."""
+    from shoal.engine.members import PythonMembers
+
+    return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
 
 
 def _formatted(value: Mapping[str, Any] | None) -> Constraint | None:

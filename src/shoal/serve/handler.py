@@ -22,8 +22,9 @@ from shoal.serve.answer import Answer
 from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
 from shoal.serve.echo import prompt_logprobs
 from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.formats import in_folder
 from shoal.serve.metrics import Metrics, beside, report
-from shoal.serve.middleware import note
+from shoal.serve.middleware import GONE, note
 from shoal.serve.prompts import chat_ids, conversation, prompts_of
 from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
@@ -36,8 +37,6 @@ _COMPLETION_TOKENS = 16
 _MOST_TOLD, _MOST_NAMED = 1000, 64
 IGNORED = "x-shoal-ignored"
 """The header that names the fields of a request that had no effect."""
-_GONE = 499
-"""Status for the log where the client left before its answer; nobody receives it."""
 
 
 class RequestHandler:
@@ -77,7 +76,7 @@ class RequestHandler:
         if body.stream:
             return self._telling(_streaming(self._response_events(request, answer, wire)), ignored)
         if not await self._drained(request, answer):
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         return self._telling(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
 
     async def _asked(self, body: ChatBody) -> _Conversation:
@@ -143,6 +142,7 @@ class RequestHandler:
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
+        options["constraint"] = in_folder(options.get("constraint"), self._settings.members_folder)
         await answer.start(prompts, options)
         row = answer.entries[0].row
         note(request.scope, seed=row.seed, sampling=row.sampling.shown())
@@ -164,7 +164,7 @@ class RequestHandler:
 
     async def _whole(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
         if not await self._drained(request, answer):
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
         best = answer.best(body.n)
         shown = [answer.results[place] for place in best]

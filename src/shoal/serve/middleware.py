@@ -1,4 +1,4 @@
-"""What every request passes before it reaches its route: an id, the key, the size limit, and a line in the log."""
+"""What every request passes before its route: who asks, from where, how much, and a line in the log."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from shoal.serve.errors import ApiError
+from shoal.serve.origins import check_host, check_origin
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("shoal.serve")
 LAST_WORDS = 10.0
 """Seconds that a client has to take the error which says that its time is up."""
+GONE = 499
+"""Status for the log where the client left before its answer; nobody receives it."""
+_BEARER = re.compile(r"\s*bearer\s+(\S.*?)\s*", re.IGNORECASE)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -33,6 +38,13 @@ class TooLarge(ApiError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the request is larger than {limit} bytes, which is this server's limit")
+
+
+class TwoLengths(ApiError):
+    """Two headers say where the body ends; whoever stands before the server may have believed the other one."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "the request has Content-Length and Transfer-Encoding; send one of them")
 
 
 class Gate:
@@ -64,11 +76,13 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope["path"], headers)
+            self._check(scope["method"], scope["path"], headers)
             with self._patience(line):
                 await self._app(scope, self._bounded(receive), answer)
         except ApiError as error:
-            await JSONResponse(error.to_dict(), error.status)(scope, receive, answer)
+            await JSONResponse(error.to_dict(), error.status, _beside(error))(scope, receive, answer)
+        except ClientDisconnect:  # before its request was here as a whole
+            line["status"] = GONE
         except asyncio.CancelledError:
             if not getattr(scope["app"].state, "stopping", bool)():
                 raise
@@ -96,13 +110,14 @@ class Gate:
         finally:
             left.cancel()
 
-    def _check(self, path: str, headers: Headers) -> None:
-        keys = self._settings.api_keys
-        if keys and path.startswith(("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")):
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-            matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
-            if not any(matches):
-                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise TwoLengths
+        check_host(headers, self._settings.hosts)
+        if self._settings.api_keys and path.startswith(_KEYED):
+            check_key(headers, self._settings.api_keys)  # a page that has one was given it
+        else:
+            check_origin(method, headers, self._settings.cors_origins)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body:
             raise TooLarge(self._settings.max_body)
@@ -120,6 +135,29 @@ class Gate:
             return message
 
         return bounded
+
+
+_KEYED = ("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")
+"""Beginnings of the routes that ask for a key."""
+
+
+def check_key(headers: Headers, keys: Sequence[str]) -> None:
+    """Refuse a request with none of the keys, in `Authorization: Bearer KEY` or `x-api-key: KEY`; ApiError 401."""
+    asked = headers.get("authorization", "")
+    bearer = _BEARER.fullmatch(asked)
+    given = [word.encode("utf-8", "replace")
+             for word in (bearer[1] if bearer else "", headers.get("x-api-key", "").strip())]
+    matches = [hmac.compare_digest(one, key.encode("utf-8")) for one in given for key in keys]
+    if not any(matches):
+        form = "" if bearer or not asked else "; Authorization must be `Bearer KEY`"
+        raise ApiError(401, f"the API key is missing or wrong{form}", code="invalid_api_key")
+
+
+def _beside(error: ApiError) -> dict[str, str] | None:
+    """Headers that belong to an error."""
+    if error.status == 401:
+        return {"www-authenticate": "Bearer"}
+    return {"connection": "close"} if isinstance(error, TwoLengths) else None
 
 
 async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 from shoal import methods
 from shoal.decode.verifier import is_url
+from shoal.methods._limits import Most, beyond, limits_of
 from shoal.methods.base import LAYER_SCORES, MASKED, SHOWN_QUERIES, WRAPPED, Method
 from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
 _HARMLESS = (LAYER_SCORES, MASKED, SHOWN_QUERIES)
+_MOST_METHODS, _DEEPEST = 16, 4
+"""Methods that one request may name, and how many of them may lie within each other."""
 
 
 def allowed(settings: Settings) -> list[str]:
@@ -44,32 +47,75 @@ def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Se
             raise ApiError(400, "method_args belongs to a method; name it in method", param="method")
         return methods.make(settings.method)
     spec = {"method": method, "method_args": args}
-    _check(spec, settings)
+    _check(spec, settings, [])
     try:
         return methods.make(spec)
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), param="method" if isinstance(method, list) else "method_args") from None
 
 
-def _check(spec: Any, settings: Settings) -> None:
-    """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known."""
+def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> None:
+    """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known.
+
+    Args:
+        spec: as JSON has it.
+        settings: the operator's.
+        seen: the methods named so far.
+        depth: within how many others this one lies.
+    """
+    if depth > 2 * _DEEPEST:  # a list within a list counts, too
+        raise ApiError(400, f"method: more than {_DEEPEST} methods lie within each other", param="method")
     spec = {"method": spec} if isinstance(spec, str | list) else spec
     if isinstance(spec, Mapping) and isinstance(spec.get("method"), list):
         for one in spec["method"]:
-            _check(one, settings)
+            _check(one, settings, seen, depth + 1)
         return
     name = spec.get("method") if isinstance(spec, Mapping) else None
     if not isinstance(name, str) or name not in _known():
-        raise ApiError(400, f"method is {name!r}; this server has {', '.join(allowed(settings))}", param="method")
+        raise ApiError(400, f"method is {name!r:.200}; this server has {', '.join(allowed(settings))}", param="method")
+    seen.append(name)
+    if len(seen) > _MOST_METHODS:
+        raise ApiError(400, f"method: more than {_MOST_METHODS} methods in one request", param="method")
     if name not in allowed(settings):
         message = f"method {name!r} is not allowed here; allowed are {', '.join(allowed(settings)) or 'none'}"
         raise ApiError(403, message, param="method", code="method_not_allowed")
     args = spec.get("method_args") or {}
     _check_files(name, args, settings)
+    _check_numbers(name, args, settings)
     for holder in (spec, args if isinstance(args, Mapping) else {}):
         for knob in WRAPPED:
             if holder.get(knob) is not None:
-                _check(holder[knob], settings)
+                _check(holder[knob], settings, seen, depth + 1)
+
+
+def _check_numbers(name: str, args: Any, settings: Settings) -> None:
+    """Refuse numbers, lists and texts that are larger than a request may make them."""
+    limits = _limits(name)
+    for knob, value in args.items() if isinstance(args, Mapping) else ():
+        if knob in WRAPPED or knob not in methods.get(name).knobs():
+            continue
+        limit = limits.get(knob, Most(0))
+        more = settings.limits.get(f"{name}.{knob}")
+        if (why := beyond(value, limit if more is None else Most(more, max(limit.items, int(more))))) is not None:
+            raise ApiError(400, f"{knob} of {name} is {why} from a request. The operator may allow more by "
+                           f"--method-limit {name}.{knob}=N", param="method_args")
+
+
+@functools.cache
+def _limits(name: str) -> Mapping[str, Most]:
+    return limits_of(methods.get(name))
+
+
+def check_limits(limits: Mapping[str, float]) -> None:
+    """Refuse limits of numbers that no method has; ValueError says what there is."""
+    for place, most in limits.items():
+        name, _, knob = place.partition(".")
+        known = _limits(name) if name in _known() else {}
+        if knob not in known:
+            there = f"{name} has {', '.join(known)}" if known else f"methods are {', '.join(sorted(_known()))}"
+            raise ValueError(f"--method-limit {place}: there is no such number of a method; {there}")
+        if not most >= 0:
+            raise ValueError(f"--method-limit {place} is {most}; it must be 0 or more")
 
 
 def _check_files(name: str, args: Any, settings: Settings) -> None:

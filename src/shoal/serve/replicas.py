@@ -20,7 +20,7 @@ from starlette.datastructures import MutableHeaders
 
 from shoal.engine.scheduler import Scheduler
 from shoal.integrations import local_ray
-from shoal.serve.app import create_app
+from shoal.serve.app import ailment, create_app
 from shoal.serve.fleet import Board, FleetMetrics
 from shoal.serve.run import bind, log_to_stderr, url_of
 from shoal.serve.settings import Settings
@@ -115,8 +115,8 @@ class Replica:
 
     def check_health(self) -> None:
         """Asked by Ray Serve every second; a replica that fails three times in a row is replaced."""
-        if not self._scheduler.alive:
-            raise RuntimeError("decoding has stopped")
+        if (ill := ailment(self._scheduler, self._settings)) is not None:
+            raise RuntimeError(ill)
 
 
 class Named:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
+import os
 import socket
 import sys
+import time
+from contextlib import suppress
+from types import FrameType
 
 import uvicorn
 
 from shoal.engine.scheduler import Scheduler
 from shoal.serve.app import create_app
 from shoal.serve.settings import Settings
+
+LAST_STEPS = 4.0
+"""Seconds between the end of the grace and the end of the process, whatever has not ended by then."""
+_HURRY = 2.0
+"""Seconds between a second signal and that end."""
+_LAST_TURN = 1.0
+"""Seconds that the step under way has to end once all else has."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,12 +57,51 @@ def log_to_stderr() -> None:
     logging.getLogger("shoal.serve").setLevel(logging.INFO)
 
 
-def make_server(scheduler: Scheduler, settings: Settings) -> uvicorn.Server:
+class HttpServer(uvicorn.Server):
+    """One whose shutdown ends: by itself, by a second signal, and at the latest when the grace is over.
+
+    Args:
+        config: uvicorn's.
+        grace: seconds that requests have to finish.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace: float) -> None:
+        super().__init__(config)
+        self._grace, self._stopped = grace, 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left of the grace."""
+        if not self._stopped:
+            return self._grace
+        return max(0.0, self._grace - (time.monotonic() - self._stopped))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came: finish what runs, or end now where one had come before."""
+        if self._stopped:
+            self.force_exit = True
+        else:
+            self._stopped = time.monotonic()
+        end_within(_HURRY if self.force_exit else self._grace + LAST_STEPS)
+        super().handle_exit(sig, frame)
+
+
+def end_within(seconds: float) -> None:
+    """End the process after so many seconds, and say what it was doing; from a thread that needs nobody's leave."""
+    with suppress(AttributeError, OSError, ValueError):  # a stream without a file
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+
+
+def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
     """A server to run on sockets of one's own."""
     app = create_app(scheduler, settings)
-    grace = math.ceil(settings.grace)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=grace))
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
+        timeout_keep_alive=math.ceil(settings.keep_alive),
+    )
+    server = HttpServer(config, settings.grace)
     app.state.stopping = lambda: server.should_exit
+    app.state.left = lambda: server.left
     return server
 
 
@@ -64,4 +115,10 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     try:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:
-        scheduler.close(drain=False)
+        scheduler.close(drain=False, last=_LAST_TURN)
+        faulthandler.cancel_dump_traceback_later()
+        if not scheduler.ended:  # its thread would hold up the interpreter's own end
+            print("a step of decoding does not end; the process ends without it:", file=sys.stderr, flush=True)
+            with suppress(AttributeError, OSError, ValueError):
+                faulthandler.dump_traceback(sys.stderr)
+            os._exit(1)

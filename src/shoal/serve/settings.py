@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,11 @@ class Settings:
         log_prompts: whether logs may hold prompts and answers.
         playground: whether there is a page at `/`.
         strict: whether fields without effect are answered 400.
+        limits: what numbers of methods a request may set, by `method.knob`, where that is not what the method says.
+        hosts: names by which the server may be asked, each with or without a port; none for any.
+        keep_alive: seconds that a connection without a request stays open.
+        stall: seconds after which a step that does not end counts as stuck, and the server as ill.
+        members_folder: a folder of Python code whose modules `guided_members` knows; none where empty.
         cors_origins: origins whose pages may ask, `*` for all; pages of this machine always may.
     """
 
@@ -41,6 +48,11 @@ class Settings:
     playground: bool = True
     strict: bool = False
     cors_origins: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    keep_alive: float = 75.0
+    stall: float = 30.0
+    members_folder: str = ""
 
     def __post_init__(self) -> None:
         for name in ("default_max_tokens", "max_tokens", "max_n", "max_body"):
@@ -48,7 +60,10 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds, or none at all")
-        if not self.grace >= 0:
-            raise ValueError(f"grace is {self.grace}; it must be >= 0 seconds")
+        for name in ("grace", "keep_alive"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0 seconds, and finite")
+        if not self.stall > 0:
+            raise ValueError(f"stall is {self.stall}; it must be more than 0 seconds")
         if "" in self.api_keys:
             raise ValueError("an API key is empty; give one of at least one character")
