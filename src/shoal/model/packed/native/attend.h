@@ -47,25 +47,14 @@ static void reset_states(const Run *r, const Task *task, int i) {
         reset(state_at(r, task->segment, task->split, i, head), r->m->head_dim);
 }
 
-/* Which nodes before it token t does not see, as bits of nodes: those beside its path and those outside its window. The nodes of
-   a path stand at consecutive positions, so a window leaves the last ones. */
-INLINE uint64_t hidden_nodes(const ShoalBatch *b, const ShoalLayer *layer, int t) {
-    uint64_t seen = b->ancestors[t];
-    if (!seen) return 0;
-    for (int over = layer->window ? __builtin_popcountll(seen) - layer->window : 0; over > 0; over--) seen &= seen - 1;
-    return ~seen & ((1ull << b->node[t]) - 1);
-}
-
 /* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
 INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
     if (reads_of(r, task->entry, t).count) return (Seen){0};
-    const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start)); /* a node's column never precedes its position */
-    const int high = min_int(min_int(task->high, base + CHUNK), s->stored + r->b->node[t] + 1);
-    Seen seen = {.low = max_int(low - base, 0), .high = high - base, .first_node = s->stored - base};
-    if (high > s->stored) seen.hidden = hidden_nodes(r->b, task->layer, t);
-    return seen;
+    const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start));
+    const int high = min_int(min_int(task->high, base + CHUNK), place_of(r->b, t, s->stored) + 1);
+    return (Seen){.low = max_int(low - base, 0), .high = high - base};
 }
 
 /* Say what comes after a chunk. Many queries leave the memory at rest for long: what the processor fetches by itself is enough. */
@@ -97,30 +86,77 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
     }
 }
 
+/* Lay out places `from`..high-1 of the chunk that begins at `base`, as they are in the text that token number i ends. */
+static void lay_places(Worker *w, const Task *task, const Source *source, int by, int i, int base, int from, int high) {
+    const int t = task->chosen->token[i], stored = task->segment->stored, count = (int)round_up(high, LAID);
+    int32_t columns[CHUNK];
+    for (int k = 0; k < count; k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
+    if (branches(w->run->b, t) && base + high > stored) {
+        int k = max_int(stored - base, 0);
+        for (uint64_t path = path_from(w->run->b, t, base + k - stored); k < high; k++, path &= path - 1)
+            columns[k] = stored + __builtin_ctzll(path);
+    }
+    lay_columns(&w->chunk, source, columns, from, count, by);
+}
+
+/* Of the tokens in `left`, bits of numbers from the segment's first on, those on token number i's path look at the chunk. They are done. */
+static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *left, const Seen *seen, int base) {
+    const Segment *s = task->segment;
+    const ShoalBatch *b = w->run->b;
+    const int group = w->run->m->heads / w->run->m->kv_heads;
+    const uint64_t path = b->ancestors[task->chosen->token[i]];
+    uint32_t here = 1u << (i - s->first);
+    for (int j = s->first; j < i; j++)
+        here |= (uint32_t)(path >> b->node[task->chosen->token[j]] & 1) << (j - s->first);
+    here &= *left, *left &= ~here;
+    while (here) { /* neighbours together */
+        const int first = __builtin_ctz(here), last = first + __builtin_ctz(~(here >> first));
+        attend_chunk(w, task, by, (s->first + first) * group, (s->first + last) * group, seen + first, base);
+        here &= ~(((1u << (last - first)) - 1) << first);
+    }
+}
+
+/* A chunk with nodes of a tree, leaf after leaf: only what stands behind the committed columns is laid out anew. */
+static void attend_paths(Worker *w, const Task *task, const Source *source, int by, const Seen *seen, int base) {
+    const Segment *s = task->segment;
+    uint32_t left = 0;
+    for (int i = s->first; i < s->last; i++) left |= (uint32_t)(seen[i - s->first].low < seen[i - s->first].high) << (i - s->first);
+    for (int from = 0; left; from = max_int(s->stored - base, 0) / LAID * LAID) {
+        const int last = 31 - __builtin_clz(left);
+        lay_places(w, task, source, by, s->first + last, base, from, seen[last].high);
+        attend_path(w, task, by, s->first + last, &left, seen, base);
+    }
+}
+
 /* A chunk begins at a multiple of CHUNK positions, so that a column's place in it does not depend on what is stored. */
 static void attend_columns(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
     const int group = w->run->m->heads / w->run->m->kv_heads, by = products_of(w->run->m, source);
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
-        Seen seen[MAX_TOKENS];
-        int32_t columns[CHUNK];
-        int high = 0;
+        Seen seen[TOGETHER];
+        int high = 0, last = s->first;
         for (int i = s->first; i < s->last; i++) {
             const Seen one = seen[i - s->first] = seen_by(w->run, task, i, base);
-            if (one.low < one.high) high = max_int(high, one.high);
+            if (one.low < one.high && one.high > high) high = one.high, last = i;
         }
-        for (int k = 0; k < round_up(high, LAID); k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
         if (!high) continue;
         look_ahead(w, source, (s->last - s->first) * group, NULL, base + CHUNK, CHUNK);
-        lay_columns(&w->chunk, source, columns, (int)round_up(high, LAID), by);
+        if (s->branches && base + high > s->stored) {
+            attend_paths(w, task, source, by, seen, base);
+            continue;
+        }
+        lay_places(w, task, source, by, last, base, 0, high);
         attend_chunk(w, task, by, s->first * group, s->last * group, seen, base);
     }
 }
 
-/* What was selected for queries first..last-1 of one token, among the task's columns or as many of the list from `from` on, brought
-   together chunk by chunk. */
-static void attend_list(Worker *w, const Task *task, const Source *source, int first, int last, const int32_t *from, int count, int listed) {
-    const int low = listed ? 0 : task->low, high = listed ? INT32_MAX : task->high, by = products_of(w->run->m, source);
+/* What was selected for queries first..last-1 of token number i, among the task's columns or as many of the list from `from` on, brought
+   together chunk by chunk. A list that was made here has places of the text that the token ends, one of `select` columns. */
+static void attend_list(Worker *w, const Task *task, const Source *source, int i, int first, int last, const int32_t *from, int count,
+                        int listed) {
+    const ShoalBatch *b = w->run->b;
+    const int t = task->chosen->token[i], stored = task->segment->stored, by = products_of(w->run->m, source);
+    const int low = listed ? 0 : column_of(b, t, stored, task->low), high = listed ? INT32_MAX : column_of(b, t, stored, task->high);
     const int32_t *end = from + count;
     if (listed) from += task->split * SPLIT, end = from + min_int(SPLIT, (int)(end - from));
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
@@ -135,11 +171,12 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int f
     while (from < end && *from < high) {
         int32_t columns[CHUNK];
         Seen seen = {0};
-        for (; seen.high < CHUNK && from < end && *from < high; from++) columns[seen.high++] = *from;
+        for (; seen.high < CHUNK && from < end && *from < high; from++)
+            columns[seen.high++] = listed ? column_of(b, t, stored, *from) : *from;
         const int places = (int)round_up(seen.high, LAID);
         for (int k = seen.high; k < places; k++) columns[k] = -1;
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
-        lay_columns(&w->chunk, source, columns, places, by);
+        lay_columns(&w->chunk, source, columns, 0, places, by);
         attend_chunk(w, task, by, first, last, &seen, 0);
     }
 }
@@ -152,7 +189,7 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
     for (int list = 0; list < lists; list++) {
         const int32_t *columns = reads.columns + (int64_t)(task->head * lists + list) * reads.count;
         const int first = i * group + list, last = reads.apart ? first + 1 : (i + 1) * group;
-        attend_list(w, task, source, first, last, columns, reads.count, listed);
+        attend_list(w, task, source, i, first, last, columns, reads.count, listed);
     }
 }
 

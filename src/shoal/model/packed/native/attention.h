@@ -2,7 +2,8 @@
    whatever the form in which it is stored: 16 columns of keys side by side, so that nothing is summed across a vector.
    Softmax runs online: every (token, head) carries its peak, its denominator and its weighted sum of values from chunk
    to chunk. The order of sums depends on the columns' places alone, and a column that is hidden adds zero: what a query
-   gets does not depend on which others there are. */
+   gets does not depend on which others there are. A column's place is its position in the text that the query ends, so the nodes of a
+   tree are laid out path by path, and a node gets what it gets where its path is a straight text. */
 #ifndef SHOAL_ATTENTION_H
 #define SHOAL_ATTENTION_H
 
@@ -90,10 +91,9 @@ typedef struct {
     float scale, cap;                /* of scores */
 } Chunk;
 
-/* What a token sees of a chunk: places low..high-1 without the nodes in `hidden`, of which bit 0 stands at first_node. */
+/* What a token sees of a chunk: places low..high-1. */
 typedef struct {
-    int low, high, first_node;
-    uint64_t hidden;
+    int low, high;
 } Seen;
 
 INLINE int words_of_line(int dim, const int by) { return by == BY_FLOATS ? dim : dim / 2; }
@@ -265,12 +265,12 @@ INLINE void lay_scales(Strided from, int blocks, float *to) {
     }
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int count, const int dim, const int form,
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int from, int count, const int dim, const int form,
                       const int values_form, const int by) {
     const int64_t keys = 64 * round_up(words_of_line(dim, by), 16);
     const int64_t values = 64ll * vectors_of_line(dim, by) * (by == BY_FLOATS ? 16 : 8);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
-    for (int i = 0; i < count; i += 16) {
+    for (int i = from; i < count; i += 16) {
         const Strided found = find_lines(s, 0, columns + i, room);
         lay_keys(found, c->ahead, dim, c->keys + i / 16 * keys, form, by);
         if (by == BY_HALVES) lay_scales(found, blocks_of(dim), c->scales[0] + i);
@@ -283,20 +283,20 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int cou
 /* The usual dimensions known to the compiler: then no line has an end to look out for. */
 #define LAY_LINES(form, values_form, by)                                                                               \
     do {                                                                                                               \
-        if (s->dim == 64) lay_lines(c, s, columns, count, 64, form, values_form, by);                                  \
-        else if (s->dim == 128) lay_lines(c, s, columns, count, 128, form, values_form, by);                           \
-        else lay_lines(c, s, columns, count, s->dim, form, values_form, by);                                           \
+        if (s->dim == 64) lay_lines(c, s, columns, from, count, 64, form, values_form, by);                            \
+        else if (s->dim == 128) lay_lines(c, s, columns, from, count, 128, form, values_form, by);                     \
+        else lay_lines(c, s, columns, from, count, s->dim, form, values_form, by);                                     \
     } while (0)
 
-static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int count) {
-    lay_lines(c, s, columns, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
+static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int from, int count) {
+    lay_lines(c, s, columns, from, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
 }
-static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int count) {
+static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int from, int count) {
     LAY_LINES(STORED_BF16, STORED_BF16, BF16_PRODUCTS ? BY_BF16 : BY_FLOATS);
 }
 #define LAY_BLOCKS(name, form, values_form)                                                                            \
-    static void name(Chunk *c, const Source *s, const int32_t *columns, int count, int by) {                           \
-        if (by == BY_FLOATS) lay_lines(c, s, columns, count, s->dim, form, values_form, BY_FLOATS);                    \
+    static void name(Chunk *c, const Source *s, const int32_t *columns, int from, int count, int by) {                 \
+        if (by == BY_FLOATS) lay_lines(c, s, columns, from, count, s->dim, form, values_form, BY_FLOATS);              \
         else LAY_LINES(form, values_form, BY_BLOCKS);                                                                  \
     }
 LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
@@ -311,14 +311,15 @@ INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
     return vf_load(some);
 }
 
-/* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. */
-static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int count, int by) {
+/* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. Those before `from`, a multiple of it too, lie
+   there already. */
+static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int from, int count, int by) {
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
-    for (int i = 0; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
-    if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, count);
-    else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, count);
-    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, count, by);
-    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, count, by);
+    for (int i = from; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
+    if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, from, count);
+    else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, from, count);
+    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, from, count, by);
+    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, from, count, by);
 }
 
 /* Whole numbers are summed as such, in the bits of `sum`. */
@@ -383,10 +384,6 @@ INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int fir
 INLINE void hide(const Seen *seen, float *scores, int first, int last) {
     for (int i = first; i < min_int(seen->low, last); i++) scores[i] = -INFINITY;
     for (int i = max_int(seen->high, first); i < last; i++) scores[i] = -INFINITY;
-    for (uint64_t bits = seen->hidden; bits; bits &= bits - 1) {
-        const int place = seen->first_node + __builtin_ctzll(bits);
-        if (place >= first && place < last) scores[place] = -INFINITY;
-    }
 }
 
 INLINE void add_sum(State *s, int at, float shrink, Vf sum) {

@@ -5,7 +5,8 @@
 
 #include "run.h"
 
-/* Columns by name, [kv_heads][count], or [heads][count] where query heads have columns of their own; count 0: all that a token sees. */
+/* Columns by name, [kv_heads][count], or [heads][count] where query heads have columns of their own; count 0: all that a token sees.
+   What is chosen here is named by its place in the text that the token ends: a node of a tree chooses what it would there. */
 typedef struct {
     const int32_t *columns;
     int count, apart;
@@ -18,7 +19,7 @@ INLINE int role_of(const Run *r, int entry, int t) {
     const ShoalChoice *c = r->b->choices ? r->b->choices + t : NULL;
     if (!c || !c->count || c->roles[entry] == READS_ALL) return READS_ALL;
     const int stored = stored_of(r, entry, t);
-    if (stored + r->b->node[t] + 1 <= c->count) return READS_ALL;
+    if (place_of(r->b, t, stored) < c->count) return READS_ALL;
     return c->roles[entry] == READS_LABELED || c->stored == stored ? c->roles[entry] : CHOOSES;
 }
 
@@ -124,12 +125,12 @@ static float log_sum(const float *scores, int count) {
     return most + logf(vf_sum(total));
 }
 
-/* Hide what token t does not see from the scores of a query head: nodes beside its path, and behind it up to whole vectors. */
-static void hide_noted(const Run *r, int t, int head, int stored) {
+/* Bring the scores of a query head to the places of the text that token t ends, and hide what stands behind it up to whole vectors.
+   Attention notes them by place, labels are scored by column. */
+static void ready_noted(const Run *r, int t, int head, int stored, int role) {
     float *scores = noted(r->b->choices + t, head);
-    const int own = stored + r->b->node[t];
-    for (int i = r->b->ancestors[t] ? stored : own; i < own; i++)
-        if (!(r->b->ancestors[t] >> (i - stored) & 1)) scores[i] = -INFINITY;
+    const int own = place_of(r->b, t, stored);
+    for (int i = stored; role == READS_LABELED && i <= own; i++) scores[i] = scores[column_of(r->b, t, stored, i)];
     for (int i = own + 1; i % LANES; i++) scores[i] = -INFINITY;
 }
 
@@ -170,10 +171,10 @@ static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first
 }
 
 /* What token t reads of a KV head: one list, or one for each of its query heads. */
-static void list_columns(const Run *r, int t, int kv_head, int stored) {
+static void list_columns(const Run *r, int t, int kv_head, int stored, int role) {
     const ShoalChoice *c = r->b->choices + t;
-    const int group = r->m->heads / r->m->kv_heads, head = kv_head * group, own = stored + r->b->node[t];
-    for (int h = head; h < head + group; h++) hide_noted(r, t, h, stored);
+    const int group = r->m->heads / r->m->kv_heads, head = kv_head * group, own = place_of(r->b, t, stored);
+    for (int h = head; h < head + group; h++) ready_noted(r, t, h, stored, role);
     if (!c->apart && group > 1) join_laws(c, head, group, own + 1);
     const int lists = c->apart ? group : 1, list = kv_head * lists;
     for (int i = 0; i < lists; i++) list_largest(c, head + i, own, c->columns + (int64_t)(list + i) * c->count);
@@ -185,7 +186,7 @@ static void choose_columns(const Worker *w, int entry, const Chosen *c, int role
     const int kv_heads = r->m->kv_heads;
     for (int k = w->id; k < c->count * kv_heads; k += w->threads) {
         const int t = c->token[k / kv_heads];
-        if (role_of(r, entry, t) == role) list_columns(r, t, k % kv_heads, stored_of(r, entry, t));
+        if (role_of(r, entry, t) == role) list_columns(r, t, k % kv_heads, stored_of(r, entry, t), role);
     }
 }
 

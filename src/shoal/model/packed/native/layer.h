@@ -177,6 +177,13 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
     meet(&w->run->team, w->id);
 }
 
+/* Whether nodes of a tree may lie among the columns of another task than the one that reads them at their places. */
+static int spreads(const Segment *segments, int count) {
+    for (const Segment *s = segments; s < segments + count; s++)
+        if (s->branches && s->splits > 1) return 1;
+    return 0;
+}
+
 static void run_attention(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
@@ -193,7 +200,7 @@ static void run_attention(Worker *w, int entry) {
     }
     meet(&r->team, w->id);
     const int labels = labels_in(r, entry, &c);
-    w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER;
+    w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
     if (w->stored) { /* tasks may read what others would store */
         store_layer(w, entry, &c, segments, count);
         if (r->b->select) ask_for_columns(w, entry, &c);

@@ -31,6 +31,7 @@ typedef struct {
 /* Consecutive chosen tokens first..last-1 of one row, and the splits of its columns. */
 typedef struct {
     int first, last, row, start, stored, columns, first_split, splits, state; /* state: index of its first State */
+    int branches; /* whether a node of it has nodes beside its path before it, so that its place is not that of its column */
 } Segment;
 
 /* One thread's view. */
@@ -73,6 +74,28 @@ INLINE int start_of(const ShoalBatch *b, int entry, int token) {
     return b->start ? b->start[(int64_t)entry * b->tokens + token] : 0;
 }
 
+/* Whether nodes before token t are beside its path. */
+INLINE int branches(const ShoalBatch *b, int t) { return b->ancestors[t] && b->ancestors[t] != (2ull << b->node[t]) - 1; }
+
+/* Where token t stands in the text that it ends, counted as columns are: a tree's node follows the nodes of its path alone. */
+INLINE int place_of(const ShoalBatch *b, int t, int stored) {
+    return stored + (b->ancestors[t] ? __builtin_popcountll(b->ancestors[t]) - 1 : b->node[t]);
+}
+
+/* The path of token t without its first nodes. */
+INLINE uint64_t path_from(const ShoalBatch *b, int t, int first) {
+    uint64_t path = b->ancestors[t];
+    for (; first > 0 && path; first--) path &= path - 1;
+    return path;
+}
+
+/* The column of a place in that text; of one behind its end, a column behind all. */
+INLINE int column_of(const ShoalBatch *b, int t, int stored, int place) {
+    if (place < stored || !branches(b, t)) return place;
+    const uint64_t path = path_from(b, t, place - stored);
+    return path ? stored + __builtin_ctzll(path) : INT32_MAX;
+}
+
 /* The first column that a token sees. */
 INLINE int first_column(const ShoalLayer *layer, int position, int start) {
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
@@ -88,6 +111,7 @@ static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const C
         int lowest = INT32_MAX;
         for (; i < c->count && i < s.first + TOGETHER && b->row[c->token[i]] == s.row; i++) {
             s.columns = s.stored + b->node[c->token[i]] + 1;
+            s.branches |= branches(b, c->token[i]);
             lowest = min_int(lowest, first_column(layer, b->position[c->token[i]], start));
         }
         s.last = i;

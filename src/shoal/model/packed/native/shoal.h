@@ -78,7 +78,7 @@ enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
 typedef struct {
     const uint8_t *roles; /* [active_count]; READS_CHOSEN turns into CHOOSES where nothing was chosen that fits */
     float *scores;        /* [heads][room] */
-    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: what was chosen last */
+    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: what was chosen last, by places in the token's own text */
     int32_t count, room;  /* count 0: the token reads all in every layer */
     int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
     int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
