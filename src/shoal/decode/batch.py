@@ -173,7 +173,7 @@ class Batch:
             for search in self.searches[: not steps]:
                 search.doze(_DOZE)
             return steps
-        trees = self.propose(decoding)
+        trees = [tree if tree.is_chain else tree.within(self.stack.most_nodes) for tree in self.propose(decoding)]
         drafted = time.perf_counter()
         shares = [_guesses(row, tree, self.due(row) - 1) for row, tree in zip(decoding, trees, strict=True)]
         left = budget - sum(len(share.chunk.tokens) for share in shares)

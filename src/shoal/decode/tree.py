@@ -79,10 +79,21 @@ class TokenTree:
         """The nodes at most `depth` away from the root, each with its asides."""
         if len(self.tokens) == 1:
             return self
-        size = sum(d <= depth for d in self.depths)
+        return self._first(max(1, sum(d <= depth for d in self.depths)))
+
+    def within(self, most: int | None) -> TokenTree:
+        """As many of the first nodes as leave at most `most` together with their asides; None for all."""
+        if most is None or len(self) + len(self.asides) <= most:
+            return self
+        found = self._first(min(len(self), most))
+        while len(found) + len(found.asides) > most and len(found) > 1:
+            found = found._first(len(found) - 1)
+        return found
+
+    def _first(self, size: int) -> TokenTree:
+        """The first `size` nodes, each with its asides."""
         if size == len(self):
             return self
-        size = max(size, 1)
         left = TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
         return left if self.vectors is None else left.with_asides(*self._asides_of(size))
 

@@ -132,9 +132,10 @@ def second_bytes(rows: Sequence[Row], extra: int) -> int:
 
 
 def logits_bytes(stack: Stack, nodes: Sequence[int]) -> int:
-    """Logits of a forward in which each row has so many nodes."""
-    size = 4 if _by_kernels(stack, sum(nodes)) else stack.dtype.itemsize
-    return sum(nodes) * stack.vocab_size * size
+    """Logits of a forward in which each row has so many nodes; those of several calls are put together in a copy."""
+    size = 4 if isinstance(stack, NativeStack) else stack.dtype.itemsize
+    copies = 2 if isinstance(stack, NativeStack) and sum(nodes) > LIMIT else 1
+    return copies * sum(nodes) * stack.vocab_size * size
 
 
 def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> int:
@@ -147,14 +148,12 @@ def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> i
     """
     stack, vocabulary = engine.stack, engine.stack.vocab_size
     total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
-    if isinstance(stack, NativeStack) and tokens <= LIMIT:
-        return total + stack.scratch_bytes(tokens, columns)
+    if isinstance(stack, NativeStack):
+        return total + stack.scratch_bytes(min(tokens, LIMIT), columns)
     heads = [sum(dims) * count for count, *dims in stack.kv_sizes]
     if isinstance(stack, PackedStack):
         shape = stack.shape
         hidden, ffn, query = shape.hidden, max(shape.ffns), shape.heads * shape.head_dim
-        if isinstance(stack, NativeStack):  # matrices are unpacked one at a time
-            total += max(one.rows * one.columns for one in stack.weights.matrices()) * stack.dtype.itemsize
     else:
         config = _config(engine)
         hidden, query = config.hidden_size, config.hidden_size
@@ -192,7 +191,7 @@ def choosing_bytes(engine: Engine, select: Any, lengths: Sequence[int], nodes: S
     heads = stack.shape.heads if isinstance(stack, PackedStack) else _config(engine).num_attention_heads
     label_bytes = getattr(select, "label_bytes", None)
     kv_heads, dim, _ = max(stack.kv_sizes)
-    if label_bytes is None or not _by_kernels(stack, sum(nodes)):  # torch ranks the columns of a row at a time
+    if label_bytes is None or not isinstance(stack, NativeStack):  # torch ranks the columns of a row at a time
         return int(4 * max(lengths) * (_RANKING * heads * max(nodes) + kv_heads * dim))
     scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
     labels: int = sum(label_bytes(stack, length) for length in lengths)
@@ -207,16 +206,12 @@ def _chooses(rows: Sequence[Row]) -> bool:
     return getattr(keep, "differs", False) and max(row.prompt_length for row in rows) > budget
 
 
-def _by_kernels(stack: Stack, tokens: int) -> bool:
-    return isinstance(stack, NativeStack) and tokens <= LIMIT
-
-
 def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     """Masks of the forward that has most of them: a word for each token in the kernels, else a byte for each column."""
     reads = [*_reads([row.prompt_length for row in rows], stack.prefill_chunk)]
     if isinstance(stack, NativeStack):
         sizes = [sum(size for _, _, size in read) for read in reads] + [sum(nodes)]
-        return 8 * max((size for size in sizes if size <= LIMIT), default=0)
+        return 8 * min(max(sizes), LIMIT)
     last = [(row, rows[row].prompt_length + rows[row].stop.room - 1 - count, count) for row, count in enumerate(nodes)]
     return max(_mask(stack, read) for read in [*reads, last])
 

@@ -57,6 +57,7 @@ class HFStack:
         alone: whether each row runs by itself, for attention that tells positions by columns.
     """
 
+    most_nodes: int | None = None
     prefill_chunk = 2048
 
     def __init__(self, model: Any) -> None:

@@ -163,6 +163,7 @@ class Stack(Protocol):
         max_positions: the context length, or None where the model has none.
         head_layers: cost of the LM head in layers, by bytes.
         prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
+        most_nodes: of a tree that gets the arithmetic of a straight text; None for any number.
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
         shows_queries: whether chunks may have a `query_hook`.
@@ -178,6 +179,7 @@ class Stack(Protocol):
     max_positions: int | None
     head_layers: float
     prefill_chunk: int
+    most_nodes: int | None
     position_bytes: tuple[int, ...]
     kv_sizes: tuple[KVSizes, ...]
     device: torch.device

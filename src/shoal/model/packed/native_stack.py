@@ -1,6 +1,6 @@
 """The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
 
-A longer forward runs in plain torch, on matrices unpacked one at a time.
+A longer one takes several calls. What the kernels do not know runs in plain torch, on matrices unpacked one at a time.
 Python's part in a step is kept to a few loops over the layers.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -31,7 +31,16 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.reading import Asker
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Start, first_seen, lay_vectors, mark_shallow, missing_kv
+from shoal.model.stack import (
+    HiddenStateHook,
+    SequenceChunk,
+    Start,
+    first_seen,
+    from_layer,
+    lay_vectors,
+    mark_shallow,
+    missing_kv,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,6 +101,7 @@ class NativeStack(PackedStack):
     """
 
     bounds_logits = True
+    most_nodes: int | None = native.MAX_NODES
 
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
@@ -120,12 +130,44 @@ class NativeStack(PackedStack):
         start: Start | None = None,
     ) -> Tensor:
         """Run `chunks` through the layers that their plans name; see the protocol."""
-        fits = _fits(chunks) and _grouped(chunks) and _readable(chunks, cache)
-        if (start is not None and start.layer) or not fits:
+        if start is not None and start.layer:
+            return super().forward(chunks, cache, hook, start=start)
+        parts = _parts(chunks, cache)
+        if len(parts) == 1:
+            return self._run(parts[0], chunks, cache, hook, start)
+        return self._run_parts(parts, cache, hook, start)
+
+    def _run(
+        self, part: _Part, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
+        start: Start | None,
+    ) -> Tensor:
+        if not part.native:
             return super().forward(chunks, cache, hook, start=start)
         work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
             return super().forward(chunks, cache, hook, start=start)
+        return self._call(work, chunks, cache, hook, start)
+
+    def _run_parts(
+        self, parts: Sequence[_Part], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
+    ) -> Tensor:
+        """One forward after the other; what they give is put together again."""
+        logits: dict[tuple[int, int], Tensor] = {}
+        states = _States(self.num_layers, 0 if hook is None else first_seen(hook))
+        for part in parts:
+            own = None if start is None else Start(0, part.entering(start.hidden))
+            shown = None if hook is None else states.of(part)
+            found = self._run(part, part.chunks, cache, shown, own).split([chunk.wanted for chunk in part.chunks])
+            logits |= dict(zip(part.places, found, strict=True))
+        if hook is not None:
+            states.show(hook)
+        return torch.cat([logits[place] for place in sorted(logits)])
+
+    def _call(
+        self, work: _Work, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
+        start: Start | None,
+    ) -> Tensor:
+        """One call into the library."""
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self._reach:
@@ -269,17 +311,21 @@ class NativeStack(PackedStack):
         ids: list[int] = []
         positions: list[int] = []
         nodes: list[int] = []
+        bases: list[int] = []
         ancestors: list[int] = []
         wanted: list[int] = []
         for chunk in chunks:
+            base, own = cache.positions[chunk.row], chunk.nodes
+            positions.extend(chunk.positions(base))
+            if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
+                base, own = base + chunk.fed, range(len(chunk.tokens))
             ids.extend(chunk.tokens)
-            positions.extend(chunk.positions(cache.positions[chunk.row]))
-            nodes.extend(chunk.nodes)
+            nodes.extend(own)
+            bases.extend([base] * len(own))
             ancestors.extend(_ancestors(chunk))
             last = len(ids) - len(chunk.tokens) + chunk.words
             wanted.extend(range(last - chunk.wanted, last))
         rows = [chunk.row for chunk in chunks for _ in chunk.tokens]
-        bases = [cache.positions[row] for row in rows]
         return native.NativeBatch(
             ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
         )
@@ -400,17 +446,109 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
     ]
 
 
-def _fits(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether there are few enough tokens, no node is beyond what a token's ancestors can name, or sees a later one."""
-    trees = [chunk for chunk in chunks if chunk.parents is not None]
-    named = all(tree.nodes.stop <= native.MAX_NODES for tree in trees) and not any(chunk.mutual for chunk in chunks)
-    return named and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
+@dataclass(slots=True)
+class _Part:
+    """Chunks, or pieces of them, that share a forward.
+
+    Attributes:
+        native: whether the kernels run it, in one call; else plain torch does.
+        chunks: in the order of their rows.
+        places: of each the chunk's number, and the first of its tokens.
+    """
+
+    native: bool
+    chunks: list[SequenceChunk]
+    places: list[tuple[int, int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    def entering(self, hidden: Tensor) -> Tensor:
+        """Their states [chunks, nodes, D], padded, of those of all chunks."""
+        pieces = zip(self.places, self.chunks, strict=True)
+        return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
+                            batch_first=True)
+
+    def takes(self, chunk: SequenceChunk) -> bool:
+        """Whether there is room for one more, and its groups of MLPs are those of the others."""
+        return self.tokens + len(chunk.tokens) <= LIMIT and _grouped([*self.chunks, chunk])
+
+
+class _States:
+    """Hidden states that several forwards show, put together for one hook."""
+
+    def __init__(self, num_layers: int, first: int) -> None:
+        self._layers = range(first, num_layers + 1)
+        self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
+
+    def of(self, part: _Part) -> HiddenStateHook:
+        """A hook for one of them."""
+
+        def hook(layer: int, states: Tensor) -> None:
+            for place, chunk, own in zip(part.places, part.chunks, states, strict=True):
+                self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
+
+        return from_layer(self._layers.start, hook)
+
+    def show(self, hook: HiddenStateHook) -> None:
+        """All of them, layer by layer, [chunks, nodes, D]."""
+        numbers = sorted({number for number, _ in self._found})
+        for layer in self._layers:
+            whole = [torch.cat([self._found[place][layer] for place in sorted(self._found) if place[0] == number])
+                     for number in numbers]
+            hook(layer, pad_sequence(whole, batch_first=True))
+
+
+def _parts(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[_Part]:
+    """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
+
+    So nobody's arithmetic depends on what runs beside it.
+    """
+    if sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks) and all(
+        _runs_native(chunk, cache) for chunk in chunks
+    ):
+        return [_Part(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
+    parts, torch_part = list[_Part](), _Part(False, [], [])
+    for number, whole in enumerate(chunks):
+        native_chunk = _runs_native(whole, cache)
+        for first, chunk in _pieces(whole) if native_chunk else [(0, whole)]:
+            if native_chunk and not (parts and parts[-1].takes(chunk) and not first):
+                parts.append(_Part(True, [], []))
+            part = parts[-1] if native_chunk else torch_part
+            part.chunks.append(chunk)
+            part.places.append((number, first))
+    return [*parts, torch_part] if torch_part.chunks else parts
+
+
+def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
+    """A chunk of more tokens than a call takes, which is a chain, in pieces of its tokens; each with its first one."""
+    if len(chunk.tokens) <= LIMIT:
+        return [(0, chunk)]
+    size, found = len(chunk.tokens), list[tuple[int, SequenceChunk]]()
+    for first in range(0, size, LIMIT):
+        last = min(first + LIMIT, size)
+        found.append((first, replace(
+            chunk, tokens=chunk.tokens[first:last], steps=chunk.steps[first:last], fed=chunk.fed + first,
+            wanted=max(0, last - max(first, size - chunk.wanted)),
+        )))
+    return found
+
+
+def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
+    """Whether the kernels run a chunk: no node is beyond what ancestors can name or sees a later one, its row is
+    stored in forms that they know, and so are its groups of MLPs.
+    """
+    if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES or chunk.mutual:
+        return False
+    cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
+    known = chunk.experts is None or chunk.experts.mlps.native is not None
+    return not cut and known and _readable(chunk.row, cache)
 
 
 def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether the kernels know the groups of MLPs that chunks run: those of one kind, if any."""
-    found = {id(chunk.experts.mlps): chunk.experts.mlps for chunk in chunks if chunk.experts is not None}
-    return len(found) <= 1 and all(one.native is not None for one in found.values())
+    """Whether the groups of MLPs that chunks run are those of one kind, if any."""
+    return len({id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}) <= 1
 
 
 def _experts(
@@ -426,15 +564,11 @@ def _experts(
     return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]
 
 
-def _readable(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
-    """Whether the kernels know the forms in which these rows are stored."""
-    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside for row in _rows(chunks)]
+def _readable(row: int, cache: KVCache) -> bool:
+    """Whether the kernels know the forms in which a row is stored."""
+    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]
     return all(one is None or one.form.kernel in kernels for pair in held
                for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))
-
-
-def _rows(chunks: Sequence[SequenceChunk]) -> list[int]:
-    return [chunk.row for chunk in chunks]
 
 
 def _own(store: KVLayer, row: int) -> native.OwnColumns:
@@ -518,7 +652,7 @@ def _per_token(chunks: Sequence[SequenceChunk], starts: Sequence[int]) -> list[i
 def _ancestors(chunk: SequenceChunk) -> list[int]:
     """Per token, the bits of the nodes that it sees."""
     if chunk.parents is None:
-        return native.chain_ancestors(chunk.nodes)
+        return native.chain_ancestors(range(len(chunk.tokens)))
     seen: list[int] = []
     for node, parent in enumerate(chunk.parents):
         seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))

@@ -56,6 +56,7 @@ class PackedStack:
 
     can_split = shows_queries = True
     prefill_chunk = 2048
+    most_nodes: int | None = None
 
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
