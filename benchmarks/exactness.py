@@ -1,0 +1,202 @@
+"""Does drafting change a word? Every exact method, alone and over others, against the same text without drafts.
+
+    python benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--prompts 5] [--only WORD] [--resume]
+
+A setting is a method, a way of choosing tokens, a length of prompts, and how many texts are decoded together. Its texts
+are compared token by token, and where log-probabilities are asked for number by number, with those that the method's
+plan or KV method gives alone, one token and one text at a time. Seeded draws use the rule `match`, which draws the same
+numbers; rules that keep the distribution alone are the tests' matter. The last line on stdout is the report as JSON;
+exit code 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.bench import report
+from shoal.cli import env
+from shoal.cli.method_list import methods_from
+from shoal.model.packed import native
+
+DRAFTS = ("prompt_lookup", "prompt_lookup:length=40:min_ngram=1", "aded", "aded:search=mcts:iterations=40",
+          "aded:nodes=200:depth=12", "swift", "swift:trees=False", "swift:nodes=60:length=12", "d3_spec", "del",
+          "draft_and_verify", "layerskip", "jacobi", "auto", "eagle", "eagle:width=4", "medusa", "ppd",
+          "draft_model:draft={model}", "draft_model:draft={model}:branching=[3,2,2]",
+          "draft_model:draft={model}:branching=[6,4,4]", "rsd:draft={model}:rule=match",
+          "mirror_sd:draft={model}", "rapid", "vocabtrim:draft={model}")
+"""Methods that draft; `{model}` is the model itself, whose guesses are mostly right."""
+UNDER = ("d3:mean=0.85", "unified_layer_skipping", "early_exit:exit_layer=20", "kv_int8", "kv_int4", "mustafar",
+         "tidal:k=96", "topk_oracle:k=64", "streaming_llm:window=64", "snapkv:budget=96")
+"""Methods that a draft may be put over: the text is theirs."""
+OVER = ("prompt_lookup", "aded", "draft_model:draft={model}:branching=[3,2,2]", "swift:nodes=60:length=12")
+"""Drafts that are put over them: a chain from the text, trees from a table and from a model, the model's own layers."""
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "parts": {"type": "array", "items": {
+    "type": "string"}, "minItems": 3}}, "required": ["name", "parts"]}
+CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 11},
+    "min_p": {"temperature": 1.2, "min_p": 0.05, "seed": 5},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "constraint": {"constraint": SCHEMA},
+    "logprobs": {"logprobs": 3},
+}
+"""Ways of choosing tokens, as options of `Engine.generate`."""
+QUESTIONS = (
+    "Explain how a bicycle works, and name its parts.",
+    "Write a Python function that sorts a list of pairs by their second item, and show an example.",
+    "Tell me a story about a dog that finds an old map.",
+    "List ten animals, then repeat the list in reverse order.",
+    "Rewrite as a table: Ann is 30 and lives in Rome. Bob is 41 and lives in Oslo. Eve is 25 and lives in Lima.",
+)
+LONG = 3000
+"""Tokens of a long prompt."""
+ALONE = 2
+"""Long prompts that are decoded one at a time; beside each other all are."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared."""
+
+    method: str
+    choice: str
+    prompts: str
+    together: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the report."""
+        return f"{self.method} | {self.choice} | {self.prompts} | {self.together}"
+
+
+class Judge:
+    """Runs settings, and what they are compared with once."""
+
+    def __init__(self, engine: Any, model: str, tokens: int, count: int) -> None:
+        self._engine, self._model, self._tokens = engine, model, tokens
+        self._prompts = {"short": _short(count), "long": _long(engine, count)}
+        self._plain: dict[tuple[Any, ...], Any] = {}
+
+    def compare(self, setting: Setting) -> dict[str, Any]:
+        """What came of a setting: how many texts are equal, where the others part, or why it cannot run."""
+        started = time.perf_counter()
+        try:
+            method = self._method(setting.method)
+            found = self._texts(method, setting)
+        except ValueError as reason:
+            return {"not_run": str(reason)}
+        below = setting.method.partition("+")[2] or "full"
+        apart = []
+        for number, one in enumerate(found):
+            plain = self._alone(below, setting, number)
+            if (one.tokens, one.logprobs) != (plain.tokens, plain.logprobs):
+                apart.append({"prompt": number, "token": _first_difference(one.tokens, plain.tokens)})
+        drafted = sum(one.stats.drafted for one in found)
+        return {"texts": len(found), "tokens": sum(len(one.tokens) for one in found), "apart": apart,
+                "drafted": drafted, "accepted": sum(one.stats.accepted for one in found),
+                "seconds": round(time.perf_counter() - started, 2)}
+
+    def _method(self, word: str) -> Any:
+        return methods_from(word.replace("{model}", self._model)).popitem()[1]
+
+    def _texts(self, method: Any, setting: Setting) -> list[Any]:
+        prompts = self._prompts[setting.prompts]
+        options = {"max_new_tokens": self._tokens, **CHOICES[setting.choice]}
+        if setting.together == 1:
+            some = prompts[:ALONE] if setting.prompts == "long" else prompts
+            return [self._engine.generate(prompt, method=method, **options) for prompt in some]
+        found: list[Any] = self._engine.generate(prompts, method=method, **options)
+        return found
+
+    def _alone(self, below: str, setting: Setting, number: int) -> Any:
+        """The text that a setting must give: by itself, but that draws are keyed by the place in the batch."""
+        drawn = setting.together > 1 and "seed" in CHOICES[setting.choice]
+        key = (below, setting.choice, setting.prompts, drawn, None if drawn else number)
+        if key not in self._plain:
+            method, prompts = self._method(below), self._prompts[setting.prompts]
+            options = {"max_new_tokens": self._tokens, **CHOICES[setting.choice]}
+            self._plain[key] = self._engine.generate(prompts if drawn else prompts[number], method=method, **options)
+        return self._plain[key][number] if drawn else self._plain[key]
+
+
+def _short(count: int) -> list[Any]:
+    return [[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(count)]
+
+
+def _long(engine: Any, count: int) -> list[Any]:
+    """Prompts of `LONG` tokens: a passage of the licence, from another place on each, with a question behind it."""
+    text = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")
+    words = text.split()
+    prompts = []
+    for number in range(count):
+        some = words[37 * number :] + words
+        size = LONG * 3 // 4
+        while len(engine.tokenizer(" ".join(some[:size])).input_ids) > LONG - 60:
+            size -= 20
+        question = "\n\nQuote three sentences of this text word for word, then say what it is about."
+        prompts.append([{"role": "user", "content": " ".join(some[:size]) + question}])
+    return prompts
+
+
+def _first_difference(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+    return next((place for place, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
+
+
+def settings(only: str | None) -> Iterator[Setting]:
+    """All of them; over other methods and after long prompts not every way of choosing tokens."""
+    words = [*DRAFTS, *(f"{over}+{under}" for under in UNDER for over in OVER)]
+    for word, choice, prompts, together in itertools.product(words, CHOICES, ("short", "long"), (1, 5)):
+        if only is None or re.search(only, word):
+            if prompts == "long":
+                wanted = choice == "greedy" and together == 5 if "+" in word else choice in ("greedy", "min_p")
+            else:
+                wanted = "+" not in word or choice not in ("seeded", "constraint")
+            if wanted:
+                yield Setting(word, choice, prompts, together)
+
+
+def main() -> int:
+    """Compare, write, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--only", help="settings whose method matches this regular expression")
+    parser.add_argument("--resume", action="store_true", help="keep what the report has already")
+    args = parser.parse_args()
+    known = json.loads(args.json.read_text("utf-8"))["settings"] if args.resume and args.json.exists() else {}
+    judge, todo = Judge(shoal.load(args.model), args.model, args.tokens, args.prompts), list(settings(args.only))
+    for number, setting in enumerate(todo):
+        if setting.key not in known:
+            known[setting.key] = judge.compare(setting)
+            print(f"{number + 1}/{len(todo)} {setting.key}: {known[setting.key]}", file=sys.stderr, flush=True)
+            if number % 20 == 0:
+                report.write(_report(args.model, known), args.json)
+    found = _report(args.model, known)
+    report.write(found, args.json)
+    print(json.dumps({key: value for key, value in found.items() if key != "settings"}))
+    return int(found["apart"] > 0)
+
+
+def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    ran = [one for one in known.values() if "not_run" not in one]
+    sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
+    heading = report.heading(env.collect(), ["python", "benchmarks/exactness.py", *sys.argv[1:]])
+    return {**heading, "kind": "exactness", "model": Path(model).name, "vectors": native.vector_set(), "ran": len(ran),
+            "not_run": len(known) - len(ran), **sums, "apart": sum(bool(one["apart"]) for one in ran),
+            "settings": dict(known)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
