@@ -132,38 +132,38 @@ class NativeStack(PackedStack):
         """Run `chunks` through the layers that their plans name; see the protocol."""
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
-        parts = _parts(chunks, cache)
-        if len(parts) == 1:
-            return self._run(parts[0], chunks, cache, hook, start)
-        return self._run_parts(parts, cache, hook, start)
+        calls = _calls(chunks, cache)
+        if len(calls) == 1:
+            return self._run(calls[0].by_kernels, calls[0].chunks, cache, hook, start)
+        return self._run_all(calls, cache, hook, start)
 
     def _run(
-        self, part: _Part, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
+        self, by_kernels: bool, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
         start: Start | None,
     ) -> Tensor:
-        if not part.native:
+        if not by_kernels:
             return super().forward(chunks, cache, hook, start=start)
         work = self._work(chunks)
         if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
             return super().forward(chunks, cache, hook, start=start)
-        return self._call(work, chunks, cache, hook, start)
+        return self._run_native(work, chunks, cache, hook, start)
 
-    def _run_parts(
-        self, parts: Sequence[_Part], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
+    def _run_all(
+        self, calls: Sequence[_Call], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
     ) -> Tensor:
         """One forward after the other; what they give is put together again."""
         logits: dict[tuple[int, int], Tensor] = {}
         states = _States(self.num_layers, 0 if hook is None else first_seen(hook))
-        for part in parts:
-            own = None if start is None else Start(0, part.entering(start.hidden))
-            shown = None if hook is None else states.of(part)
-            found = self._run(part, part.chunks, cache, shown, own).split([chunk.wanted for chunk in part.chunks])
-            logits |= dict(zip(part.places, found, strict=True))
+        for call in calls:
+            own = None if start is None else Start(0, call.entering(start.hidden))
+            shown = None if hook is None else states.of(call)
+            found = self._run(call.by_kernels, call.chunks, cache, shown, own)
+            logits |= dict(zip(call.places, found.split([chunk.wanted for chunk in call.chunks]), strict=True))
         if hook is not None:
             states.show(hook)
         return torch.cat([logits[place] for place in sorted(logits)])
 
-    def _call(
+    def _run_native(
         self, work: _Work, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
         start: Start | None,
     ) -> Tensor:
@@ -447,16 +447,16 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 
 @dataclass(slots=True)
-class _Part:
-    """Chunks, or pieces of them, that share a forward.
+class _Call:
+    """Chunks, or pieces of them, that share a call.
 
     Attributes:
-        native: whether the kernels run it, in one call; else plain torch does.
+        by_kernels: whether the kernels run it, in one call; else plain torch does.
         chunks: in the order of their rows.
         places: of each the chunk's number, and the first of its tokens.
     """
 
-    native: bool
+    by_kernels: bool
     chunks: list[SequenceChunk]
     places: list[tuple[int, int]]
 
@@ -482,11 +482,11 @@ class _States:
         self._layers = range(first, num_layers + 1)
         self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
 
-    def of(self, part: _Part) -> HiddenStateHook:
+    def of(self, call: _Call) -> HiddenStateHook:
         """A hook for one of them."""
 
         def hook(layer: int, states: Tensor) -> None:
-            for place, chunk, own in zip(part.places, part.chunks, states, strict=True):
+            for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
                 self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
 
         return from_layer(self._layers.start, hook)
@@ -500,25 +500,23 @@ class _States:
             hook(layer, pad_sequence(whole, batch_first=True))
 
 
-def _parts(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[_Part]:
+def _calls(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[_Call]:
     """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
 
     So nobody's arithmetic depends on what runs beside it.
     """
-    if sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks) and all(
-        _runs_native(chunk, cache) for chunk in chunks
-    ):
-        return [_Part(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
-    parts, torch_part = list[_Part](), _Part(False, [], [])
-    for number, whole in enumerate(chunks):
-        native_chunk = _runs_native(whole, cache)
-        for first, chunk in _pieces(whole) if native_chunk else [(0, whole)]:
-            if native_chunk and not (parts and parts[-1].takes(chunk) and not first):
-                parts.append(_Part(True, [], []))
-            part = parts[-1] if native_chunk else torch_part
-            part.chunks.append(chunk)
-            part.places.append((number, first))
-    return [*parts, torch_part] if torch_part.chunks else parts
+    by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
+    if all(by_kernels) and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks):
+        return [_Call(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
+    calls, by_torch = list[_Call](), _Call(False, [], [])
+    for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
+        for first, chunk in _pieces(whole) if known else [(0, whole)]:
+            if known and (first or not calls or not calls[-1].takes(chunk)):
+                calls.append(_Call(True, [], []))
+            call = calls[-1] if known else by_torch
+            call.chunks.append(chunk)
+            call.places.append((number, first))
+    return [*calls, by_torch] if by_torch.chunks else calls
 
 
 def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
@@ -536,10 +534,11 @@ def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
 
 
 def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
-    """Whether the kernels run a chunk: no node is beyond what ancestors can name or sees a later one, its row is
-    stored in forms that they know, and so are its groups of MLPs.
+    """Whether the kernels run a chunk.
+
+    No node may be beyond what ancestors can name or see a later one, and the row's forms and groups must be known.
     """
-    if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES or chunk.mutual:
+    if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
         return False
     cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
     known = chunk.experts is None or chunk.experts.mlps.native is not None
