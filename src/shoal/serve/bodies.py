@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.engine.constraint import Constraint
 from shoal.engine.defaults import filled
 from shoal.engine.forbidden import NEVER
+from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
@@ -142,16 +143,8 @@ class ChatBody(Body):
     enable_thinking: bool | None = None
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, bool | str]:
-        """Where the answer begins: after the conversation, or within an assistant's message that ends it.
-
-        Where the request leaves that open, such a message is the answer's beginning, as llama.cpp has it, unless it
-        calls tools.
-        """
-        last = messages[-1]
-        assumed = (self.continue_final_message is None and self.add_generation_prompt is None
-                   and last["role"] == "assistant" and not last.get("tool_calls"))
-        return {"add_generation_prompt": self.add_generation_prompt is not False,
-                "continue_final_message": "prefill" if assumed else bool(self.continue_final_message)}
+        """Where the answer begins, see `shoal.engine.messages.opening`."""
+        return opening(messages, self.add_generation_prompt, self.continue_final_message)
 
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
