@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from shoal.decode.text import Detokenizer
@@ -58,23 +59,21 @@ class Offsets:
     Args:
         words: the bytes of tokens; None where there are no texts.
         start: characters before the first token.
+        shown: whether special tokens are a part of the text.
     """
 
-    def __init__(self, words: TokenBytes | None, start: int = 0) -> None:
-        self._at, self._words = start, words
-        self._detokenizer = Detokenizer(None if words is None else words.tokenizer)
+    def __init__(self, words: TokenBytes | None, start: int = 0, shown: bool = False) -> None:
+        self._at, self._words, self._shown = start, words, shown
+        tokenizer = None if words is None else words.tokenizer
+        self._detokenizer = Detokenizer(_Shown(tokenizer) if shown else tokenizer)
         self._decoder = _UTF8("replace")
 
-    def push(self, token: int, shown: bool = False) -> int:
-        """Where `token` begins; `shown`: whether the text shows special tokens."""
-        if self._words is None or (token in self._words.special and not shown):
+    def push(self, token: int) -> int:
+        """Where `token` begins."""
+        if self._words is None or (token in self._words.special and not self._shown):
             return self._at + len(self._detokenizer.tail)
         if self._words.byte_level:
             return self._push_bytes(self._words(token))
-        if token in self._words.special:
-            self._at += len(self._detokenizer.flush())
-            begins, self._at = self._at, self._at + len(self._words(token).decode("utf-8"))
-            return begins
         begins = self._at + len(self._detokenizer.tail)
         self._at += len(self._detokenizer.push(token))
         return begins
@@ -85,6 +84,17 @@ class Offsets:
         begins = self._at + (bool(pending and raw) and not _goes_on(pending + raw[:1]))
         self._at += len(self._decoder.decode(raw))
         return begins
+
+
+class _Shown:
+    """A tokenizer that decodes special tokens as all others."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -107,12 +117,18 @@ def prompt_offsets(prompt: str | Sequence[int], ids: Sequence[int], words: Token
         ids: its tokens.
         words: the bytes of tokens.
     """
-    added, where = _added(prompt, ids, words.tokenizer), Offsets(words)
-    return [where.push(token, place not in added) for place, token in enumerate(ids)]
+    if isinstance(prompt, str) and words.tokenizer.is_fast and not words.byte_level:
+        starts = [start for start, _ in words.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]]
+        return list(accumulate(starts, max))  # what is added at the end is told as standing at the beginning
+    added = _added(prompt, ids, words.tokenizer)
+    where = Offsets(words, shown=True)
+    told = {place: where.push(token) for place, token in enumerate(ids) if place not in added}
+    return [told.get(place, 0 if place < min(told, default=0) else max(told.values(), default=0))
+            for place in range(len(ids))]
 
 
 def _added(prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Any) -> set[int]:
-    """Places of the tokens that stand in no text: the beginning of sequence, mostly."""
+    """Places of the tokens that a tokenizer adds to a text: a beginning of sequence before it, mostly."""
     if not isinstance(prompt, str):
         return set()
     plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
