@@ -182,7 +182,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str],
     return _with_system(messages, lambda told: render(told, **left_open))
 
 
-def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bool | None) -> dict[str, bool | str]:
+def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bool | None) -> dict[str, Any]:
     """Options of `chat_text` that say where an answer begins: after the conversation, or within its last message.
 
     Where neither is said, an assistant's message that ends it is the answer's beginning, as llama.cpp has it, unless it

@@ -142,7 +142,7 @@ class ChatBody(Body):
     reasoning: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, bool | str]:
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Where the answer begins, see `shoal.engine.messages.opening`."""
         return opening(messages, self.add_generation_prompt, self.continue_final_message)
 
