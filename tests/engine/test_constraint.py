@@ -321,3 +321,17 @@ def test_the_reference_model_answers_in_json() -> None:
     reference = ending(tiny("llama", vocab_size=len(words), layers=2, dtype=torch.float32), words)
     result = reference.generate("a", constraint=SCHEMAS["choice"], max_new_tokens=60)
     assert json.loads(result.text) in SCHEMAS["choice"]["enum"]
+
+
+def test_log_probabilities_of_accepted_guesses_are_those_of_the_plain_loop() -> None:
+    """Each by the text before it, which a guess's own block belongs to once."""
+    given: dict[str, Any] = {"constraint": Regex("(?s:.{40})x*"), "max_new_tokens": 60, "logprobs": 3}
+    guessed = 0
+    for start in range(5, 17):
+        plain, looked_up = (engine().generate([start] * 4, method=method, **given) for method in (Full(), PromptLookup()))
+        assert (looked_up.tokens, looked_up.text) == (plain.tokens, plain.text)
+        assert looked_up.logprobs is not None and plain.logprobs is not None
+        for one, other in zip(looked_up.logprobs, plain.logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        guessed += looked_up.stats.accepted
+    assert guessed > 0

@@ -109,12 +109,13 @@ class Row:
             logprob: of each, by its place among them and its id.
             depth: layers that each ran, where it is not what the plan says.
         """
-        steps = []
-        for place, piece in enumerate(self.stop.push(tokens)):
-            index, known = self.emitted, logprob(place, piece.token)
+        steps, pieces = list[Step](), self.stop.push(tokens)
+        known = [logprob(place, piece.token) for place, piece in enumerate(pieces)]  # by what the row has had till now
+        for place, piece in enumerate(pieces):
+            index = self.emitted
             ran = self.recipe.plan.depth(index) if depth is None else depth
             steps.append(Step(
-                self.number, index, piece.token, piece.text, ran, place < guessed, known, piece.finish_reason
+                self.number, index, piece.token, piece.text, ran, place < guessed, known[place], piece.finish_reason
             ))
             self.tokens.append(piece.token)
         self.steps += steps
