@@ -79,6 +79,8 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (TAGGED, f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{OTHER}</tool_call>",
      f"<tool_call>{CALL[:-1]}</tool_call>", [NONE]),
     (TAGGED, f"<tool_call>\n{CALL}}}\n</tool_call>", "", [SOON]),
+    (TAGGED, f"{{{CALL}}}", "", [SOON]),
+    (TAGGED, f"<tool_call>{{ {CALL}}}</tool_call> {{{OTHER}", "", [SOON, NONE]),
     (TAGGED, f"<tool_call>\n{CALL}\n{OTHER}\n</tool_call>", "", [SOON, NONE]),
     (TAGGED, f"<tools>\n{CALL}\n</tools>", "", [SOON]),
     (TAGGED, f"<tools>[{CALL}, {OTHER}]</tools>", "", [SOON, NONE]),
@@ -172,7 +174,7 @@ FINALS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("given", FINALS, ids=str)
 def test_beside_tools_the_final_text_alone_is_bound(server: Running, given: dict[str, Any]) -> None:
     words = server.engine.tokenizer
-    for seed, (against, called) in enumerate((("[", True), ("<{", False)) * 2):
+    for seed, (against, called) in enumerate((("[", True), ("<{", False), ("[<", True))):
         bias = {str(token): -100 for token in words.encode(against, add_special_tokens=False)}
         options = {**given, "tools": [WEATHER, NOW], "seed": seed, "temperature": 1.5, "logit_bias": bias}
         message = ask(server, **options).choices[0].message

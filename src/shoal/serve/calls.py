@@ -24,7 +24,7 @@ _FENCE = "```"
 _OBJECT = rf'\{{\s*"(?:{_KEYS})"\s*:'
 """How JSON begins that may be a call."""
 _CLOSING = regex.compile(rf"[\s;,]*(?:</(?:{_TAGS})>|{_FENCE}|\}})")
-"""What may close a call; a brace too many is common."""
+"""What may close a call; a brace too many is common, as is one before."""
 _PLAIN, _QUOTED = re.compile(r'["\[\]{}]'), re.compile(r'\\.|\\$|"', re.S)
 _TRIES = 16
 """How many beginnings of calls are looked at in a text that none of them brings to an end."""
@@ -33,11 +33,11 @@ _BARE = {"name", "function", "type", "id"}
 
 
 @cache
-def _opening(tagged: bool, bound: bool) -> regex.Pattern[str]:
-    """How a call begins: a bound answer is nothing else, in the template's own form."""
+def _opening(bound: bool) -> regex.Pattern[str]:
+    """How a call begins; a bound answer has it in the forms that bind it, and nothing before."""
     if bound:
-        return regex.compile((r"\s*<tool_call>\s*" if tagged else r"[\s;]*") + f"(?P<value>{_OBJECT})")
-    return regex.compile(rf"(?:(?:<(?:{_TAGS})>|{_FENCE}\w*)\s*){{0,4}}(?P<value>(?:\[\s*)?{_OBJECT})")
+        return regex.compile(rf"[\s;]*(?:<tool_call>\s*)?(?P<value>{_OBJECT})")
+    return regex.compile(rf"(?:(?:<(?:{_TAGS})>|{_FENCE}\w*)\s*){{0,4}}(?:\{{\s*)?(?P<value>(?:\[\s*)?{_OBJECT})")
 
 
 @dataclass
@@ -128,7 +128,7 @@ class CallReader:
         bound = self.tools.constraint is not None
         if self._final or self._tries > _TRIES:
             return None
-        pattern = _opening(self.tools.tagged, bound)
+        pattern = _opening(bound)
         if not bound:
             return pattern.search(self._text, partial=not last)
         found = pattern.match(self._text, partial=not last)

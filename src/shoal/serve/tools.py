@@ -46,7 +46,8 @@ class Tools:
         """What makes the answer a call where it must be one, and a call or what it is bound to where both may be."""
         if not self.bound and self.final is None:
             return None
-        return Calls(_calls(self.bound or self.offered, self.tagged, self.several), final=self.final)
+        forms = (self.tagged, False) if self.final else (self.tagged,)
+        return Calls(_calls(self.bound or self.offered, forms, self.tagged, self.several), final=self.final)
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,23 @@ class Calls(Constraint):
         return f"start: calls | final\nfinal: %lark {{\n{self.final.grammar()}\n}}\n{self.text}"
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], tagged: bool, several: bool) -> str:
-    """The rule for calls. The arguments of each are a grammar of their own, so pointers in their schema stay in it."""
+def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bool, several: bool) -> str:
+    """The rule for calls. The arguments of each are a grammar of their own, so pointers in their schema stay in it.
+
+    Args:
+        tools: those that may be called.
+        forms: of a call, with tags or without: who may as well say something else often forgets them.
+        tagged: whether the template has tags.
+        several: whether there may be more than one call.
+    """
     functions = [tool["function"] for tool in tools]
     rules = [f"calls: call{_more(tagged) if several else ''}",
              "call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
     for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function["name"])}, "{"arguments" if tagged else "parameters"}": '
-        opened, closed = (f"{_OPEN}\n{head}", f"}}\n{_CLOSE}") if tagged else (head, "}")
-        rules += [f"call_{place}: {json.dumps(opened)} arguments_{place} {json.dumps(closed)}",
+        marks = {(f"{_OPEN}\n{head}", f"}}\n{_CLOSE}") if form else (head, "}"): None for form in forms}
+        ways = (f"{json.dumps(opened)} arguments_{place} {json.dumps(closed)}" for opened, closed in marks)
+        rules += [f"call_{place}: {' | '.join(ways)}",
                   f"arguments_{place}: {_arguments(function).grammar().removeprefix('start: ')}"]
     return "\n".join(rules)
 
