@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from shared_models import load_tokenizer
@@ -67,3 +67,26 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 def whole(tok: PreTrainedTokenizerFast, tokens: list[int]) -> str:
     """What the tokenizer itself makes of all tokens."""
     return tok.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def split_characters() -> PreTrainedTokenizerFast:
+    """Of 97 tokens: letters, and parts of characters that begin and end anywhere (GPT-2 style)."""
+    parts = [bytes([byte]) for byte in b"abcdefghijklmnopqrstuvwxyz \n.,!?\xf0\x9f\x98\x80\xc3\xa9\xe2\x82\xac\xff"]
+    pieces = [b" a", b" the", b"the", b"\xf0\x9f", b"\x98\x80", b"a\xf0", b"\x80b", b"\x9f\x98", b"\xe2\x82", b"\xac ",
+              b"\xc3\xa9t", b"\x80\x80", b"\xff\xc3"]
+    tokens = parts + pieces + [bytes([byte]) for byte in range(48, 58)] + [bytes([byte]) for byte in range(65, 91)]
+    names = ["".join(_gpt2_symbol(byte) for byte in token) for token in tokens][:94]
+    made = _wrap(names, decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def marked_words() -> PreTrainedTokenizerFast:
+    """Of fewer than 97 tokens: words with and without a mark for a space, and bytes (Llama 2 style)."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words = ["▁", "▁a", "a", "▁ab", "ab", "▁the", "the", "é", *"bcdefghijklmnop.,!?", *"ABCDEFGHIJ"]
+    names = [f"<0x{byte:02X}>" for byte in b"\xf0\x9f\x98\x80\xc3\xa9A "] + words
+    made = _wrap(names, decoders.Sequence(steps))
+    made.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made

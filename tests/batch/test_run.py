@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from chat_tokenizer import chat_tokenizer
 from families import tiny
+from serving import MODEL, serving
 from shoal.batch.lines import Line
 from shoal.batch.run import BatchRunner
 from shoal.engine.engine import Engine
@@ -66,6 +68,31 @@ def test_a_bias_that_is_not_finite_is_refused(bias: bytes) -> None:
     found = answers(engine(), [{"prompt": "ab"}, b'{"prompt": "ab", "logit_bias": ' + bias + b"}"])
     assert re.match(r"logit_bias\[5\] is .*; it must be a finite number in -1e\+08..1e\+08", found[2]["error"])
     assert "error" not in found[1]
+
+
+REPLAYED: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
+    [{"role": "developer", "content": "Be"}, {"role": "user", "content": "Hi", "name": "ann"}],
+    [{"role": "user", "content": {"type": "text", "text": "Hi"}}, {"role": "assistant", "content": "Th"}],
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "refusal": None, "audio": {"id": "x"},
+      "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}]},
+     {"role": "tool", "tool_call_id": "c", "content": None}],
+]
+
+
+def test_messages_are_those_that_the_server_takes() -> None:
+    model = speaking()
+    found = answers(model, [{"messages": one} for one in REPLAYED])
+    with serving(model) as server:
+        for number, messages in enumerate(REPLAYED, start=1):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 6, "temperature": 0}
+            chat = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            record, said = found[number], chat.json()
+            assert (record["text"], record["prompt_tokens"]) == (
+                said["choices"][0]["message"]["content"], said["usage"]["prompt_tokens"])
+            named = chat.headers.get("x-shoal-ignored")
+            assert record.get("ignored") == (None if named is None else named.split(", "))
+    assert found[4]["ignored"] == ["messages.audio"]
 
 
 def test_lines_say_what_their_answers_must_look_like() -> None:

@@ -328,7 +328,8 @@ def test_log_probabilities_of_accepted_guesses_are_those_of_the_plain_loop() -> 
     given: dict[str, Any] = {"constraint": Regex("(?s:.{40})x*"), "max_new_tokens": 60, "logprobs": 3}
     guessed = 0
     for start in range(5, 17):
-        plain, looked_up = (engine().generate([start] * 4, method=method, **given) for method in (Full(), PromptLookup()))
+        plain, looked_up = (engine().generate([start] * 4, method=method, **given)
+                            for method in (Full(), PromptLookup()))
         assert (looked_up.tokens, looked_up.text) == (plain.tokens, plain.text)
         assert looked_up.logprobs is not None and plain.logprobs is not None
         for one, other in zip(looked_up.logprobs, plain.logprobs, strict=True):

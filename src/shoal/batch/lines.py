@@ -3,8 +3,8 @@
     {"prompt": "Once upon a time", "max_new_tokens": 64}
     {"id": "q7", "messages": [{"role": "user", "content": "Hello"}], "method": "d3", "method_args": {"alpha": 0.99}}
 
-A prompt is text or token ids and goes to the model as it is; messages go through the chat template. All other fields
-are options of `Engine.generate`; what a line leaves out comes from the job.
+A prompt is text or token ids and goes to the model as it is; messages are what a server's chats take and go through the
+chat template. All other fields are options of `Engine.generate`; what a line leaves out comes from the job.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.messages import opening, plain
 from shoal.engine.request import chat_ids
 from shoal.errors import unknown
 
@@ -49,9 +50,10 @@ class Contents:
 
 @dataclass(frozen=True)
 class Task:
-    """What a line asks for: a prompt, and options of `Scheduler.submit`."""
+    """What a line asks for: a prompt, what has no effect in its messages, and options of `Scheduler.submit`."""
 
     prompt: str | Sequence[int]
+    ignored: Sequence[str]
     options: dict[str, Any]
 
 
@@ -139,7 +141,7 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
         options["logit_bias"] = _bias(given["logit_bias"])
     if bound := [name for name in ("constraint", *_GUIDED) if name in given]:
         options["constraint"] = _constraint(bound, given)
-    return Task(_prompt(given, tokenizer), options)
+    return Task(*_prompt(given, tokenizer), options)
 
 
 def _options() -> tuple[str, ...]:
@@ -171,7 +173,8 @@ def _bias(given: Any) -> dict[int, float]:
         raise ValueError(f"logit_bias is {given!r}; it must map token ids to numbers") from None
 
 
-def _prompt(given: Mapping[str, Any], tokenizer: Any) -> str | list[int]:
+def _prompt(given: Mapping[str, Any], tokenizer: Any) -> tuple[str | list[int], list[str]]:
+    """The prompt, and the names of what has no effect in the messages it is made of."""
     if ("prompt" in given) == ("messages" in given):
         raise ValueError("a line needs either prompt or messages")
     if "messages" in given:
@@ -179,18 +182,14 @@ def _prompt(given: Mapping[str, Any], tokenizer: Any) -> str | list[int]:
     prompt = given["prompt"]
     if not isinstance(prompt, str | list):
         raise ValueError(f"prompt is {prompt!r}; it must be text, or a list of token ids")
-    return prompt
+    return prompt, []
 
 
-def _chat(messages: Any, tokenizer: Any) -> list[int]:
+def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
+    """As the server takes messages."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this model has no chat template; give a prompt instead of messages")
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError('messages must be a list of {"role": ..., "content": ...}, both of them text')
-    return chat_ids(messages, tokenizer)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and set(message) == {"role", "content"} and all(
-        isinstance(value, str) for value in message.values()
-    )
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, Mapping) for one in messages):
+        raise ValueError('messages must be a list of objects, such as {"role": "user", "content": "Hello"}')
+    told, ignored = plain(messages, str(tokenizer.chat_template))
+    return chat_ids(told, tokenizer, **opening(told, None, None)), ignored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -28,7 +28,7 @@ class BatchRunner:
         self._scheduler, self._defaults = scheduler, defaults
         self._tokenizer = scheduler.engine.tokenizer
         self._ended: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._open: dict[int, tuple[Name, RequestHandle]] = {}
+        self._open: dict[int, tuple[Name, Sequence[str], RequestHandle]] = {}
         self._most = scheduler.max_rows + min(scheduler.max_rows, scheduler.max_waiting)
 
     def answers(self, lines: Iterable[Line]) -> Iterator[Record]:
@@ -55,7 +55,8 @@ class BatchRunner:
     def _submit(self, line: Line, name: Name, fields: Mapping[str, Any]) -> None:
         task = task_of(line, fields, self._defaults, self._tokenizer)
         deliver = partial(self._take, line.number)
-        self._open[line.number] = name, self._scheduler.submit(task.prompt, deliver=deliver, **task.options)
+        handle = self._scheduler.submit(task.prompt, deliver=deliver, **task.options)
+        self._open[line.number] = name, task.ignored, handle
 
     def _take(self, number: int, item: Item) -> None:
         """Called by the scheduler's thread."""
@@ -65,9 +66,10 @@ class BatchRunner:
     def _next(self) -> Record:
         """The record of the next line that ends."""
         number, error = self._ended.get()
-        name, handle = self._open.pop(number)
+        name, ignored, handle = self._open.pop(number)
         if error is None:
-            return answered(number, name, handle.results[0], with_tokens=self._tokenizer is None)
+            made = answered(number, name, handle.results[0], with_tokens=self._tokenizer is None)
+            return {**made, "ignored": list(ignored)} if ignored else made
         if handle.entries[0].error is None:  # the scheduler failed, not this line
             raise error
         return failed(number, name, error)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
+from shoal.engine.json_formats import known_formats
 from shoal.engine.monitor import MarkedTokens, Monitor, Watched
 from shoal.engine.wind_up import Spelling, WindUp, common
 from shoal.errors import Unsupported, needs
@@ -87,7 +88,7 @@ class JsonSchema(Constraint):
 
     def grammar(self) -> str:
         """See the base class."""
-        schema = _ending(json.loads(self.text))
+        schema = _ending(known_formats(json.loads(self.text)))
         if isinstance(schema, dict):
             schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
         return f"start: %json {json.dumps(schema)}"

@@ -182,6 +182,23 @@ def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str],
     return _with_system(messages, lambda told: render(told, **left_open))
 
 
+def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bool | None) -> dict[str, Any]:
+    """Options of `chat_text` that say where an answer begins: after the conversation, or within its last message.
+
+    Where neither is said, an assistant's message that ends it is the answer's beginning, as llama.cpp has it, unless it
+    calls tools.
+
+    Args:
+        messages: as templates take them.
+        begin: what was asked of `add_generation_prompt`, if anything.
+        go_on: what was asked of `continue_final_message`, if anything.
+    """
+    last = messages[-1]
+    assumed = go_on is None and begin is None and last["role"] == "assistant" and not last.get("tool_calls")
+    return {"add_generation_prompt": begin is not False,
+            "continue_final_message": "prefill" if assumed else bool(go_on)}
+
+
 def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
     """The text of messages, a system's before the user's next where the template has no place for it, as peers do."""
     refusal, lost = None, None

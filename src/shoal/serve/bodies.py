@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.engine.constraint import Constraint
 from shoal.engine.defaults import filled
+from shoal.engine.forbidden import NEVER
+from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.fields import Field as Answer
 from shoal.serve.fields import check_names
 from shoal.serve.formats import constraint_of
+from shoal.serve.peer_body import PeerFields
 from shoal.serve.tools import Tools, tools_of
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -26,30 +30,32 @@ TEMPLATE_OPTIONS = frozenset((
     "messages", "add_special_tokens",
 ))  # fmt: skip
 """What transformers' `apply_chat_template` and `chat_ids` keep of their arguments; the rest goes to the template."""
+_LEAST_P = 1e-9
+"""A share of probability so small that the likeliest token alone makes it up."""
+_MOST_STOPS = 256
+"""Stop strings of a request: each is looked for with every token."""
+_STREAMED, _EFFORT = ("include_usage", "continuous_usage_stats"), ("effort", "summary", "generate_summary", "exclude")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
-class Body(BaseModel):
+class Body(PeerFields):
     """What chat and completions have in common. A null stands for a field that was left out."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=1024)
-    n: int = Field(default=1, ge=1, le=128)
+    logit_bias: dict[str, Any] | list[Any] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] = Field(default_factory=list)
     stream: bool = False
-    stream_options: dict[str, bool] = Field(default_factory=dict)
+    stream_options: dict[str, bool | None] = Field(default_factory=dict)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     user: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=-2)
     method: str | list[Any] | None = None
     method_args: dict[str, Any] = Field(default_factory=dict)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
@@ -69,7 +75,12 @@ class Body(BaseModel):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that says what it cost."""
-        return self.stream_options.get("include_usage", False)
+        return bool(self.stream_options.get("include_usage"))
+
+    @property
+    def usage_of_each(self) -> bool:
+        """Whether every chunk of a stream says what the answer has cost so far, as vLLM's do."""
+        return self.include_usage and bool(self.stream_options.get("continuous_usage_stats"))
 
     def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """The engine's options, but for method, length and log-probabilities.
@@ -78,9 +89,13 @@ class Body(BaseModel):
             defaults: what is recommended for the model, for fields that are left out; see `shoal.engine.defaults`.
         """
         given = self.model_fields_set
+        asked = {name: getattr(self, name) for name in _SAMPLING if name in given}
+        made = filled(asked | self.peers_sampling(), defaults)
+        made |= {"top_k": max(0, made.get("top_k", 0)), "top_p": max(_LEAST_P, made.get("top_p", 1.0))}
         return {
-            **filled({name: getattr(self, name) for name in _SAMPLING if name in given}, defaults),
-            "seed": drawn_seed() if self.seed is None else self.seed,
+            **made,
+            **self.forbids(),
+            "seed": drawn_seed() if self.seed in (None, -1) else self.seed,
             "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias),
             "stop_token_ids": self.stop_token_ids,
@@ -100,9 +115,10 @@ class Body(BaseModel):
 
     def check(self) -> None:
         """What no single field's range says; raises ApiError."""
-        for name, value in self.stream_options.items():
-            if name not in ("include_usage", "include_obfuscation") or (name == "include_obfuscation" and value):
-                raise refused("stream_options", f"stream_options.{name} is not supported; give include_usage")
+        self.check_twins()
+        wrong = [name for name, value in self.stream_options.items() if value and name not in _STREAMED]
+        if wrong:
+            raise refused("stream_options", f"stream_options.{wrong[0]} is not supported; give include_usage")
         if self.stream_options and not self.stream:
             raise refused("stream_options", "stream_options belongs to stream=true")
         if self.metrics and self.stream and not self.include_usage:
@@ -115,26 +131,20 @@ class ChatBody(Body):
     """`/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=-2)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, bool | str]:
-        """Where the answer begins: after the conversation, or within an assistant's message that ends it.
-
-        Where the request leaves that open, such a message is the answer's beginning, as llama.cpp has it, unless it
-        calls tools.
-        """
-        last = messages[-1]
-        assumed = (self.continue_final_message is None and self.add_generation_prompt is None
-                   and last["role"] == "assistant" and not last.get("tool_calls"))
-        return {"add_generation_prompt": self.add_generation_prompt is not False,
-                "continue_final_message": "prefill" if assumed else bool(self.continue_final_message)}
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Where the answer begins, see `shoal.engine.messages.opening`."""
+        return opening(messages, self.add_generation_prompt, self.continue_final_message)
 
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
@@ -144,7 +154,10 @@ class ChatBody(Body):
 
     def variables(self, tools: Tools | None) -> dict[str, Any]:
         """What the chat template is given beside the messages."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        told = self.reasoning_effort or (self.reasoning or {}).get("effort")
+        effort: dict[str, Any] = {} if told is None else {"reasoning_effort": told}
+        if self.enable_thinking is not None:
+            effort["enable_thinking"] = self.enable_thinking
         offered = {} if tools is None else {"tools": list(tools.offered)}
         return {**effort, **self.chat_template_kwargs, **offered}
 
@@ -156,11 +169,13 @@ class ChatBody(Body):
     def check(self) -> None:
         """See `Body`."""
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise refused("max_completion_tokens", f"max_tokens is {both[0]} and max_completion_tokens {both[1]}")
+        if (zero := self.zero_limit) is not None:
+            raise refused(zero, f"{zero} is 0; a chat answers with at least 1 token, and -1 is no limit")
+        if wrong := sorted(name for name, value in (self.reasoning or {}).items()
+                           if name not in _EFFORT and value not in (None, False)):
+            raise refused("reasoning", f"reasoning.{wrong[0]} is not supported; give effort, or chat_template_kwargs")
         if self.continue_final_message and self.add_generation_prompt:
             raise refused("continue_final_message", "continue_final_message goes on with the last message, and "
                           "add_generation_prompt begins a new one; give one of them")
@@ -172,7 +187,9 @@ class CompletionBody(Body):
     """`/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    max_completion_tokens: int | None = Field(default=None, ge=-2)
+    response_format: dict[str, Any] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | Literal[False] | None = None
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=128)
 
@@ -184,7 +201,7 @@ class CompletionBody(Body):
     @property
     def alternatives(self) -> int | None:
         """See `Body`."""
-        return self.logprobs
+        return None if self.logprobs is False else self.logprobs
 
     def check(self) -> None:
         """See `Body`."""
@@ -255,13 +272,24 @@ def _no_number(name: str) -> NoReturn:
 
 def _stops(stop: str | list[str]) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
-    if len(stops) > 4 or "" in stops:
-        raise refused("stop", "stop must be a string of at least one character, or a list of up to 4")
-    return stops
+    if len(stops) > _MOST_STOPS:
+        raise refused("stop", f"stop holds {len(stops)} strings; it may hold up to {_MOST_STOPS}")
+    return [one for one in stops if one]
 
 
-def _bias(given: Mapping[str, float]) -> dict[int, float]:
-    wrong = [token for token, value in given.items() if not token.isascii() or not token.isdigit() or abs(value) > 100]
-    if wrong:
-        raise refused("logit_bias", f"logit_bias[{wrong[0]!r}]: it must map token ids to numbers in -100..100")
-    return {int(token): value for token, value in given.items()}
+def _bias(given: Mapping[str, Any] | Sequence[Any]) -> dict[int, float]:
+    """The bias of each token, from an object, or from pairs as llama.cpp has them."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    for pair in pairs:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and _is_id(pair[0]) and _is_bias(pair[1])):
+            raise refused("logit_bias", f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers in "
+                          "-100..100, or to false, which bans a token")
+    return {int(token): NEVER if value is False else float(value) for token, value in pairs}
+
+
+def _is_id(token: Any) -> bool:
+    return type(token) is int or (isinstance(token, str) and token.isascii() and token.isdigit())
+
+
+def _is_bias(value: Any) -> bool:
+    return value is False or (type(value) in (int, float) and abs(value) <= 100)

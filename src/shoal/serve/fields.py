@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.serve.errors import ApiError
+from shoal.serve.peer_body import flattened
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,20 @@ _COMMON: dict[str, Field] = {
     "model": Honoured("must be the served name; another one is answered 404"),
     "frequency_penalty": Honoured("-2 to 2, over generated tokens"),
     "presence_penalty": Honoured("-2 to 2, over generated tokens"),
-    "logit_bias": Honoured("token ids to -100..100"),
+    "logit_bias": Honoured("token ids to -100..100, or pairs of them; false bans a token"),
     "n": Honoured("answers per prompt; each is a row of its own"),
-    "seed": Honoured("makes draws repeatable, whatever else is running; `metrics` shows one that was drawn"),
-    "stop": Honoured("a string, or up to 4"),
+    "seed": Honoured("makes draws repeatable, whatever else is running; -1 is none, and `metrics` shows one drawn"),
+    "stop": Honoured("a string, or up to 256; empty ones are none"),
     "stream": Honoured("server-sent events"),
-    "stream_options": Honoured("`include_usage`; `include_obfuscation` may only be false"),
+    "stream_options": Honoured("`include_usage`, `continuous_usage_stats`; `include_obfuscation` may only be false"),
     "temperature": Honoured("0 to 2; 0 takes the likeliest token; see [sampling](#sampling) for what is left out"),
-    "top_p": Honoured("above 0, up to 1"),
+    "top_p": Honoured("0 to 1; 0 keeps the likeliest token"),
     "user": Honoured("written to the server's log"),
 }
 _OURS: dict[str, Field] = {
     "method": Honoured("name of a decoding method, or a list to be combined, where the server's policy allows it"),
     "method_args": Honoured("the method's options"),
-    "top_k": Honoured("0 keeps every token"),
+    "top_k": Honoured("0 and -1 keep every token"),
     "min_p": Honoured("0 to 1"),
     "repetition_penalty": Honoured("above 0; 1 is neutral"),
     "stop_token_ids": Honoured("token ids that end the answer"),
@@ -77,8 +78,8 @@ _OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {
     **_COMMON,
     "messages": Honoured("through the model's chat template; content is text, a text part, or a list of them"),
-    "max_tokens": Honoured("most generated tokens"),
-    "max_completion_tokens": Honoured("the same; not together with a different `max_tokens`"),
+    "max_tokens": Honoured("most generated tokens; the server's limit and the context are others, and -1 says no more"),
+    "max_completion_tokens": Honoured("the same; of several limits the lowest counts"),
     "logprobs": Honoured("of the chosen tokens"),
     "top_logprobs": Honoured("0 to 20 alternatives; needs `logprobs`"),
     "audio": Refused("the model makes text only"),
@@ -105,7 +106,7 @@ CHAT: dict[str, Field] = {
 COMPLETION: dict[str, Field] = {
     **_COMMON,
     "prompt": Honoured("text, token ids, or a list of either"),
-    "max_tokens": Honoured("most generated tokens, default 16"),
+    "max_tokens": Honoured("as in a chat, default 16; 0 makes none, and scores a prompt with `echo` and `logprobs`"),
     "logprobs": Honoured("0 to 20 alternatives for each token"),
     "echo": Honoured("puts the prompt before the answer; with `logprobs` it is read once more for its own"),
     "best_of": Honoured("so many are made, and the `n` likeliest by mean log-probability given; not in a stream"),
@@ -128,8 +129,8 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bo
         ApiError: 400 for a field that is refused and not neutral, and in a strict server for one without effect.
     """
     kept, ignored = dict[str, Any](), list[str]()
-    for name, value in given.items():
-        field = known.get(name) or _OURS.get(name, _UNKNOWN)
+    for name, value in flattened(given).items():
+        field = known.get(name, _UNKNOWN)
         if isinstance(field, Honoured):
             kept[name] = value
         elif field is not _UNKNOWN and (value is None or _is_one_of(value, field.neutral)):
@@ -142,7 +143,7 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bo
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return any(value == one and type(value) is type(one) for one in neutral)
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def table() -> str:

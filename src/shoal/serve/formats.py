@@ -1,4 +1,4 @@
-"""What an answer must look like, by the fields of a request: `response_format`, `guided_*` and `tool_choice`."""
+"""What an answer must look like, by `response_format`, `guided_*`, and other servers' names of these."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from shoal.serve.bodies import Body
 
 
+_SAME = {"json_schema": "guided_json", "grammar": "guided_grammar", "regex": "guided_regex", "ebnf": "guided_grammar"}
+_STRUCTURED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar",
+               "json_object": "guided_json"}
+
+
 def constraint_of(body: Body) -> Constraint | Monitor | None:
     """The one constraint that a request names.
 
@@ -23,8 +28,11 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
     given: dict[str, Constraint | Monitor] = {
         field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None
     }
-    if (formatted := _formatted(getattr(body, "response_format", None))) is not None:
-        given = {"response_format": formatted, **given}
+    given |= {field: _guided(kind, value, field) for field, kind in _SAME.items() if (value := getattr(body, field))
+              is not None and not (field == "grammar" and value == "")}
+    more = {"response_format": _formatted(getattr(body, "response_format", None)), "format": _format(body.format),
+            "structured_outputs": _structured(body.structured_outputs or {})}
+    given = {**{field: one for field, one in more.items() if one is not None}, **given}
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
     return next(iter(given.values()), None)
@@ -46,7 +54,7 @@ def _formatted(value: Mapping[str, Any] | None) -> Constraint | None:
     if kind != "json_schema":
         raise refused("response_format", f"response_format.type is {kind!r}; it must be text, json_object or "
                       "json_schema")
-    named = value.get("json_schema")
+    named = value if "schema" in value and "json_schema" not in value else value.get("json_schema")
     if not isinstance(named, Mapping) or "schema" not in named:
         raise refused("response_format", "response_format.json_schema must be an object with a schema")
     return _schema("response_format.json_schema.schema", named["schema"])
@@ -59,8 +67,32 @@ def _schema(place: str, schema: Any) -> JsonSchema:
         raise refused(place.partition(".")[0], f"{place}: {error}") from None
 
 
-def _guided(field: str, value: Any) -> Constraint | Monitor:
+def _format(value: Mapping[str, Any] | str | None) -> Constraint | None:
+    """That of Ollama."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and value != "json":
+        raise refused("format", f"format is {value!r}; it must be json, or a JSON schema as an object")
+    return _schema("format", {"type": "object"} if isinstance(value, str) else value)
+
+
+def _structured(value: Mapping[str, Any]) -> Constraint | Monitor | None:
+    """That of vLLM."""
+    asked = {name: one for name, one in value.items() if one not in (None, False)}
+    if wrong := sorted(set(asked) - set(_STRUCTURED)):
+        raise refused("structured_outputs", f"structured_outputs.{wrong[0]} is not supported; give one of "
+                      f"{', '.join(_STRUCTURED)}")
+    if len(asked) > 1:
+        raise refused("structured_outputs", f"structured_outputs holds {' and '.join(asked)}; give one")
+    for name, one in asked.items():
+        return _guided(_STRUCTURED[name], {"type": "object"} if name == "json_object" else one,
+                       f"structured_outputs.{name}")
+    return None
+
+
+def _guided(kind: str, value: Any, field: str | None = None) -> Constraint | Monitor:
+    """The constraint of a kind that `guided` knows, from a field of its name or of another."""
     try:
-        return guided(field, value)
+        return guided(kind, value)
     except ValueError as error:
-        raise refused(field, str(error)) from None
+        raise refused((field or kind).partition(".")[0], str(error).replace(kind, field or kind)) from None

@@ -14,13 +14,14 @@ from urllib.parse import quote
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from shoal.decode.token_bytes import TokenBytes
 from shoal.engine.request import prompt_ids
 from shoal.engine.request_handle import Placed
 from shoal.engine.scheduler import Scheduler
-from shoal.serve import fields, policy
+from shoal.serve import fields, peers, policy
 from shoal.serve.answer import Answer
 from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
-from shoal.serve.echo import prompt_logprobs
+from shoal.serve.echo import Echo, echo_of
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.formats import in_folder
 from shoal.serve.metrics import Metrics, beside, report
@@ -28,13 +29,15 @@ from shoal.serve.middleware import GONE, note
 from shoal.serve.prompts import chat_ids, conversation, prompts_of
 from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
+from shoal.serve.token_names import TokenNames
 from shoal.serve.tools import Tools
 from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
-from shoal.types import Step, TokenLogprob
+from shoal.types import Step
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
 _MOST_TOLD, _MOST_NAMED = 1000, 64
+_DONE = "data: [DONE]\n\n"
 IGNORED = "x-shoal-ignored"
 """The header that names the fields of a request that had no effect."""
 
@@ -51,20 +54,23 @@ class RequestHandler:
     def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
         self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
         self._tokenizer = scheduler.engine.tokenizer
+        self._words = None if self._tokenizer is None else TokenBytes(self._tokenizer)
         self._told: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        body, ignored = parse(await request.body(), ChatBody, fields.CHAT, self._settings.strict)
+        body, ignored = parse(await request.body(), ChatBody, peers.CHAT, self._settings.strict)
         asked = await self._asked(body)
         answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
-        wire = ChatWire(body.model, self._tokenizer, asked.tools)
+        wire = ChatWire(body.model, self._names(body), asked.tools)
         return self._telling(await self._answer(request, body, answer, wire), ignored + asked.ignored)
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
-        given, ignored = fields.check_names(read(await request.body()), RESPONSES, self._settings.strict)
-        ignored += [name for name in ("metrics", "steps", "canvas") if given.pop(name, None)]
+        known = {**peers.BOTH, **fields.extras(), **RESPONSES}
+        given, ignored = fields.check_names(read(await request.body()), known, self._settings.strict)
+        unshown = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
+        ignored += [name for name in unshown if given.pop(name, None)]
         chat = as_chat(given)
         body = validated(chat, ChatBody)
         body.check()
@@ -81,7 +87,7 @@ class RequestHandler:
 
     async def _asked(self, body: ChatBody) -> _Conversation:
         """What a chat comes to."""
-        limit = body.max_completion_tokens or body.max_tokens or self._settings.default_max_tokens
+        limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
         ids = await asyncio.to_thread(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
@@ -99,41 +105,58 @@ class RequestHandler:
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
-        body, ignored = parse(await request.body(), CompletionBody, fields.COMPLETION, self._settings.strict)
+        body, ignored = parse(await request.body(), CompletionBody, peers.COMPLETION, self._settings.strict)
         prompts = prompts_of(body.prompt)
-        limit = body.max_tokens or _COMPLETION_TOKENS
-        self._check(body, len(prompts), limit)
-        prefixes = [self._prefix(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
-        scored = await asyncio.to_thread(self._scored, prompts, body) if body.echo and body.logprobs is not None else []
-        wire = CompletionWire(body.model, self._tokenizer, prefixes, scored)
+        limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
+        self._check(body, len(prompts))
+        echoes = await asyncio.to_thread(self._echoes, prompts, body)
+        wire = CompletionWire(body.model, self._names(body), echoes)
+        if limit == 0:
+            return self._telling(await self._unanswered(request, body, prompts, wire), ignored)
         answer = await self._start(request, body, prompts, limit)
         return self._telling(await self._answer(request, body, answer, wire), ignored)
 
-    def _scored(self, prompts: Sequence[Any], body: CompletionBody) -> list[list[TokenLogprob]]:
-        """The log-probabilities of the prompt before each choice."""
-        stack, found = self._scheduler.engine.stack, list[list[TokenLogprob]]()
-        for prompt in prompts:
-            try:
-                ids = prompt_ids(prompt, self._tokenizer, stack.vocab_size, stack.max_positions)
-            except ValueError as error:
-                raise refused("prompt", str(error)) from None
-            found += [prompt_logprobs(self._scheduler.engine, ids, body.logprobs or 0)] * body.n
-        return found
+    def _names(self, body: Body) -> TokenNames:
+        return TokenNames(self._words, body.return_tokens_as_token_ids)
 
-    def _prefix(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        wrong = next((token for token in prompt if not 0 <= token < self._scheduler.engine.stack.vocab_size), None)
-        if wrong is not None or self._tokenizer is None:
-            raise refused("prompt", f"the prompt cannot be echoed: token {wrong} has no text")
-        return str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+    def _echoes(self, prompts: Sequence[Any], body: CompletionBody) -> list[Echo]:
+        """What stands before each choice."""
+        if not body.echo:
+            return [Echo()] * (len(prompts) * body.n)
+        try:
+            found = [echo_of(self._scheduler.engine, prompt, body.alternatives, self._words) for prompt in prompts]
+        except ValueError as error:
+            raise refused("prompt", str(error)) from None
+        return [echo for echo in found for _ in range(body.n)]
+
+    async def _unanswered(
+        self, request: Request, body: CompletionBody, prompts: Sequence[Any], wire: CompletionWire
+    ) -> Response:
+        """An answer of no tokens: what is known of the prompts alone."""
+        if body.metrics or body.steps:
+            raise refused("max_tokens", "max_tokens is 0, which generates nothing that metrics or steps could tell of")
+        policy.choose(body.method, body.method_args, self._settings)
+        stack = self._scheduler.engine.stack
+        try:
+            read = sum(len(prompt_ids(one, self._tokenizer, stack.vocab_size, None)) for one in prompts)
+        except ValueError as error:
+            raise refused("prompt", str(error)) from None
+        usage = {"prompt_tokens": read, "completion_tokens": 0, "total_tokens": read}
+        note(request.scope, choices=len(prompts) * body.n, user=body.user, **usage)
+        choices = [wire.unanswered(index) for index in range(len(prompts) * body.n)]
+        if not body.stream:
+            return JSONResponse({**wire.head, "choices": choices, "usage": usage})
+        shared = {**wire.chunk_head(), "usage": None} if body.include_usage else wire.chunk_head()
+        events = [{**shared, "choices": [choice]} for choice in choices]
+        last = [{**wire.chunk_head(), "choices": [], "usage": usage}] if body.include_usage else []
+        return _streaming(_all([*map(_event, [*events, *last]), _DONE]))
 
     async def _start(
         self, request: Request, body: Body, prompts: Sequence[Any], limit: int,
         bound: Mapping[str, Any] = MappingProxyType({}),
     ) -> Answer:
         """Queue what a request asks for."""
-        self._check(body, len(prompts), limit)
+        self._check(body, len(prompts))
         method = policy.choose(body.method, body.method_args, self._settings)
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
@@ -153,11 +176,9 @@ class RequestHandler:
             return _streaming(self._events(request, body, answer, wire))
         return await self._whole(request, body, answer, wire)
 
-    def _check(self, body: Body, prompts: int, limit: int) -> None:
+    def _check(self, body: Body, prompts: int) -> None:
         if body.model != self._settings.model_name:
             raise no_model(body.model, self._settings.model_name)
-        if limit > self._settings.max_tokens:
-            raise refused("max_tokens", f"max_tokens is {limit}; this server allows up to {self._settings.max_tokens}")
         if prompts * body.answers > self._settings.max_n:
             asked = f"{prompts} prompts with n={body.answers} answers each"
             raise refused("n", f"{asked}; this server allows {self._settings.max_n} in all")
@@ -213,12 +234,14 @@ class RequestHandler:
             async for came in answer.items():
                 steps = ((index, item) for index, item in came if isinstance(item, Step))
                 chunks = [*_canvases(wire, came), *(wire.chunk(index, step, body.steps) for index, step in steps)]
+                if body.usage_of_each:
+                    shared["usage"] = answer.usage
                 if events := [_event({**shared, "choices": [choice]}) for choice in chunks if choice is not None]:
                     yield "".join(events)  # every piece goes through all that stands between here and the socket
             if body.include_usage:
                 extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
                 yield _event({**head, "choices": [], "usage": answer.usage, **extra})
-            yield "data: [DONE]\n\n"
+            yield _DONE
         except Exception as error:
             yield _event(_told(error).to_dict())
         finally:
@@ -264,6 +287,11 @@ def named(ignored: Sequence[str]) -> dict[str, str]:
 def _streaming(events: AsyncIterator[str]) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def _all(events: Sequence[str]) -> AsyncIterator[str]:
+    for one in events:
+        yield one
 
 
 def _told(error: Exception) -> ApiError:

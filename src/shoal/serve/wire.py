@@ -9,10 +9,14 @@ from typing import Any, Protocol
 
 from shoal.engine.request_handle import Placed
 from shoal.serve.calls import CallReader
+from shoal.serve.echo import Echo
+from shoal.serve.token_names import Offsets, TokenNames
 from shoal.serve.tools import Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
+_Told = tuple[TokenLogprob, int, bool]
+"""A token of a plain completion, where it begins in the text, and whether its log-probability is known."""
 
 
 class Wire(Protocol):
@@ -50,13 +54,13 @@ class ChatWire:
 
     Args:
         model: the served name.
-        tokenizer: makes words of tokens.
+        names: of tokens.
         tools: that the answer may call; None where it is text and no more.
     """
 
-    def __init__(self, model: str, tokenizer: Any, tools: Tools | None = None) -> None:
+    def __init__(self, model: str, names: TokenNames, tools: Tools | None = None) -> None:
         self.head = _head("chatcmpl", "chat.completion", model)
-        self._tokenizer, self._tools = tokenizer, tools
+        self._names, self._tools = names, tools
         self._readers: dict[int, CallReader] = {}
 
     def chunk_head(self) -> Json:
@@ -79,7 +83,7 @@ class ChatWire:
 
     def canvas(self, index: int, words: Sequence[Placed]) -> Json:
         """See `Wire`."""
-        return _choice(index, "delta", {}, None, None) | _canvas(words, self._tokenizer)
+        return _choice(index, "delta", {}, None, None) | _canvas(words, self._names)
 
     def _said(self, index: int, text: str, reason: str | None) -> tuple[Json, str | None]:
         """What a piece of text says, and why the answer ended if it has: a call it was bound to make is a plain end."""
@@ -105,8 +109,12 @@ class ChatWire:
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
 
     def _entry(self, entry: TokenLogprob) -> Json:
-        top = [_scored(_word(token, self._tokenizer), value) for token, value in entry.top]
-        return {**_scored(_word(entry.token, self._tokenizer), entry.logprob), "top_logprobs": top}
+        top = [self._scored(token, value) for token, value in entry.top]
+        return {**self._scored(entry.token, entry.logprob), "top_logprobs": top}
+
+    def _scored(self, token: int, logprob: float) -> Json:
+        """A token with its log-probability; of a part of a character the bytes tell which."""
+        return {"token": self._names.text(token), "logprob": finite_logprob(logprob), "bytes": self._names.raw(token)}
 
 
 class CompletionWire:
@@ -114,18 +122,14 @@ class CompletionWire:
 
     Args:
         model: the served name.
-        tokenizer: makes words of tokens.
-        prefixes: what stands before each choice's text: the prompt, if it is to be echoed.
-        scored: the log-probabilities of that, for each choice; nothing where they are not wanted.
+        names: of tokens.
+        echoes: what stands before each choice's text.
     """
 
-    def __init__(
-        self, model: str, tokenizer: Any, prefixes: Sequence[str], scored: Sequence[Sequence[TokenLogprob]] = ()
-    ) -> None:
+    def __init__(self, model: str, names: TokenNames, echoes: Sequence[Echo]) -> None:
         self.head = _head("cmpl", "text_completion", model)
-        self._tokenizer, self._prefixes = tokenizer, prefixes
-        self._scored = scored or [()] * len(prefixes)
-        self._offsets = [0] * len(prefixes)
+        self._names, self._echoes = names, echoes
+        self._offsets = [Offsets(names.words, len(echo.text)) for echo in echoes]
 
     def chunk_head(self) -> Json:
         """See `Wire`."""
@@ -133,54 +137,55 @@ class CompletionWire:
 
     def opening(self, index: int) -> Json | None:
         """See `Wire`."""
-        prefix = self._prefixes[index]
-        return _choice(index, "text", prefix, self._logprobs(index, self._scored[index]), None) if prefix else None
+        echo = self._echoes[index]
+        return _choice(index, "text", echo.text, self._logprobs(self._echoed(index)), None) if echo.text else None
 
     def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
         """See `Wire`."""
         if not (step.text or step.logprob or step.finish_reason or detailed):
             return None
-        logprobs = self._logprobs(index, [step.logprob] if step.logprob else [])
+        logprobs = self._logprobs(self._made(index, [step.logprob] if step.logprob else []))
         choice = _choice(index, "text", step.text, logprobs, step.finish_reason)
         return with_steps(choice, [step]) if detailed else choice
 
     def canvas(self, index: int, words: Sequence[Placed]) -> Json:
         """See `Wire`."""
-        return _choice(index, "text", "", None, None) | _canvas(words, self._tokenizer)
+        return _choice(index, "text", "", None, None) | _canvas(words, self._names)
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
         """See `Wire`."""
-        choices = [
-            _choice(
-                index,
-                "text",
-                self._prefixes[index] + result.text,
-                self._logprobs(index, [*self._scored[index], *(result.logprobs or ())]),
-                result.finish_reason,
-            ) | _others(result)
-            for index, result in enumerate(results)
-        ]
+        choices = []
+        for index, result in enumerate(results):
+            text = self._echoes[index].text + result.text
+            told = [*self._echoed(index), *self._made(index, result.logprobs or ())]
+            within = [(entry, min(offset, len(text)), known) for entry, offset, known in told]  # a stop string is cut
+            choice = _choice(index, "text", text, self._logprobs(within), result.finish_reason)
+            choices.append(choice | _others(result))
         return {**self.head, "choices": choices, "usage": usage}
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Json | None:
-        if not entries:
+    def unanswered(self, index: int) -> Json:
+        """The choice of a prompt that nothing is to follow: its echo, in one piece."""
+        return _choice(index, "text", self._echoes[index].text, self._logprobs(self._echoed(index)), "length")
+
+    def _echoed(self, index: int) -> list[_Told]:
+        """The tokens of the prompt, of which the first follows nothing."""
+        echo = self._echoes[index]
+        pairs = zip(echo.scored, echo.offsets, strict=True)
+        return [(entry, offset, place > 0) for place, (entry, offset) in enumerate(pairs)]
+
+    def _made(self, index: int, entries: Sequence[TokenLogprob]) -> list[_Told]:
+        """Tokens of the answer, to be told of once and in their order."""
+        return [(entry, self._offsets[index].push(entry.token), True) for entry in entries]
+
+    def _logprobs(self, told: Sequence[_Told]) -> Json | None:
+        if not told:
             return None
-        words = [_word(entry.token, self._tokenizer) for entry in entries]
-        known = [True] * len(entries)
-        known[0] = not (self._scored[index] and self._offsets[index] == 0)  # a prompt's first token follows nothing
-        offsets = []
-        for word in words:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(word)
+        named = [self._names.legacy(entry) for entry, _, _ in told]
         return {
-            "tokens": words,
-            "token_logprobs": [finite_logprob(entry.logprob) if told else None
-                               for entry, told in zip(entries, known, strict=True)],
-            "top_logprobs": [
-                {_word(token, self._tokenizer): finite_logprob(value) for token, value in entry.top} if told else None
-                for entry, told in zip(entries, known, strict=True)
-            ],
-            "text_offset": offsets,
+            "tokens": [own for own, _ in named],
+            "token_logprobs": [finite_logprob(entry.logprob) if known else None for entry, _, known in told],
+            "top_logprobs": [top if known else None for (_, top), (*_, known) in zip(named, told, strict=True)],
+            "text_offset": [offset for _, offset, _ in told],
         }
 
 
@@ -207,9 +212,9 @@ def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: st
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _canvas(words: Sequence[Placed], tokenizer: Any) -> Json:
+def _canvas(words: Sequence[Placed], names: TokenNames) -> Json:
     """Of each word its place in the answer, its text, and the step that decided it."""
-    return {"canvas": [[word.place, _word(word.token, tokenizer), word.step] for word in words]}
+    return {"canvas": [[word.place, names.text(word.token), word.step] for word in words]}
 
 
 def _others(result: Result) -> Json:
@@ -221,15 +226,3 @@ def _message(delta: Json) -> Json:
     calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
     content = delta.get("content", None if calls else "")
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
-
-
-def _word(token: int, tokenizer: Any) -> str:
-    if tokenizer is None:
-        return f"token_id:{token}"
-    return str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _scored(word: str, logprob: float) -> Json:
-    """A token with its log-probability; bytes only where the token is whole characters."""
-    raw = None if "\ufffd" in word else list(word.encode("utf-8"))
-    return {"token": word, "logprob": finite_logprob(logprob), "bytes": raw}

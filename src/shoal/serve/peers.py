@@ -1,0 +1,221 @@
+"""Fields beyond OpenAI's that clients of vLLM, SGLang, llama.cpp's server and Ollama send, and what becomes of each.
+
+What changes an answer is honoured or refused with a remedy, never ignored; values that ask for nothing are let through.
+`python -m shoal.serve.peers` prints the second table of docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.serve import fields
+from shoal.serve.fields import Field, Honoured, Ignored, Refused, answer_of
+
+_SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
+_PART = "belongs to a step of sampling that is refused"
+_ADAPTERS = "adapters belong to the model; start a server with the one that is wanted"
+_MEDIA = "the model reads text only"
+_SPREAD = "one process reads prompts and answers them"
+_ROUTED = "there is one engine, and requests are taken in the order in which they come"
+_HIDDEN = "what happens inside the model is not told"
+_TOLD = "`steps` names the id of every token, `logprobs` with `return_tokens_as_token_ids` too"
+_THOUGHTS = "thoughts stay in the text where the model puts them"
+_TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
+
+CONSTRAINTS: dict[str, Field] = {
+    "structured_outputs": Honoured("vLLM's: one of `json`, `regex`, `choice`, `grammar`, `json_object`"),
+    "json_schema": Honoured("llama.cpp's and SGLang's `guided_json`"),
+    "grammar": Honoured("llama.cpp's `guided_grammar`; an empty one is none"),
+    "regex": Honoured("SGLang's `guided_regex`"),
+    "ebnf": Honoured("SGLang's `guided_grammar`"),
+    "format": Honoured("Ollama's: `json`, or a schema"),
+    "guided_decoding_backend": Ignored("there is one", ("auto", "guidance", "llguidance")),
+    "guided_whitespace_pattern": Refused("white space is that of docs/constraints.md; use `guided_grammar`"),
+    "structural_tag": Refused(_TAGS),
+    "grammar_lazy": Refused(_TAGS, (False,)),
+    "grammar_triggers": Refused(_TAGS, ([],)),
+    "grammar_type": Refused(_TAGS, ("",)),
+    "preserved_tokens": Ignored("special tokens are whole wherever they stand", ([],)),
+}
+SAMPLING: dict[str, Field] = {
+    "typical_p": Honoured("above 0, up to 1, which keeps every token; after `min_p`"),
+    "repeat_penalty": Honoured("llama.cpp's and Ollama's `repetition_penalty`"),
+    "repeat_last_n": Honoured("how many tokens `repetition_penalty` looks at; 0 for none, -1 for all, as without it"),
+    "min_tokens": Honoured("how many tokens come before an end of sequence or a stop token may"),
+    "bad_words": Honoured("texts that do not come as the tokenizer spells them, with and without a space before"),
+    "allowed_token_ids": Honoured("the only tokens that may come; a constraint goes before this and the two above"),
+    "include_stop_str_in_output": Honoured("whether a stop string stays at the end of the text"),
+    "no_stop_trim": Honoured("SGLang's name of the same"),
+    "top_n_sigma": Refused(_SAMPLERS, (0, -1)),
+    "top_a": Refused(_SAMPLERS, (0,)),
+    "tfs_z": Refused(_SAMPLERS, (1,)),
+    "xtc_probability": Refused(_SAMPLERS, (0,)),
+    "xtc_threshold": Ignored(_PART),
+    "dynatemp_range": Refused(_SAMPLERS, (0,)),
+    "dynatemp_exponent": Ignored(_PART),
+    "mirostat": Refused(_SAMPLERS, (0,)),
+    "mirostat_tau": Ignored(_PART),
+    "mirostat_eta": Ignored(_PART),
+    "adaptive_target": Refused(_SAMPLERS, (-1,)),
+    "adaptive_decay": Ignored(_PART),
+    "dry_multiplier": Refused(_SAMPLERS, (0,)),
+    "dry_base": Ignored(_PART),
+    "dry_allowed_length": Ignored(_PART),
+    "dry_penalty_last_n": Ignored(_PART),
+    "dry_sequence_breakers": Ignored(_PART),
+    "min_keep": Refused("every step keeps one token at least; leave it out", (0, 1)),
+    "samplers": Refused("temperature, top-k, top-p, min-p and typical-p come in this order; leave it out", ([], "")),
+    "penalize_newline": Refused("line breaks count as all tokens do; leave it out", (True,)),
+    "penalty_prompt": Refused("`repetition_penalty` counts the prompt; leave it out", ("",)),
+    "length_penalty": Ignored("there are no beams", (1,)),
+    "use_beam_search": Refused("there are no beams; use `best_of`", (False,)),
+    "do_sample": Refused("say `temperature`, where 0 takes the likeliest token"),
+    "watermarking": Refused("answers have no watermark", (False,)),
+    "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
+    "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
+    "thinking_token_budget": Refused("thoughts are not counted apart; use `max_tokens`", (-1,)),
+    "reasoning_budget_tokens": Refused("thoughts are not counted apart; use `max_tokens`", (-1,)),
+    "custom_logit_processor": Refused("a request brings no code", ([], "")),
+    "logits_processors": Refused("a request brings no code", ([], "")),
+    "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
+    "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
+    "backend_sampling": Ignored("tokens are drawn in one place", (False,)),
+}
+LENGTHS: dict[str, Field] = {
+    "n_predict": Honoured("llama.cpp's `max_tokens`"),
+    "num_predict": Honoured("Ollama's `max_tokens`"),
+    "max_new_tokens": Honoured("transformers' `max_tokens`"),
+    "n_cmpl": Honoured("llama.cpp's `n`"),
+    "n_indent": Refused("there is no such rule; use `guided_regex`", (0,)),
+    "t_max_predict_ms": Refused("answers end by tokens, not by time; use `max_tokens`", (0, -1)),
+    "n_keep": Ignored("a text that fills the context ends", (0,)),
+    "num_keep": Ignored("a text that fills the context ends", (0,)),
+    "n_discard": Ignored("a text that fills the context ends", (0,)),
+    "truncate_prompt_tokens": Refused("a prompt is read as it is; shorten it"),
+    "truncation_side": Ignored("prompts are not shortened"),
+    "truncate": Refused("a prompt is read as it is; shorten it"),
+}
+PROMPTS: dict[str, Field] = {
+    "options": Honoured("Ollama's: its entries count as fields of the request"),
+    "input_ids": Refused("give token ids as the `prompt` of a completion"),
+    "prompt_embeds": Refused("prompts are text or token ids"),
+    "chat_template": Refused("the model's own template is used; give a completion for another form"),
+    "documents": Refused("put them into a message, or into `chat_template_kwargs` of a template that has them", ([],)),
+    "think": Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}"),
+    "thinking": Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}"),
+    "thinking_forced_open": Refused("use `chat_template_kwargs`", (False,)),
+    "generation_prompt": Refused("the template says how an answer begins"),
+    "task": Refused("put what is asked into a message"),
+    "system": Refused("give a message of role system"),
+    "template": Refused("the model's own template is used"),
+    "context": Refused("send the whole conversation", ([],)),
+    "raw": Refused("a completion goes through no template, a chat through the model's", (False,)),
+    "images": Refused(_MEDIA, ([],)),
+    "mm_processor_kwargs": Ignored(_MEDIA),
+    "media_io_kwargs": Ignored(_MEDIA),
+    "images_config": Ignored(_MEDIA),
+    "max_dynamic_patch": Ignored(_MEDIA),
+    "min_dynamic_patch": Ignored(_MEDIA),
+    "use_audio_in_video": Ignored(_MEDIA, (False,)),
+    "lora": Refused(_ADAPTERS, ([],)),
+    "lora_path": Refused(_ADAPTERS, ("",)),
+    "session_params": Refused("nothing is stored: send the whole conversation", ({},)),
+}
+ANSWERS: dict[str, Field] = {
+    "return_tokens_as_token_ids": Honoured("log-probabilities name tokens as `token_id:5`"),
+    "skip_special_tokens": Refused("special tokens have no text; `steps` names them", (True,)),
+    "spaces_between_special_tokens": Ignored("special tokens have no text", (True,)),
+    "n_probs": Refused("use `logprobs` and, in a chat, `top_logprobs`", (0,)),
+    "post_sampling_probs": Refused("log-probabilities are those before temperature and truncation", (False,)),
+    "prompt_logprobs": Refused("use a completion with `echo`, `logprobs` and `max_tokens` 0"),
+    "logprob_token_ids": Refused("use `logprobs`, which names the likeliest"),
+    "return_token_ids": Refused(_TOLD, (False,)),
+    "return_tokens": Refused(_TOLD, (False,)),
+    "return_prompt_token_ids": Refused("ask `/tokenize`", (False,)),
+    "return_prompt_text": Refused("ask `/tokenize`, and `/detokenize` for its text", (False,)),
+    "return_token_offsets": Ignored("`logprobs` of a completion tell them", (False,)),
+    "return_meta_info": Refused("use `metrics`", (False,)),
+    "return_full_text": Refused("use `echo` in a completion", (False,)),
+    "return_hidden_states": Refused(_HIDDEN, (False,)),
+    "return_routed_experts": Refused(_HIDDEN, (False,)),
+    "routed_experts_prompt_start": Ignored(_HIDDEN, (0,)),
+    "routed_experts_start_len": Ignored(_HIDDEN, (0,)),
+    "return_cached_tokens_details": Ignored("`usage` tells how many tokens of the prompt were found again", (False,)),
+    "return_mm_kwargs": Ignored(_MEDIA, (True,)),
+    "response_fields": Refused("an answer comes whole", ([],)),
+    "timings_per_token": Ignored("`metrics` tells times", (False,)),
+    "return_progress": Ignored("the first token tells that the prompt is read", (False,)),
+    "sse_ping_interval": Ignored("a stream is silent between tokens"),
+    "stream_interval": Ignored("tokens come as they are made", (1,)),
+    "verbose": Ignored("`metrics` and `steps` tell more", (False,)),
+    "include_reasoning": Refused(_THOUGHTS, (True,)),
+    "separate_reasoning": Ignored(_THOUGHTS, (False,)),
+    "stream_reasoning": Ignored(_THOUGHTS, (True,)),
+    "reasoning_format": Refused(_THOUGHTS, ("none", "auto")),
+    "reasoning_in_content": Ignored(_THOUGHTS, (True,)),
+    "reasoning_control": Refused("use `max_tokens`", (False,)),
+    "parse_tool_calls": Refused("calls are read where `tools` are given", (True,)),
+    "_debug_render_only": Refused("ask `/tokenize`", (False,)),
+}
+CARRIAGE: dict[str, Field] = {
+    "cache_prompt": Ignored("prompts are found again by their beginnings, and answers are the same", (True,)),
+    "n_cache_reuse": Ignored("prompts are found again by their beginnings alone", (0,)),
+    "cache_salt": Refused("beginnings are shared by all who may ask; `--prefix-gib 0` keeps none"),
+    "keep_alive": Ignored("the model stays in memory"),
+    "priority": Ignored(_ROUTED, (0,)),
+    "id_slot": Ignored(_ROUTED, (-1,)),
+    "request_id": Ignored("the header `x-request-id` is taken and returned"),
+    "rid": Ignored("the header `x-request-id` is taken and returned"),
+    "session_id": Ignored("nothing is stored"),
+    "extra_key": Ignored("nothing is stored"),
+    "custom_labels": Ignored("metrics have no labels of requests"),
+    "ngram_corpus_id": Ignored("drafts change no answer"),
+    "routed_dp_rank": Ignored(_ROUTED),
+    "data_parallel_rank": Ignored(_ROUTED),
+    "disagg_prefill_dp_rank": Ignored(_ROUTED),
+    "kv_transfer_params": Refused(_SPREAD, ({},)),
+    "ec_transfer_params": Refused(_SPREAD, ({},)),
+    "bootstrap_host": Refused(_SPREAD),
+    "bootstrap_port": Refused(_SPREAD),
+    "bootstrap_room": Refused(_SPREAD),
+    **{name: Ignored("the operator says how the model is loaded and run") for name in (
+        "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram",
+        "f16_kv", "vocab_only", "speculative.n_max", "speculative.n_min", "speculative.p_min")},
+}
+BOTH: dict[str, Field] = {**CONSTRAINTS, **SAMPLING, **LENGTHS, **PROMPTS, **ANSWERS, **CARRIAGE}
+"""Those that mean the same in chats and in plain completions."""
+ONLY_CHAT: dict[str, Field] = {
+    "reasoning": Honoured("`effort` is given to the chat template, as `reasoning_effort` is"),
+    "enable_thinking": Honoured("given to the chat template, as in `chat_template_kwargs`"),
+    "echo": Refused("an answer holds what the model says; use a completion", (False,)),
+    "add_special_tokens": Refused("the chat template says which there are", (False,)),
+}
+ONLY_COMPLETION: dict[str, Field] = {
+    "max_completion_tokens": Honoured("the same as `max_tokens`"),
+    "response_format": Honoured("as in a chat"),
+    "add_special_tokens": Refused("text is read as the tokenizer reads it; give token ids for another way", (True,)),
+    "tools": Refused("ask `/v1/chat/completions`", ([],)),
+    "tool_choice": Refused("ask `/v1/chat/completions`", ("none", "auto")),
+    "top_logprobs": Refused("use `logprobs`, a number in completions", (0,)),
+    "reasoning_effort": Ignored("completions go through no chat template"),
+    "reasoning": Ignored("completions go through no chat template"),
+    "enable_thinking": Ignored("completions go through no chat template"),
+}
+CHAT: Mapping[str, Field] = {**BOTH, **ONLY_CHAT, **fields.extras(), **fields.CHAT}
+"""Every field of `/v1/chat/completions`."""
+COMPLETION: Mapping[str, Field] = {**BOTH, **ONLY_COMPLETION, **fields.extras(), **fields.COMPLETION}
+"""Every field of `/v1/completions`."""
+
+
+def table() -> str:
+    """The fields of other servers as Markdown."""
+    kinds = [*((name, "both", field) for name, field in BOTH.items()),
+             *((name, "chat", field) for name, field in ONLY_CHAT.items()),
+             *((name, "completions", field) for name, field in ONLY_COMPLETION.items())]
+    rows = [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for name, where, field in sorted(
+        kinds, key=lambda kind: kind[:2])]
+    return "\n".join(["| field | in | answer | why |", "|---|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())
