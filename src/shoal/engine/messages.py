@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from shoal.sandbox.template import TakesTooMuch
+
 Message = dict[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
           "function": "tool"}
@@ -142,7 +144,7 @@ class _Spoken:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadMessage(self._where, f"{place} must have a function with a name")
         arguments = function.get("arguments") or "{}"
-        with suppress(ValueError):  # the template is given the text
+        with suppress(ValueError, RecursionError):  # the template is given the text
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {"id": str(call.get("id") or ""), "type": "function",
                 "function": {"name": function["name"], "arguments": arguments}}
@@ -209,6 +211,8 @@ def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequen
             if _holds(told, text, render):
                 return text
             lost = lost or text
+        except TakesTooMuch:
+            raise
         except ValueError as error:
             refusal = refusal or error
         if not any(message.get("role") == "system" for message in told):

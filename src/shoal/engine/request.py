@@ -18,6 +18,7 @@ from shoal.engine.forbidden import Forbidden, check_ids, forbidden
 from shoal.engine.messages import chat_text
 from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported
+from shoal.sandbox.template import rendered
 from shoal.types import Sampling
 
 if TYPE_CHECKING:
@@ -251,15 +252,8 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
-    text = chat_text(messages, partial(_rendered, tokenizer), **options)
+    text = chat_text(messages, partial(rendered, tokenizer), **options)
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-
-def _rendered(tokenizer: Any, messages: Messages, /, **options: Any) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
-    except Exception as error:  # templates raise what they like, mostly about the order of roles
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from None
 
 
 def _whole_ids(prompt: Any) -> list[int]:

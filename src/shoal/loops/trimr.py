@@ -13,6 +13,7 @@ from shoal.errors import Unsupported
 from shoal.loops.thoughts import Thoughts, texts
 from shoal.model.kv import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal.sandbox.template import rendered
 from shoal.types import Step
 
 if TYPE_CHECKING:
@@ -260,9 +261,8 @@ class ModelJudge:
         said = texts()[kind].replace("{former}", former).replace("{thought}", thought)
         if not getattr(self._tokenizer, "chat_template", None):
             return list(self._tokenizer(f"{said}\n\n")["input_ids"])
-        return list(self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": said}], add_generation_prompt=True, tokenize=True, return_dict=False
-        ))
+        text = rendered(self._tokenizer, [{"role": "user", "content": said}], add_generation_prompt=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _judge_of(how: Trimming) -> ThoughtJudge:

@@ -1,1 +1,1 @@
-"""Where code that a model wrote is run: without network, files, or a way to others, for a limited time."""
+"""Work that is kept apart in processes: code that a model wrote, and what may hang, crash or take all memory."""

@@ -15,6 +15,7 @@ from shoal.engine.request import chat_ids
 from shoal.errors import Unsupported
 from shoal.eval import prompts
 from shoal.eval.items import read_lines
+from shoal.sandbox.template import rendered
 from shoal.train.answers import answered
 
 _MARK = "\u2042"
@@ -113,7 +114,7 @@ def _before_the_user(engine: Engine) -> list[int]:
     """Token ids of a conversation up to where the user's first words stand."""
     words = engine.tokenizer
     if getattr(words, "chat_template", None):
-        text = words.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+        text = rendered(words, [{"role": "user", "content": _MARK}])
         before, mark, _ = text.partition(_MARK)
         if mark:
             return list(words(before, add_special_tokens=False)["input_ids"])

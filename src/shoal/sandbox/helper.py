@@ -1,0 +1,153 @@
+"""Processes that answer one question at a time, and are ended where one takes too long or too much memory.
+
+A process is the one bound in time and memory that holds whatever the work is: code of another language cannot be
+interrupted, and a stack that overflows there ends the process that it is in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_START = "import sys; sys.path[0] = sys.argv[1]; from shoal.sandbox.helper_process import main; main(*sys.argv[2:])"
+_PATIENCE = 6
+"""Seconds by the clock for each of computing time: other work may keep the machine busy."""
+_AT_ONCE = 2
+
+
+class NoAnswer(Exception):
+    """A question has no answer, for a reason that its asker can be told."""
+
+
+class OverLimit(NoAnswer):
+    """The reason is a limit, which the same question would meet again."""
+
+
+class Helpers:
+    """Processes of one kind. They start when they are first needed and wait for the next question; for any thread.
+
+    Args:
+        work: the module in which they find `answer`, a function of a question; both are what JSON can hold, and of a
+            question whatever else it has is given as the name of its kind.
+        seconds: of computing time for an answer.
+        memory: bytes that a process may take beyond those with which it begins, where the system can hold it to that.
+    """
+
+    def __init__(self, work: str, seconds: int, memory: int) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._words = [sys.executable, "-c", _START, str(_ROOT), work, str(seconds), str(memory)]
+        self._idle: list[subprocess.Popen[str]] = []
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
+        self._owner = os.getpid()
+        _all.add(self)
+
+    def ask(self, question: Any) -> Any:
+        """The answer to a question; it waits where others are asked at the time.
+
+        Raises:
+            NoAnswer: there is none: it would take too long or too much memory, or `answer` raised an error.
+            OSError: no process can be started.
+        """
+        line = json.dumps(question, default=_named) + "\n"
+        with self._room:
+            process = self._taken()
+            late = threading.Event()
+            timer = threading.Timer(self.seconds * _PATIENCE, _stop, (process, late))
+            timer.start()
+            try:
+                said = _exchange(process, line)
+            except BaseException:
+                _end(process)  # what it will say would be taken for the next question's answer
+                raise
+            finally:
+                timer.cancel()
+            if not said.endswith("\n"):
+                raise OverLimit(self._why(_end(process), late.is_set()))
+            answer, why, limit, spent = json.loads(said)
+            if spent:
+                _end(process)
+            else:
+                self._idle.append(process)
+        if why is not None:
+            raise (OverLimit if limit else NoAnswer)(why)
+        return answer
+
+    def end(self) -> None:
+        """End the processes that wait."""
+        while self._idle:
+            process = self._idle.pop()
+            if self._owner == os.getpid():
+                _end(process)
+
+    def _taken(self) -> subprocess.Popen[str]:
+        """A process that waits, or a new one."""
+        if self._owner != os.getpid():  # a fork: they wait for the parent's questions
+            self._owner, self._idle = os.getpid(), []
+        with suppress(IndexError):  # several threads take them
+            while True:
+                process = self._idle.pop()
+                if process.poll() is None:
+                    return process
+                _end(process)
+        return subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                encoding="ascii")
+
+    def _why(self, code: int, late: bool) -> str:
+        end = signal.Signals(-code).name if code < 0 else str(code)
+        if late or end == "SIGXCPU":
+            return f"it takes more than {self.seconds} s of computing time"
+        if end in ("SIGABRT", "SIGKILL"):
+            return f"it takes more than {self.memory >> 20} MiB of memory"
+        if end in ("SIGSEGV", "SIGBUS"):
+            return "it is nested too deeply, or its parts refer to one another through too many others"
+        return f"the process that worked on it ended with {end}"
+
+
+def _named(value: Any) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def _exchange(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:
+        return ""
+
+
+def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
+    late.set()
+    process.kill()
+
+
+def _end(process: subprocess.Popen[str]) -> int:
+    """Its exit code; one that has closed its output is given the time to die of what it does."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(OSError):
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.kill()
+    process.stdout.close()
+    return process.wait()
+
+
+_all: weakref.WeakSet[Helpers] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for helpers in list(_all):
+        helpers.end()
