@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import reprlib
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +25,24 @@ from torch import Tensor
 from shoal.decode.sampling import Allowed
 from shoal.engine.json_formats import known_formats
 from shoal.engine.monitor import MarkedTokens, Monitor, Watched
-from shoal.engine.wind_up import Spelling, WindUp, common
+from shoal.engine.wind_up import Patience, Spelling, WindUp, common
 from shoal.errors import Unsupported, needs
+from shoal.sandbox.helper import Helpers, NoAnswer
 
 log = logging.getLogger(__name__)
 
+_trials = Helpers("shoal.engine.grammar_trial", seconds=6, memory=512 << 20)
+_LARK = re.compile(r"%llguidance\b|start\s*:")
+"""How a grammar begins that is surely no GBNF."""
 _KEPT = 64
 _RESERVE = 16, 128
 """Least and most of what one token is held to add to the way to a text's end: in between, as a schema is long, which
 names all that can be opened at once, in more words than it takes."""
 _REMEDY = "Change the constraint, or leave it out"
-_OPTIONS = '\n%llguidance {"no_forcing": true}'
-"""Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
+_SAID = 400
+"""Characters of llguidance's own words that are told."""
+_DEEPEST = 127
+"""Levels of a schema: llguidance reads no more."""
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
 """White space between the parts of a JSON text, as llama.cpp has it: small models would go on with it for ever."""
 
@@ -45,6 +53,9 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
 _SECONDS = 20.0
 """How long jedi may take for a stranger's request, which alone waits for it."""
+_INTEGER = "shoal-integer"
+_REFERENCE = f"#/$defs/{_INTEGER}"
+_SAYS_NO_MORE = {"type", "title", "description", "default", "examples"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
@@ -88,10 +99,16 @@ class JsonSchema(Constraint):
 
     def grammar(self) -> str:
         """See the base class."""
-        schema = _ending(known_formats(json.loads(self.text)))
+        schema = known_formats(json.loads(self.text))
         if isinstance(schema, dict):
-            schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
-        return f"start: %json {json.dumps(schema)}"
+            named = schema.get("$defs", {})
+            shared = '"$id"' not in self.text and isinstance(named, dict)  # it changes what references are to
+            schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **_ending(schema, shared)}
+            if _REFERENCE in (text := json.dumps(schema)):
+                integer = _ending({"type": "integer"}, False)
+                text = json.dumps({**schema, "$defs": {**schema.get("$defs", {}), _INTEGER: integer}})
+            return f"start: %json {text}"
+        return f"start: %json {self.text}"
 
 
 @dataclass(frozen=True)
@@ -111,13 +128,13 @@ class Grammar(Constraint):
     """Text that a context-free grammar gives: Lark's notation, or GBNF, which has `::=`."""
 
     def grammar(self) -> str:
-        """See the base class."""
-        from llguidance.gbnf_to_lark import any_to_lark
-
+        """See the base class; a translation takes time, so it is made apart."""
+        if _LARK.match(self.text):
+            return self.text
         try:
-            return str(any_to_lark(self.text))
-        except Exception as error:  # the translation from GBNF raises what it likes
-            raise _unmet(self, str(error)) from error
+            return str(_trials.ask([self.text, None]))
+        except NoAnswer as error:
+            raise _unmet(self, str(error)) from None
 
 
 def constraint_of(value: Any) -> Constraint | Monitor | None:
@@ -161,7 +178,11 @@ def _schema_text(schema: Any) -> str:
     made = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
         made = json.loads(made) if isinstance(made, str) else made
+        if _depth(made) > _DEEPEST:
+            raise RecursionError
         text = json.dumps(made)
+    except RecursionError:
+        raise ValueError(f"the JSON schema {reprlib.repr(schema)} is nested more than {_DEEPEST} deep") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema {reprlib.repr(schema)} is no JSON: {error}") from None
     if not isinstance(made, Mapping | bool):
@@ -169,11 +190,25 @@ def _schema_text(schema: Any) -> str:
     return text
 
 
-def _ending(schema: Any) -> Any:
-    """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none."""
+def _depth(value: Any) -> int:
+    """How many lists and objects lie within each other, as far as that is allowed."""
+    deep, level = 0, [value]
+    while deep <= _DEEPEST and (level := [one for one in level if isinstance(one, list | tuple | Mapping)]):
+        level = [inner for one in level for inner in (one.values() if isinstance(one, Mapping) else one)]
+        deep += 1
+    return deep
+
+
+def _ending(schema: Any, shared: bool) -> Any:
+    """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none.
+
+    `shared` is whether integers without bounds may be references to one: each by itself takes long to compile.
+    """
     if not isinstance(schema, dict) or schema.keys() & {"enum", "const"}:
         return schema
-    made = {word: _inside(word, inner) for word, inner in schema.items()}
+    if shared and schema.get("type") == "integer" and schema.keys() <= _SAYS_NO_MORE:
+        return {"$ref": _REFERENCE}
+    made = {word: _inside(word, inner, shared) for word, inner in schema.items()}
     kinds: Any = made.get("type") if isinstance(made.get("type"), list) else [made.get("type")]
     bounds = {word: made[word] for word in _BOUNDS if isinstance(made.get(word), int | float)}
     if "number" in kinds and bounds and all(round(bound, _PLACES) == bound for bound in bounds.values()):
@@ -184,22 +219,29 @@ def _ending(schema: Any) -> Any:
     return made
 
 
-def _inside(word: str, inner: Any) -> Any:
+def _inside(word: str, inner: Any, shared: bool) -> Any:
     if word in _NAMED and isinstance(inner, dict):
-        return {name: _ending(one) for name, one in inner.items()}
+        return {name: _ending(one, shared) for name, one in inner.items()}
     if word in _LISTED and isinstance(inner, list):
-        return [_ending(one) for one in inner]
-    return _ending(inner) if word in _INNER else inner
+        return [_ending(one, shared) for one in inner]
+    return _ending(inner, shared) if word in _INNER else inner
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
-    said = why.partition("<state>")[0].strip()  # what follows is for llguidance's own developers
-    dead = said.startswith("NoExtension")
-    return Unsupported(f"the constraint {wanted}", "no text meets it" if dead else said, _REMEDY)
+    said = " ".join(re.split("<state>|<backtrace>", why, maxsplit=1)[0].split())  # the rest is for its developers
+    if said.startswith("NoExtension"):
+        said = "no text meets it"
+    elif "symbols.len()" in said:
+        said = "it has too many parts; llguidance holds some 65,000"
+    if len(said) > _SAID:
+        said = f"{said[: _SAID // 2]} ... {said[-_SAID // 2 :]}"
+    return Unsupported(f"the constraint {wanted}", said or "llguidance takes it no further", _REMEDY)
 
 
 class Compiler:
-    """Makes masks over the tokens of one model; the constraints asked for last are kept compiled.
+    """Makes masks over the tokens of one model; the constraints asked for last are kept compiled, or refused.
+
+    Each is tried in a process of its own first, which bounds the time and the memory that it takes. For any thread.
 
     Args:
         tokenizer: a fast transformers tokenizer.
@@ -212,12 +254,14 @@ class Compiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
         with needs("constraints", "a constraint"):
-            from llguidance import LLMatcher, hf
+            from llguidance import hf
+
+            from shoal.engine import grammar_trial
         if tokenizer is None or not eos:
             missing = "the model has no tokenizer" if tokenizer is None else "the model has no end-of-sequence token"
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
-        self._eos, self._size, self._make = eos, vocab_size, LLMatcher
-        self._known: OrderedDict[Constraint, Any] = OrderedDict()
+        self._eos, self._size, self._trial, self._lock = eos, vocab_size, grammar_trial, threading.Lock()
+        self._known: OrderedDict[Constraint, tuple[Any, Patience] | Unsupported] = OrderedDict()
         self._marks: dict[str, MarkedTokens] = {}
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
@@ -243,15 +287,37 @@ class Compiler:
         """
         if isinstance(wanted, Monitor):
             return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt, patient)
-        matcher = self._known.pop(wanted, None) or self._compiled(wanted)
-        self._known[wanted] = matcher
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        matcher, patience = self._compiled(wanted)
         end = None
         if wanted.wind_up and limit is not None:
             reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
-            end = partial(WindUp, matcher, self._spelling, limit, reserve)
+            end = partial(WindUp, matcher, patience, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
+
+    def prepare(self, wanted: Constraint) -> None:
+        """Compile a constraint, for whoever has the time: seconds, where it is large; Unsupported as above."""
+        self._compiled(wanted)
+
+    def _compiled(self, wanted: Constraint) -> tuple[Any, Patience]:
+        """The matcher of a constraint, at its beginning, and what winding up its answers takes."""
+        with self._lock:
+            found = self._known.pop(wanted, None)
+        if found is None:
+            try:
+                found = self._new(wanted), Patience()
+            except Unsupported as error:
+                found = error
+        with self._lock:
+            self._known[wanted] = found
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        if isinstance(found, Unsupported):
+            raise Unsupported(found.what, found.why, found.remedy)
+        return found
+
+    @cached_property
+    def _stand_in(self) -> list[Any]:
+        return self._trial.stand_in(self._words, self._size, self._eos)
 
     def _vocabulary(self, mark: str) -> MarkedTokens:
         if mark not in self._marks:
@@ -264,8 +330,13 @@ class Compiler:
     def _spelling(self) -> Spelling:
         return Spelling(self._words, self._size, self._eos)
 
-    def _compiled(self, wanted: Constraint) -> Any:
-        matcher = self._make(self._words, self._make.grammar_from_lark(wanted.grammar() + _OPTIONS), log_level=0)
+    def _new(self, wanted: Constraint) -> Any:
+        try:
+            lark = wanted.grammar()
+            _trials.ask([lark, self._stand_in])
+        except NoAnswer as error:
+            raise _unmet(wanted, str(error)) from None
+        matcher = self._trial.matcher_of(self._words, lark)
         if matcher.is_error():
             raise _unmet(wanted, matcher.get_error())
         for warning in matcher.get_grammar_warnings():
@@ -346,7 +417,8 @@ class Mask(Allowed):
                 return False
             if not self._matcher.try_consume_tokens([token]):
                 self._mask = None
-                raise _unmet(self._wanted, f"token {token} does not follow the {len(read)} before it")
+                why = self._matcher.get_error() or f"token {token} does not follow the {len(read)} before it"
+                raise _unmet(self._wanted, why)
             read.append(token)
         self._mask = None
         return True

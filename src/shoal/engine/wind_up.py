@@ -2,21 +2,25 @@
 
 The way is found by trying characters, those first that close JSON, so it is short and need not be the shortest. Once it
 takes nearly all the tokens that are left, a token may come if such a way still fits behind it: strings go on and are
-closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit alone.
+closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit alone, but
+under a constraint for which looking takes so long that others would wait: no answer to that is wound up any more.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Asked = TypeVar("Asked")
 _MANY = 256
 """More allowed tokens than that are those of free text."""
 _SAMPLES = 8
@@ -81,39 +85,88 @@ class _Way(NamedTuple):
     open: bool
 
 
+@dataclass
+class Patience:
+    """What looking for ways takes under one constraint, shared by all rows that it binds.
+
+    Attributes:
+        seconds: of computing time that one question may take.
+        over: whether one took longer, so that nobody looks any more.
+    """
+
+    seconds: float = 0.25
+    over: bool = False
+
+
+class _TooLong(Exception):
+    """A question took more than it may."""
+
+
 class WindUp:
     """Leads one row's text to its end within a limit.
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.
+        patience: of the constraint.
         spelling: of the model's tokens.
         limit: most tokens of the answer, its end of sequence included.
         reserve: tokens are looked at once no more than that are left beside the way to the end; at least what one
             token can add to it.
     """
 
-    def __init__(self, matcher: Any, spelling: Spelling, limit: int, reserve: int) -> None:
+    def __init__(self, matcher: Any, patience: Patience, spelling: Spelling, limit: int, reserve: int) -> None:
         self._matcher, self._spelling, self._limit, self._reserve = matcher.deep_copy(), spelling, limit, reserve
+        self._patience = patience
         self._read: list[int] = []
-        self._ways = [self._found(self._matcher) or _Way("", 0, False)]
         self._rests: dict[int, list[int]] = {}
+        self._ways = [_Way("", 0, False)]
+        self._ways = self._asked(lambda: [self._found(self._matcher) or self._ways[0]], self._ways)
 
     def near(self, tokens: Sequence[int]) -> bool:
         """Whether what may follow `tokens`, which meet the constraint and have no end, depends on the limit."""
+        return self._asked(lambda: self._near(tokens), False)
+
+    def narrowed(self, mask: Tensor) -> Tensor:
+        """What of a mask, bool [V], leaves room for an end, behind the tokens last asked of."""
+        return self._asked(lambda: self._narrowed(mask), mask)
+
+    def lets(self, mask: Tensor, token: int) -> bool:
+        """The same for one token."""
+        return self._asked(lambda: self._lets(mask, token), bool(mask[token]))
+
+    def _near(self, tokens: Sequence[int]) -> bool:
         self._move(tokens)
         way = self._ways[-1]
         return way.open and 0 <= self._left - way.cost <= self._reserve
 
-    def narrowed(self, mask: Tensor) -> Tensor:
-        """What of a mask, bool [V], leaves room for an end, behind the tokens last asked of."""
+    def _narrowed(self, mask: Tensor) -> Tensor:
         kept, others = self._sorted(mask)
         kept[[token for token in others.tolist() if self._fits(token)]] = True
         return torch.from_numpy(kept)
 
-    def lets(self, mask: Tensor, token: int) -> bool:
-        """The same for one token."""
+    def _lets(self, mask: Tensor, token: int) -> bool:
         kept, others = self._sorted(mask)
         return bool(kept[token]) or (token in others and self._fits(token))
+
+    def _asked(self, answer: Callable[[], Asked], otherwise: Asked) -> Asked:
+        """The answer to a question; `otherwise` where that, or the one to another before it, took too long."""
+        self._until = time.thread_time() + self._patience.seconds
+        try:
+            self._check()
+            return answer()
+        except _TooLong:
+            self._patience.over = True
+            return otherwise
+
+    def _check(self) -> None:
+        """Called again and again by what takes long."""
+        if self._patience.over or time.thread_time() > self._until:
+            raise _TooLong
+
+    def _follows(self, matcher: Any, tokens: Sequence[int]) -> bool:
+        """Whether tokens may follow, all of them."""
+        self._check()
+        return bool(matcher.validate_tokens(tokens) == len(tokens))
 
     @property
     def _left(self) -> int:
@@ -148,7 +201,7 @@ class WindUp:
         """Whether there is room for what is left of the way behind one more token; None where none of it follows."""
         for start in range(min(self._spelling.lengths[token], len(self._ways[-1].text)), -1, -1):
             rest = self._rest(start)
-            if self._matcher.validate_tokens([token, *rest]) == 1 + len(rest):
+            if self._follows(self._matcher, [token, *rest]):
                 return len(rest) < self._left
         return None
 
@@ -189,9 +242,9 @@ class WindUp:
         """Those ends of the way that follow, the shortest first."""
         for start in range(min(most, len(text)), -1, -1):
             head = self._spelling.ending(text[start : start + _HEAD])[:-1]
-            if self._matcher.validate_tokens(head) == len(head):
+            if self._follows(self._matcher, head):
                 rest = self._spelling.ending(text[start:])
-                if self._matcher.validate_tokens(rest) == len(rest):
+                if self._follows(self._matcher, rest):
                     yield _Way(text[start:], len(rest), True)
 
     def _found(self, matcher: Any) -> _Way | None:
@@ -216,7 +269,7 @@ class WindUp:
             piece = matcher.compute_ff_bytes().decode("utf-8", "ignore")
             if not piece:
                 order = sorted(_INSIDE, key=used.__getitem__) if inside and turns else _INSIDE if inside else _OUTSIDE
-                able = (one for one in order if one in singles and matcher.validate_tokens([singles[one]]))
+                able = (one for one in order if one in singles and self._follows(matcher, [singles[one]]))
                 piece = next(able, "")
             ids = self._spelling.ending(piece)[:-1]
             astray = not inside and piece in ("}", "]") and self._both(matcher)
@@ -230,7 +283,7 @@ class WindUp:
     def _both(self, matcher: Any) -> bool:
         """Whether either bracket may come, which is so within a string alone."""
         singles = self._spelling.singles
-        return all(one in singles and matcher.validate_tokens([singles[one]]) for one in "}]")
+        return all(one in singles and self._follows(matcher, [singles[one]]) for one in "}]")
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -78,7 +78,7 @@ class Answer:
         """Choices and what comes of them, what has come by then together.
 
         Raises:
-            ApiError: 504 when time is up, 500 or 503 when decoding failed.
+            ApiError: 400 where a constraint cannot be kept to, 504 when time is up, 500 or 503 when decoding failed.
         """
         open_tickets = len(self.handles)
         alarm = None if self._deadline is None else self._loop.call_at(self._deadline, self._ring)

@@ -58,6 +58,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _unexpected)
     if metrics is None:
         metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
@@ -190,6 +191,10 @@ async def _api_error(_: Request, error: Exception) -> Response:
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse(ApiError(error.status_code, str(error.detail)).to_dict(), error.status_code, error.headers)
+
+
+async def _too_deep(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(400, "the request is nested too deeply").to_dict(), 400)
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:

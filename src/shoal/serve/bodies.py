@@ -27,7 +27,7 @@ TEMPLATE_OPTIONS = frozenset((
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
-    "messages", "add_special_tokens",
+    "messages", "conversations", "self", "add_special_tokens",
 ))  # fmt: skip
 """What transformers' `apply_chat_template` and `chat_ids` keep of their arguments; the rest goes to the template."""
 _LEAST_P = 1e-9

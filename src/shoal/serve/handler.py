@@ -21,6 +21,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.serve import fields, peers, policy
 from shoal.serve.answer import Answer
 from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
+from shoal.serve.compiling import Compiling
 from shoal.serve.echo import Echo, echo_of
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.formats import in_folder
@@ -55,6 +56,7 @@ class RequestHandler:
         self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
         self._tokenizer = scheduler.engine.tokenizer
         self._words = None if self._tokenizer is None else TokenBytes(self._tokenizer)
+        self._compiling = Compiling(scheduler.engine, settings.timeout)
         self._told: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
@@ -161,11 +163,12 @@ class RequestHandler:
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
-        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
         options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
         options["constraint"] = in_folder(options.get("constraint"), self._settings.members_folder)
+        await self._compiling(options["constraint"])
+        answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         await answer.start(prompts, options)
         row = answer.entries[0].row
         note(request.scope, seed=row.seed, sampling=row.sampling.shown())

@@ -97,7 +97,10 @@ def _more(tagged: bool) -> str:
 
 def _arguments(function: Mapping[str, Any]) -> JsonSchema:
     given = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-    return JsonSchema({"x-guidance": {"whitespace_pattern": _SPACE}, **given})
+    try:
+        return JsonSchema({"x-guidance": {"whitespace_pattern": _SPACE}, **given})
+    except ValueError as error:
+        raise refused("tools", f"the parameters of {function['name']!r}: {error}") from None
 
 
 def tools_of(

@@ -1,0 +1,118 @@
+"""Grammars are compiled in a process of their own first: llguidance bounds most of its work, but not how deep it goes.
+
+A chain of a few thousand rules or references overflows the stack, which ends the process that it happens in. What this
+one compiles on a small stack and in limited time, another one compiles without harm. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from shoal.sandbox.helper import NoAnswer
+
+_STACK = 1 << 20
+"""Bytes, where threads of this system have at least twice as many."""
+_OPTIONS = '\n%llguidance {"no_forcing": true}'
+"""Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
+_FUEL, _ITEMS, _STATES = 3_000_000, 200_000, 100_000
+"""Work of llguidance for all of a grammar, in its own measure; choices that stand open at once, and states of its
+lexer, of which each takes a kilobyte or two. Objects of thousands of properties need more than it has by itself."""
+
+
+def matcher_of(words: Any, lark: str) -> Any:
+    """A grammar's `LLMatcher`, in an error state where it cannot be compiled.
+
+    Args:
+        words: llguidance's tokenizer.
+        lark: the grammar in its dialect of Lark's notation.
+    """
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_items_in_row=_ITEMS, step_max_items=_ITEMS,
+                            max_lexer_states=_STATES, verbose_errors=False)
+    return LLMatcher(words, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits)
+
+
+def stand_in(words: Any, size: int, eos: frozenset[int]) -> list[Any]:
+    """What of a model's vocabulary a trial is given: its size, ends of sequence, and special tokens with their texts.
+
+    Grammars name no other tokens; the rest is read byte by byte there, which takes less time than a vocabulary.
+    """
+    special = [token for token in range(size) if token in eos or words.is_special_token(token)]
+    return [size, sorted(eos), [[token, words.decode_bytes([token]).decode("latin-1")] for token in special]]
+
+
+def answer(question: tuple[str, list[Any] | None]) -> str | None:
+    """The work of a helper's process: a grammar in Lark's notation, or nothing where one can be compiled.
+
+    Args:
+        question: a grammar that may be GBNF, and None; or one in Lark's notation, and the stand-in for the vocabulary.
+
+    Raises:
+        NoAnswer: it cannot be translated or compiled, or no text meets it; says why.
+    """
+    told: list[str | BaseException | None] = []
+    before = threading.stack_size(_STACK)
+    thread = threading.Thread(target=_tried, args=(question, told))
+    thread.start()
+    threading.stack_size(before)
+    thread.join()
+    if isinstance(told[0], BaseException):
+        raise told[0]
+    return told[0]
+
+
+def _tried(question: tuple[str, list[Any] | None], told: list[str | BaseException | None]) -> None:
+    grammar, vocabulary = question
+    try:
+        if vocabulary is not None:
+            _compile(grammar, vocabulary)
+        told.append(_translated(grammar) if vocabulary is None else None)
+    except BaseException as error:
+        told.append(error)
+
+
+def _translated(grammar: str) -> str:
+    try:
+        return str(any_to_lark(grammar))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # it raises what it likes
+        raise NoAnswer(str(error)) from None
+
+
+def _compile(lark: str, vocabulary: list[Any]) -> None:
+    size, eos, special = vocabulary
+    matcher = matcher_of(_words(size, tuple(eos), tuple(map(tuple, special))), lark)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
+    if matcher.is_error():
+        raise NoAnswer(matcher.get_error())
+
+
+@lru_cache(4)
+def _words(size: int, eos: tuple[int, ...], special: tuple[tuple[int, str], ...]) -> Any:
+    named = {token: text.encode("latin-1") for token, text in special}
+    size = max(size, len(named) + 256)
+    texts, singles = [named.get(token, b"") for token in range(size)], iter(range(256))
+    for token in range(size):
+        if token not in named and (byte := next(singles, None)) is not None:
+            texts[token] = bytes([byte])
+    return LLTokenizer(_Texts(texts, list(named), eos[0]), n_vocab=size, eos_token=list(eos), slices=[])
+
+
+class _Texts:
+    """A vocabulary as llguidance takes one from Python."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
+
+    def __call__(self, text: str) -> list[int]:
+        """Nobody asks: settled text is not forced."""
+        return []
