@@ -119,7 +119,7 @@ class Body(PeerFields):
         wrong = [name for name, value in self.stream_options.items() if value and name not in _STREAMED]
         if wrong:
             raise refused("stream_options", f"stream_options.{wrong[0]} is not supported; give include_usage")
-        if self.stream_options and not self.stream:
+        if any(self.stream_options.values()) and not self.stream:
             raise refused("stream_options", "stream_options belongs to stream=true")
         if self.metrics and self.stream and not self.include_usage:
             raise refused("metrics", "in a stream, metrics stand on the usage chunk; ask for include_usage as well")
