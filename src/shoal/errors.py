@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class Unsupported(ValueError):
@@ -61,3 +62,40 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), choices, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices) or 'none'}")
+
+
+def check_text(value: Any, what: str) -> None:
+    """Refuse text that is none: a lone surrogate, half of a character that UTF-16 writes in two, has no UTF-8.
+
+    Args:
+        value: text, or lists and mappings that may hold some.
+        what: names it in the error.
+
+    Raises:
+        ValueError: says where the surrogate stands.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            lone = ascii(value[error.start])
+            raise ValueError(f"{what} has the lone surrogate {lone} at character {error.start}, which is half of a "
+                             "character that was cut in two; give the whole character, or leave it out") from None
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            check_text(key, what)
+            check_text(one, what)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            check_text(one, what)
+
+
+def stays_here(what: str) -> TypeError:
+    """The error for pickling what belongs to its process, as giving it to another process does.
+
+    Args:
+        what: names the object.
+    """
+    return TypeError(f"{what} can be neither pickled, copied nor sent to another process: its weights and kernels "
+                     "belong to this one. Send what shoal.load was given, and load the model there; processes that "
+                     "load one GGUF file share its weights")

@@ -9,13 +9,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Alternative = tuple[str, tuple[int, ...], float]
 """Another answer: its text, its token ids, and its score, which is higher for a better one."""
-_EMPTY: Mapping[int, float] = MappingProxyType({})
 _MOST_BIAS = 1e8
 """Largest size of a bias: at the lowest temperature it leaves a float32 finite."""
 
@@ -41,7 +39,7 @@ class Sampling:
     repetition_window: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _EMPTY)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
 
     def __post_init__(self) -> None:

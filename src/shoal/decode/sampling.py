@@ -8,6 +8,7 @@ for, so neither batch-mates nor block splits change a sample. Knows nothing abou
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -199,7 +200,12 @@ def _counts(ids: Tensor, like: Tensor) -> Tensor:
 def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
     row = result[None].clone()  # a processor may write in place
     for processor in processors:
-        row = processor(ids[None], row)
+        made = processor(ids[None], row)
+        if not isinstance(made, Tensor) or made.shape != row.shape:
+            found = f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else reprlib.repr(made)
+            raise ValueError(f"the logits processor {reprlib.repr(processor)} returned {found}; it must be the scores, "
+                             f"a tensor {list(row.shape)}")
+        row = made
     return row[0]
 
 

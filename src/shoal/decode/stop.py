@@ -7,6 +7,7 @@ be the beginning of a stop string is held back, so that no reader ever sees a pa
 from __future__ import annotations
 
 import copy
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +171,16 @@ class StopState:
         if not self._rules.criteria:
             return False
         ids = torch.tensor([self._ids])
-        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self._rules.criteria)
+        return any(_truth(criterion, criterion(ids, None)) for criterion in self._rules.criteria)
+
+
+def _truth(criterion: Criterion, found: Any) -> bool:
+    """What a stopping criterion returned; ValueError for what is no truth value."""
+    try:
+        return bool(torch.as_tensor(found).any())
+    except (TypeError, RuntimeError, ValueError):
+        raise ValueError(f"the stopping criterion {reprlib.repr(criterion)} returned {reprlib.repr(found)}; it must be "
+                         "True or False, or a tensor or list of them") from None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -26,7 +26,7 @@ from shoal.decode.sampling import Allowed
 from shoal.engine.json_formats import known_formats
 from shoal.engine.monitor import MarkedTokens, Monitor, Watched
 from shoal.engine.wind_up import Patience, Spelling, WindUp, common
-from shoal.errors import Unsupported, needs
+from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ class Constraint(ABC):
     text: str
     wind_up: bool = False
 
+    def __post_init__(self) -> None:
+        check_text(self.text, f"the text of a {type(self).__name__}")
+
     @abstractmethod
     def grammar(self) -> str:
         """The same in llguidance's dialect of Lark's notation; Unsupported for what cannot be translated."""
@@ -96,6 +99,7 @@ class JsonSchema(Constraint):
     def __init__(self, schema: Any, wind_up: bool = True) -> None:
         object.__setattr__(self, "text", _schema_text(schema))
         object.__setattr__(self, "wind_up", wind_up)
+        check_text(json.loads(self.text), "a JSON schema")
 
     def grammar(self) -> str:
         """See the base class."""
@@ -157,6 +161,7 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
     Raises:
         ValueError: the value is none for that field.
     """
+    check_text(value, field)
     if field == "guided_json":
         return JsonSchema(value)
     if field == "guided_choice":

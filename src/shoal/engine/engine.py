@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from shoal.control.meter import Meter
 from shoal.decode.row import Row
@@ -30,7 +30,7 @@ from shoal.engine.sizes import shown
 from shoal.engine.stream import Stream
 from shoal.engine.told import processors
 from shoal.engine.trained import TrainedTensors
-from shoal.errors import OutOfMemory
+from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_order
 from shoal.model.kv import KVCache
@@ -106,6 +106,9 @@ class Engine:
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
         self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise stays_here("an engine")
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""

@@ -17,7 +17,7 @@ from shoal.engine.constraint import Constraint, constraint_of
 from shoal.engine.forbidden import Forbidden, check_ids, forbidden
 from shoal.engine.messages import chat_text
 from shoal.engine.monitor import Monitor
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, check_text
 from shoal.sandbox.template import rendered
 from shoal.types import Sampling
 
@@ -128,6 +128,7 @@ class Request:
         sampled = {f.name: given.pop(f.name) for f in fields(Sampling) if f.name in given}
         given.update({name: _items(name, given.get(name, ())) for name in _LISTS
                       if name in given or name != "allowed_token_ids"})
+        check_text(given["stop"], "a stop string")
         given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
         whole = ("max_new_tokens", "min_new_tokens", "seed")
         given.update({name: _whole(name, given[name]) for name in whole if name in given})
@@ -253,6 +254,7 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
         raise ValueError("a prompt of messages needs a tokenizer with a chat template, and this model has none; give "
                          "text, or set tokenizer.chat_template")
     text = chat_text(messages, partial(rendered, tokenizer), **options)
+    check_text(text, "the conversation")
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
@@ -268,5 +270,6 @@ def _tokenize(prompt: str, tokenizer: Any) -> list[int]:
         raise ValueError("a text prompt needs a tokenizer; load the model with one, or give token ids")
     if not prompt:
         raise ValueError("the prompt is empty; give some text, or token ids such as the beginning-of-sequence id")
+    check_text(prompt, "the prompt")
     ids: list[int] = tokenizer(prompt)["input_ids"]
     return ids

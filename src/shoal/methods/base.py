@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from shoal.errors import Unsupported, unknown
+from shoal.errors import Unsupported, check_text, unknown
 from shoal.methods._knobs import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class Method(ABC):
             value = unbounded(frozen(getattr(self, knob)), hints[knob])
             if not fits(value, hints[knob]):
                 raise ValueError(f"{knob} of {self.name} is {value!r}; it must be {describe(hints[knob])}")
+            check_text(value, f"{knob} of {self.name}")
             object.__setattr__(self, knob, value)
 
     @abstractmethod

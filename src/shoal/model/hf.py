@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, Opened, check_groups, mixed, opened_at
 from shoal.model.head import through
 from shoal.model.kv import KVCache
@@ -59,6 +59,9 @@ class HFStack:
 
     most_nodes: int | None = None
     prefill_chunk = 2048
+
+    def __reduce__(self) -> NoReturn:
+        raise stays_here("a model that was taken apart into layers")
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()

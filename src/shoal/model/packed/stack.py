@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
+from shoal.errors import stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
 from shoal.model.kv import KVCache
 from shoal.model.masks import mask
@@ -58,6 +58,9 @@ class PackedStack:
     prefill_chunk = 2048
     most_nodes: int | None = None
 
+    def __reduce__(self) -> NoReturn:
+        raise stays_here("a packed model")
+
     def __init__(
         self, shape: Shape, weights: Weights, rotary: RotaryTable, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -83,7 +86,8 @@ class PackedStack:
 
     def with_layers(self, layers: list[Layer]) -> Self:
         """A stack with other layers of the same shape that shares all else, and has graphs of its own."""
-        twin = copy(self)
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
         twin.weights = replace(self.weights, layers=layers)
         if twin.graphs is not None:
             twin.use_graphs(capture=twin.graphs.capture)
