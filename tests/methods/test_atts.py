@@ -111,7 +111,7 @@ def test_on_packed_executors(backend: Backend) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 def test_the_ends_are_the_two_models_and_both_in_turns(how: dict[str, Any]) -> None:
-    large, options = engine(), {"max_new_tokens": 20, **how}
+    large, options = engine(), {"max_new_tokens": 20, "ignore_eos": True, **how}
     alone = [[result.tokens for result in one.generate(SHORT, **options)] for one in (engine_for(small()), large)]
     draft = small()
     for method, who in ((replace(METHOD, draft=draft, alpha=0.0, scores=()), 0),
@@ -212,7 +212,8 @@ def test_the_command_writes_a_card_that_decodes(
     assert json.loads((tmp_path / "card.json").read_text()) == made
     method = make(str(tmp_path / "card.json"))
     assert isinstance(method, Calibrated) and isinstance(method.inner, ATTS) and len(method.inner.scores) >= 2
-    found = shoal.load(str(folders[0]), dtype="float32").generate("Hello", method=method, max_new_tokens=12)
+    found = shoal.load(str(folders[0]), dtype="float32").generate(
+        "Hello", method=method, max_new_tokens=12, ignore_eos=True)
     assert found.stats.second_tokens >= 3 and found.stats.target_forwards > 0
 
 

@@ -235,7 +235,7 @@ def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
     large, mine = engine(), engine_for(small_model(), WORDS)
-    options: dict[str, Any] = {"max_new_tokens": 20, **how}
+    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True, **how}
     alone = [[result.tokens for result in one.generate(SHORT, **options)] for one in (mine, large)]
     draft = small_model()
     ends: list[tuple[Method, int]] = [

@@ -47,6 +47,7 @@ class EagleHead:
         factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
         self.hidden, self.vocabulary = shape.hidden, target.vocab_size
         fuse = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
+        part.check_taken()
         self._of_states, self._of_words = (packed(target, half) for half in fuse)
         self._places = {token: place for place, token in enumerate(self.names)}
         self._words = self._shares(self.names)

@@ -97,6 +97,7 @@ class MedusaHeads:
         weight = torch.cat([part.take(WEIGHT.format(head), hidden, hidden) for head in range(self.count)])
         self._weight = packed(target, weight)
         self._bias = part.take(BIAS, self.count, hidden).to(target.device)
+        part.check_taken()
         self._rows = packed(target, target.head_rows(self.names))
 
     def __call__(self, states: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class TrainedPart:
     shape: Mapping[str, int]
     tensors: Mapping[str, Tensor]
     card: Mapping[str, Any]
+    _taken: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def size(self, name: str) -> int:
         """A number of the card's shape.
@@ -74,6 +75,7 @@ class TrainedPart:
             found = "is not there" if held is None else f"is {list(held.shape)}"
             raise ValueError(f"the tensor {name!r} of the trained part {self.name!r} {found}; its card asks for "
                              f"{list(size)}. Train the part anew")
+        self._taken.update((name, name + SCALE))
         scale = self.tensors.get(name + SCALE)
         if scale is not None:
             held = held.float() * scale.float()[:, None]
@@ -83,6 +85,22 @@ class TrainedPart:
             raise ValueError(f"the tensor {name!r} of the trained part {self.name!r} holds what is no number; train "
                              "the part anew")
         return held
+
+
+    def check_taken(self, *also: str) -> None:
+        """Refuse a part that holds tensors which nobody has taken: it is not what its card says.
+
+        Args:
+            *also: beginnings of the names of those that may be left.
+
+        Raises:
+            ValueError: names them.
+        """
+        left = sorted(name for name in self.tensors.keys() - self._taken - {TOKENS} if not name.startswith(also))
+        if left:
+            raise ValueError(f"the trained part {self.name!r} holds {', '.join(map(repr, left[:4]))}"
+                             f"{f' and {len(left) - 4} more' if len(left) > 4 else ''}, which a part of its kind has "
+                             "no place for. Train the part anew")
 
 
 def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:

@@ -48,6 +48,7 @@ class PromptProposer:
         hidden = self.part.size("hidden")
         count = len(self.trees.states) - 1
         self._vectors = torch.stack([self.part.take(PROMPTS.format(place), hidden) for place in range(count)])
+        self.part.check_taken(PROMPTS.partition("{")[0])  # fewer states need fewer prompts
 
     @property
     def most_fed(self) -> int:

@@ -9,15 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.engine.defaults import of_file, recommended
 from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.errors import Unsupported
 from shoal.model.masked import LLADA_MARK, LladaSource, adopted
 from shoal.model.packed.source import FileSource, Source, has_safetensors
+from shoal.model.whole import check_quantised, check_told, quantised_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOTE = "shoal_prune"
 """Name, without its `.json`, of what `shoal prune` writes beside the weights; in a GGUF file a key of the metadata."""
+
+
+ADAPTER = "adapter_config.json"
+"""What peft writes beside an adapter."""
 
 
 class Checkpoint:
@@ -33,6 +42,7 @@ class Checkpoint:
 
     Raises:
         ValueError: there is no such file or folder, or it holds no model.
+        Unsupported: it holds an adapter for one.
     """
 
     changed: Source | None = None
@@ -92,6 +102,13 @@ class Checkpoint:
         """What the makers recommend for `Sampling`: in a GGUF file's metadata, elsewhere in the generation config."""
         return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
 
+    def ends(self) -> dict[str, Any]:
+        """What the files themselves say of where an answer ends, as `shoal.engine.ends.eos_ids` takes it."""
+        if self._gguf is not None:
+            return {"written": self._gguf.owned, "more": self._gguf.ends()}
+        parts = [self._told, *(part for part in self._told.values() if isinstance(part, dict))]
+        return {"written": any(part.get("eos_token_id") is not None for part in parts)}
+
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""
         if self._gguf is not None:
@@ -104,9 +121,23 @@ class Checkpoint:
         config = self.config()
         if self._adopted() is not None and (source := self.weights()) is not None:
             return loaded(config, {name: source[name] for name in source.names()}, dtype)
+        if quantised_by(config) is not None and isinstance(source := self.weights(), FileSource):
+            check_quantised(config, source.types())
         kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
         with _no_bars_into_pipes():
-            return kind.from_pretrained(self.place, dtype=dtype, **self._options, **options)
+            options = {**self._options, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, told = kind.from_pretrained(self.place, dtype=dtype, **options)
+        check_told(told, f"the checkpoint {shown_name(self.name)!r}", self._read)
+        return model
+
+    def _read(self, name: str) -> Tensor:
+        """A tensor by the name that the files have for it, or transformers' with another beginning."""
+        source = self.weights()
+        if source is None or not source.has(name):
+            import torch
+
+            return torch.ones(1)  # it cannot be looked at, so it counts
+        return source[name]
 
     def weights(self) -> Source | None:
         """The weights by name, or None where they lie neither in safetensors nor in a GGUF file that Shoal reads."""
@@ -170,6 +201,9 @@ def _place(name: str) -> tuple[str, Path | None]:
     if path.is_dir():
         if path.suffix.lower() == ".gguf":
             raise ValueError(f"{name!r} is a folder; give the .gguf file in it")
+        if (path / ADAPTER).is_file():
+            what, why = f"the adapter in the folder {name!r}", "Shoal runs whole models, and would leave it out"
+            raise Unsupported(what, why, "Merge it into its model with peft's merge_and_unload, and save that")
         if not (path / "config.json").is_file():
             raise ValueError(f"the folder {name!r} holds no config.json, so it is no model in the Hugging Face format")
     elif path.suffix.lower() == ".gguf" or (path.is_file() and is_gguf(path)):

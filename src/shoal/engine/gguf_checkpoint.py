@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
+from shoal.model.gguf.header import Header, read_said
+from shoal.model.gguf.others import check_said, check_taken
+from shoal.model.gguf.vocabulary import vocabulary_of
+from shoal.model.whole import check_told
 
 if TYPE_CHECKING:
     from shoal.model.gguf.file import GgufFile
@@ -79,7 +83,22 @@ class GgufCheckpoint:
             return modules_of(*self._own, dtype)
         from transformers import AutoModelForCausalLM
 
-        return self._by_transformers(AutoModelForCausalLM, dtype=dtype)
+        model, told = self._by_transformers(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        check_told(told, f"the GGUF file {self.path.name!r}")
+        if self._said is not None:
+            check_taken(model, self._said[1], self.path.name)
+        return model
+
+    @property
+    def owned(self) -> bool:
+        """Whether Shoal reads the file itself."""
+        return self._own is not None
+
+    def ends(self) -> list[int]:
+        """Ids that end an answer by the file's metadata, whoever reads the rest; none where it has no vocabulary."""
+        header = self._own[0].header if self._own is not None else self._said and self._said[0]
+        words = vocabulary_of(header) if header else None
+        return [] if words is None else words.ends
 
     @cached_property
     def _own(self) -> tuple[GgufFile, Any] | None:
@@ -95,11 +114,25 @@ class GgufCheckpoint:
             log.info("reading the GGUF file by way of transformers: %s", reason)
             return None
 
+    @cached_property
+    def _said(self) -> tuple[Header, dict[str, int]] | None:
+        """Metadata, and sizes of tensors; None where the file is of a version that only transformers may read."""
+        try:
+            return read_said(self.path)
+        except Unsupported:
+            return None
+
     def _by_transformers(self, kind: Any, **options: Any) -> Any:
+        if self._said is not None:
+            check_said(*self._said)
         try:
             return kind.from_pretrained(os.fspath(self.path.parent), gguf_file=self.path.name, **options)
-        except (ValueError, ImportError, NotImplementedError, KeyError) as error:
-            told = (str(error).splitlines() or [type(error).__name__])[0]
+        except (MemoryError, OSError, Unsupported):
+            raise
+        except Exception as error:
+            if "memory" in str(error):  # on a CPU that is a RuntimeError
+                raise
+            told = " ".join(f"{type(error).__name__}: {error}".split())
             why = f"{self._reason.why}, and transformers does not read it either ({told:.160})"
             remedy = "Use the model's safetensors, or a Q4_K_M file of a known architecture"
             if lacking := [name for name in _OF_TRANSFORMERS if find_spec(name) is None]:

@@ -14,6 +14,7 @@ from shoal.engine.card import Card, read_card
 from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.defaults import recommended
 from shoal.engine.device import as_dtype, default_dtype, device_of
+from shoal.engine.ends import eos_ids
 from shoal.engine.engine import Engine
 from shoal.engine.memory import naming
 from shoal.engine.memory_limit import MemoryLimit
@@ -131,9 +132,18 @@ def _limited(engine: Engine, limit: MemoryLimit | None) -> Engine:
 
 def engine_for(
     model: Any, tokenizer: Any = None, *, name: str = "", card: Card | None = None,
-    quant: Quant | None = None, backend: Backend = "hf",
+    quant: Quant | None = None, backend: Backend = "hf", files: Checkpoint | None = None,
 ) -> Engine:
-    """The engine of a loaded transformers model, which is not changed; packing copies its weights."""
+    """The engine of a loaded transformers model, which is not changed; packing copies its weights.
+
+    Args:
+        model: of transformers.
+        tokenizer: or None.
+        name: for reports.
+        card: of the model's layers; None for the one beside its files.
+        quant, backend: see `load`.
+        files: where it was loaded from, if by Shoal.
+    """
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         raise Unsupported(f"an object of type {type(model).__name__}", "it is no transformers model", _DECODER_REMEDY)
     if model.training:
@@ -147,7 +157,7 @@ def engine_for(
         stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, twin_of=model)
     stack = stack or _modules(model)
     generation = getattr(model, "generation_config", None)
-    eos = eos_ids(generation, model.config, tokenizer)
+    eos = eos_ids(generation, model.config, tokenizer, **({} if files is None else files.ends()))
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
@@ -204,7 +214,7 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     with naming(lambda: (f"a slice of the model {files.name!r} in {dtype}", "Use more processes or a smaller dtype")):
         model = files.model(dtype, **ranks.loading(others)).eval()
     card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
-    engine = engine_for(model, words, name=files.name, card=card)
+    engine = engine_for(model, words, name=files.name, card=card, files=files)
     engine.ranks, engine.changes = others, files.changes
     return engine
 
@@ -231,8 +241,8 @@ def _from_files(
         return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
     generation = files.generation_config()
     made = Engine(
-        stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words), card=card,
-        open_model=open_beside, told=told_by(generation),
+        stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words, **files.ends()),
+        card=card, open_model=open_beside, told=told_by(generation),
     )
     made.sampling, made.masked = files.sampling(generation), masked_of(config)
     return made
@@ -247,7 +257,7 @@ def _from_model(
         with in_transformers(files.config()):
             model = files.model(dtype)
         model = model.to(device).eval()
-    engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend)
+    engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend, files=files)
     engine.sampling = files.sampling(getattr(model, "generation_config", None))
     if not isinstance(engine.stack, HFStack):
         engine.model = None
@@ -295,12 +305,3 @@ def _check_decoder(config: Any) -> None:
         )
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)
-
-
-def eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids: of the generation config if there is one, else of the config, else of the tokenizer."""
-    holders = [generation_config] if generation_config is not None else [config, tokenizer]
-    found = next((e for h in holders if (e := getattr(h, "eos_token_id", None)) is not None), None)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)

@@ -7,6 +7,8 @@ from typing import Any
 from shoal.engine.checkpoint import Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.modules import loaded
+from shoal.model.packed.names import check_names
+from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import Source
 from shoal.model.transform import Transform
 
@@ -25,6 +27,7 @@ class Transformed(Checkpoint):
     def __init__(self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform) -> None:
         super().__init__(name, revision, trust_remote_code)
         before, source = super().config(), named(super().weights(), name)
+        _check(before, source)
         self._config, self._source = transform(before, source)
         same = self._config is before and self._source is source
         self.changed = None if same else self._source
@@ -52,6 +55,15 @@ class Transformed(Checkpoint):
         if told is not None:
             model.generation_config = told
         return model
+
+
+def _check(config: Any, source: Source) -> None:
+    """Refuse what is missing or left over while that can still be seen: who makes fewer layers drops the others."""
+    try:
+        shape = shape_of(config)
+    except Unsupported:  # its modules are asked when they are made
+        return
+    check_names(config, shape, source)
 
 
 def named(source: Source | None, name: str) -> Source:

@@ -51,6 +51,7 @@ class TokenGate:
         self._weights = [part.take(WEIGHT.format(i), after, before)
                          for i, (before, after) in enumerate(zip(sizes, sizes[1:], strict=False))]
         self._biases = [part.take(BIAS.format(i), after) for i, after in enumerate(sizes[1:])]
+        part.check_taken()
         kept = part.card.get("kept")
         if not isinstance(kept, float) or not 0 <= kept <= 1:
             raise ValueError(f"the card of the trained part {part.name!r} says that kept is {kept!r}; it must be a "

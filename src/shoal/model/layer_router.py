@@ -44,6 +44,7 @@ class LayerRouters:
             raise Unsupported(f"the trained part {part.name!r}", f"it routes {layers} layers, and the model has "
                               f"{num_layers}", "Train one for this model with shoal train first")
         self._weight, self._bias = part.take(WEIGHT, layers, hidden), part.take(BIAS, layers)
+        part.check_taken()
 
     @torch.no_grad()
     def scores(self, states: Mapping[int, Tensor]) -> list[float]:

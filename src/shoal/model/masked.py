@@ -134,7 +134,7 @@ class LladaSource:
 
     def names(self) -> Sequence[str]:
         """See `shoal.model.packed.source.Source`."""
-        return sorted(filter(None, map(_to_llama, self._source.names())))
+        return sorted(_to_llama(name) or name for name in self._source.names())
 
     def has(self, name: str) -> bool:
         """See `Source`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.errors import Unsupported
+from shoal.model.whole import check_told
 from shoal.model.widths import class_of
 
 
@@ -42,15 +43,12 @@ def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> An
         dtype: of the weights.
 
     Raises:
-        Unsupported: a tensor is missing or of another shape than the config asks for.
+        Unsupported: a tensor is missing, left over, or of another shape than the config asks for.
     """
     options = {"config": copy.deepcopy(config), "state_dict": dict(tensors), "dtype": dtype}
     if getattr(config, "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # torch's own function knows no cap, and older releases leave it out
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not match is told below
     model, told = class_of(config).from_pretrained(None, **options)
-    wrong = [*sorted(told["missing_keys"]), *(name for name, *_ in sorted(told["mismatched_keys"]))]
-    if wrong:
-        what = f"weights in which {wrong[0]!r} is missing or of another shape"
-        raise Unsupported(what, "the config asks for it", "Give a config and weights that belong together")
+    check_told(told, "a checkpoint", tensors.__getitem__)
     return model.eval()

@@ -71,6 +71,7 @@ class ExpertRouter:
             part.take(MIX, hidden, self.window * width), part.take(BIAS.format(MIX), hidden),
             part.take(OUT, scores, hidden), part.take(BIAS.format(OUT), scores))]
         self.neurons = part.take(NEURONS, self.layers, self.groups, part.size("neurons")).long()
+        part.check_taken()
         self._made: WeakKeyDictionary[Stack, ExpertMLPs] = WeakKeyDictionary()
         self._known: dict[tuple[tuple[int, ...], int, int | None], tuple[int, ...]] = {}
 

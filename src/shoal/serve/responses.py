@@ -81,10 +81,7 @@ def as_chat(given: Mapping[str, Any]) -> Json:
     chat = {name: value for name, value in given.items() if name in _SAME or name not in RESPONSES}
     chat["messages"] = _messages(given.get("input"), given.get("instructions"))
     chat["max_completion_tokens"] = given.get("max_output_tokens")
-    tools = given.get("tools")
-    if not isinstance(tools, list | None):
-        raise refused("tools", "tools must be a list of functions")
-    chat["tools"] = [_nested(tool) for tool in tools or ()]
+    chat["tools"] = [_nested(tool) for tool in given.get("tools") or ()]
     choice = given.get("tool_choice")
     chat["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
     wanted = _part(given, "text").get("format")

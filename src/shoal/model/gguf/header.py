@@ -126,6 +126,18 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return parse(buffer, Path(path).name)
 
 
+def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
+    """What a file says of itself and how many values each of its tensors has, whatever their types are.
+
+    For files that somebody else is to read: the header holds the metadata, and no tensor.
+
+    Raises:
+        ValueError, Unsupported: see `read_header`.
+    """
+    with mapped(path) as buffer, _whole(buffer, Path(path).name):
+        return _Reader(buffer, Path(path).name).said()
+
+
 @contextmanager
 def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
     """The file, mapped read-only; the mapping lives as long as something that was made of it.
@@ -150,8 +162,14 @@ def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
 
 def parse(buffer: mmap.mmap, name: str) -> Header:
     """The header of a mapped file; `name` is for errors. See `read_header`."""
-    try:
+    with _whole(buffer, name):
         return _Reader(buffer, name).header()
+
+
+@contextmanager
+def _whole(buffer: mmap.mmap, name: str) -> Iterator[None]:
+    try:
+        yield
     except struct.error:
         found = f"{name!r} ends within its header, after {len(buffer)} bytes; it is cut off"
         raise ValueError(f"{found}. {_AGAIN}") from None
@@ -168,11 +186,7 @@ class _Reader:
         self._buffer, self._name, self._end, self._at = buffer, name, len(buffer), 0
 
     def header(self) -> Header:
-        version = self._start()
-        tensor_count, entry_count = self._scalar("Q"), self._scalar("Q")
-        self._fits("tensors", tensor_count, _SMALLEST_TENSOR)
-        self._fits("metadata entries", entry_count, _SMALLEST_ENTRY)
-        metadata = self._metadata(entry_count)
+        version, tensor_count, metadata = self._preface()
         alignment = metadata.get("general.alignment", 32)
         if alignment not in _ALIGNMENTS or isinstance(alignment, bool | float):
             raise self._wrong(f"general.alignment is {_short(alignment)}", "it must be a power of two from 8 to 65536")
@@ -180,6 +194,23 @@ class _Reader:
         raw = self._raw_tensors(tensor_count)
         data_offset = -(-self._at // alignment) * alignment
         return Header(version, metadata, self._placed(raw, data_offset, alignment), data_offset)
+
+    def said(self) -> tuple[Header, dict[str, int]]:
+        version, tensor_count, metadata = self._preface()
+        sizes = {}
+        for _ in range(tensor_count):
+            name = self._string("a tensor's name", _NAME_BYTES)
+            shape, _, _ = self._tensor(name)
+            sizes[name] = prod(shape)
+        return Header(version, metadata, {}, self._at), sizes
+
+    def _preface(self) -> tuple[int, int, dict[str, object]]:
+        """Version, number of tensors, metadata."""
+        version = self._start()
+        tensor_count, entry_count = self._scalar("Q"), self._scalar("Q")
+        self._fits("tensors", tensor_count, _SMALLEST_TENSOR)
+        self._fits("metadata entries", entry_count, _SMALLEST_ENTRY)
+        return version, tensor_count, self._metadata(entry_count)
 
     def _start(self) -> int:
         magic = self._buffer[:4]
@@ -250,10 +281,12 @@ class _Reader:
             if name in names:
                 raise self._wrong(f"the tensor {_short(name)} occurs twice", "each must occur once")
             names.add(name)
-            found.append((name, *self._tensor(name)))
+            shape, kind, offset = self._tensor(name)
+            found.append((name, self._known(name, kind), shape, offset))
         return found
 
-    def _tensor(self, name: str) -> tuple[GgmlType, tuple[int, ...], int]:
+    def _tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
+        """Shape, number of the type, offset."""
         dimensions = self._scalar("I")
         if not 1 <= dimensions <= _DIMENSIONS:
             raise self._wrong(f"tensor {_short(name)} has {dimensions} dimensions", f"it must be 1 to {_DIMENSIONS}")
@@ -261,11 +294,14 @@ class _Reader:
         kind, offset = self._scalar("I"), self._scalar("Q")
         if not all(shape):
             raise self._wrong(f"tensor {_short(name)} has shape {list(shape)}", "each dimension must be at least 1")
+        return shape, kind, offset
+
+    def _known(self, name: str, kind: int) -> GgmlType:
         if kind not in GgmlType.__members__.values():
             known = ", ".join(kind.name for kind in GgmlType)
             what = f"tensor {_short(name)} of type {OTHERS.get(kind, kind)} in {self._name!r}"
             raise Unsupported(what, f"Shoal reads {known}", "Quantise the model to one of them, such as Q4_K_M or Q8_0")
-        return GgmlType(kind), shape, offset
+        return GgmlType(kind)
 
     def _placed(
         self, raw: list[tuple[str, GgmlType, tuple[int, ...], int]], start: int, alignment: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.header import Header
@@ -98,5 +98,6 @@ class Metadata:
         return key if key.startswith(("general.", "tokenizer.", "split.")) else f"{self.architecture}.{key}"
 
     def _wrong(self, key: str, found: object, allowed: str) -> ValueError:
-        told = "absent" if found is None else repr(found)[:80]
+        told = "absent" if found is None else "an array" if isinstance(found, Sequence | memoryview) and not isinstance(
+            found, str) else repr(found)[:80]
         return ValueError(f"the GGUF metadata entry {self._name(key)} is {told}; it must be {allowed}. {_REMEDY}")

@@ -11,6 +11,7 @@ from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import expected, loaded
+from shoal.model.whole import refuse
 
 _REMEDY = "Convert the model again"
 
@@ -21,18 +22,15 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         Unsupported: a tensor is missing, or not of the shape that the config asks for.
     """
-    source = GgufSource(file, config)
-    tensors = {
-        name: _tensor(source, name, wanted.shape).to(dtype, copy=True)
-        for name, wanted in expected(config).items()
-        if not (name == "lm_head.weight" and config.tie_word_embeddings)
-    }
+    source, wanted = GgufSource(file, config), expected(config)
+    if config.tie_word_embeddings:
+        wanted.pop("lm_head.weight", None)
+    refuse((name for name in wanted if not source.has(name)), source.unread(wanted), "a GGUF file")
+    tensors = {name: _tensor(source, name, like.shape).to(dtype, copy=True) for name, like in wanted.items()}
     return loaded(config, tensors, dtype)
 
 
 def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:
-    if not source.has(name):
-        raise Unsupported(f"a GGUF file without {name!r}", "its architecture has one", _REMEDY)
     found = source[name]
     if found.shape != shape:
         what = f"a GGUF file whose {name!r} is {list(found.shape)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.names import gguf_name
 from shoal.model.gguf.types import GgmlType
 from shoal.model.modules import expected
+
+ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
+"""What the rotary embedding is read from."""
 
 
 class GgufSource:
@@ -94,6 +99,11 @@ class GgufSource:
         """Type, rows and columns of every matrix in the file."""
         return [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
                 if len(info.shape) == 2]
+
+    def unread(self, known: Iterable[str]) -> list[str]:
+        """The file's names of tensors that are none of those of transformers' `known`, nor read in another way."""
+        places = {gguf_name(name, self._family) for name in known}
+        return [place for place in self._file.header.tensors if place not in places and not ASIDE.search(place)]
 
     def release(self) -> None:
         """Let go of the pages that were read so far; they are read again where they are wanted."""

@@ -13,12 +13,14 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
 from shoal.model.packed.from_file import FilePacker, file_packer
 from shoal.model.packed.linear import Linear, Quant, pack
+from shoal.model.packed.names import check_names
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
 from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import shape_of
-from shoal.model.packed.source import FewerLayers, HalvesPaired, Source
+from shoal.model.packed.shape import REMEDY, shape_of
+from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer, Role
+from shoal.model.whole import quantised_by
 
 QUANTS = ("int8", "int4")
 
@@ -47,6 +49,9 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
+    if not isinstance(source, ModelSource):  # a model that is loaded is what it is
+        check_unquantised(config)
+        check_names(config, shape, source)
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
@@ -76,6 +81,14 @@ def build(
 def _pack_original(source: FewerLayers, pack: FilePacker, names: Sequence[str], role: Role) -> Linear:
     """Matrices by the names that the file knows them by."""
     return pack([source.origin(name) or name for name in names], role)
+
+
+def check_unquantised(config: Any) -> None:
+    """Refuse weights that their config calls quantised: the packed block starts from plain ones."""
+    kind = quantised_by(config)
+    if kind is not None:
+        why = f"its config says that its weights are quantised by {kind!r}, and the packed block starts from plain ones"
+        raise Unsupported(f"the packed backend for model type {config.model_type!r}", why, REMEDY)
 
 
 def check(dtype: torch.dtype, quant: str | None) -> None:

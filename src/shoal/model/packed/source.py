@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -53,20 +53,38 @@ class ModelSource:
 
 
 class FileSource:
-    """Tensors of a folder of safetensors. Files are opened per read, so that no mapped pages pile up."""
+    """Tensors of a folder of safetensors. Files are opened per read, so that no mapped pages pile up.
+
+    Args:
+        folder: with one file, or several and an index of them.
+
+    Raises:
+        ValueError: a file is not there or cannot be read, or lacks what the index says of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX
-        if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: folder / file for name, file in files.items()}
-        else:
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), folder / SINGLE)
+        told = _weight_map(index) if index.is_file() else {}
+        self._files: dict[str, Path] = {}
+        for name in sorted(set(told.values())) or [SINGLE]:
+            with _opened(folder / name) as file:
+                self._files.update(dict.fromkeys(file.keys(), folder / name))
+        if absent := sorted(told.keys() - self._files.keys()):
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            raise ValueError(f"{INDEX} names the tensor {absent[0]!r}{more}, and {told[absent[0]]!r} does not hold it. "
+                             "Fetch the model again")
 
     def names(self) -> list[str]:
         """See `Source`."""
         return sorted(self._files)
+
+    def types(self) -> dict[str, str]:
+        """What safetensors calls the type of each tensor, such as "BF16"."""
+        found: dict[str, str] = {}
+        for path in sorted(set(self._files.values())):
+            with _opened(path) as file:
+                found.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
+        return found
 
     def has(self, name: str) -> bool:
         """See `Source`."""
@@ -163,8 +181,23 @@ def _renumbered(name: str, numbers: Mapping[int, int]) -> str | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    with safe_open(path, framework="pt") as file:
-        yield file
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights in {str(path)!r} cannot be read: {error}. Fetch the file again") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensors to files, as an index of shards says."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            return dict(found)
+        why = "its weight_map must name files beside it"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ValueError(f"the index {str(index)!r} is none: {why}. Fetch the model again")
 
 
 def has_safetensors(folder: Path) -> bool:

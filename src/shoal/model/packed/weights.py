@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROOTS = ("model.", "model.language_model.", "language_model.model.")
 """Where the decoder lies: alone, or as the text part of a larger model, in memory and in its older checkpoints."""
 
-_HEADS = ("lm_head.", "language_model.lm_head.")
+HEADS = ("lm_head.", "language_model.lm_head.")
+"""Where a head of its own lies."""
 
 Role = Literal["matrix", "table", "pair", "head"]
 """What a matrix is for: multiplied; the embedding, looked up by rows and perhaps the head too; two halves, gate and up,
@@ -115,7 +116,7 @@ class Packer:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
         self._packed_by, self._packed_from_file = pack, pack_file
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
-        self._root = _first(source, _ROOTS, "embed_tokens.weight") or _ROOTS[0]
+        self._root = root_of(source)
 
     def weights(self) -> Weights:
         """Everything, one layer after the other; first the largest matrices, while there is still room.
@@ -125,7 +126,7 @@ class Packer:
         """
         shape = self._shape
         embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
-        head, own = embedding, _first(self._source, _HEADS, "weight")
+        head, own = embedding, _first(self._source, HEADS, "weight")
         if not shape.tied and own is not None:
             head = self._pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         layers = [self.layer(index) for index in range(shape.num_layers)]
@@ -217,6 +218,11 @@ class Packer:
         if not any(self._source.has(part + ".bias") for part in parts):
             return None
         return torch.cat([self._vector(part + ".bias", rows) for part, rows in parts.items()])
+
+
+def root_of(source: Source) -> str:
+    """What the names of the decoder's tensors begin with."""
+    return _first(source, _ROOTS, "embed_tokens.weight") or _ROOTS[0]
 
 
 def _first(source: Source, prefixes: tuple[str, ...], name: str) -> str | None:
