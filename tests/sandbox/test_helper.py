@@ -93,6 +93,20 @@ def test_a_process_that_has_not_given_back_its_memory_is_replaced(helpers: Helpe
     assert len({helpers.ask(["keep", 1 << 20]) for _ in range(4)}) == 1
 
 
+def test_one_that_has_begun_takes_the_first_question(helpers: Helpers) -> None:
+    helpers.begin()
+    (process,) = helpers._idle
+    helpers.begin()
+    assert helpers.ask(["say", 1]) == [1, process.pid]
+
+
+def test_without_a_process_there_is_no_answer(helpers: Helpers) -> None:
+    helpers._words[0] = "/nowhere/python"
+    helpers.begin()
+    with pytest.raises(NoAnswer, match="no process can be started"):
+        helpers.ask(["say", 1])
+
+
 def test_processes_end_with_who_asks(helpers: Helpers) -> None:
     process = helpers.ask(["say", 1])[1]
     helpers.end()

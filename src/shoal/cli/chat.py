@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until there is nothing more to read."""
-    engine = common.load_engine(args)
+    engine = common.load_engine(args, chats=True)
     talk = Talk(args, engine)
     with Lines(COMMANDS) as lines:
         lines.say("Ctrl-C ends an answer, Ctrl-D the talk; /help shows what else there is.")

@@ -202,21 +202,27 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
 
 
-def load_engine(args: argparse.Namespace, *, tensor_parallel: bool = False, methods: Iterable[Method] = ()) -> Engine:
+def load_engine(
+    args: argparse.Namespace, *, tensor_parallel: bool = False, methods: Iterable[Method] = (), chats: bool = False
+) -> Engine:
     """The engine for the model that the options name.
 
     Args:
         args: the model's options, and `method` where the command has one.
         tensor_parallel: share the layers among the processes of a torchrun.
         methods: that are to run beside `args.method`.
+        chats: whether conversations are to be expected.
 
     Raises:
         ValueError: the model cannot be loaded; says which and why.
     """
     from shoal import load
     from shoal.engine.checkpoint import hush_libraries
+    from shoal.sandbox import template
 
     hush_libraries()
+    if chats:
+        template.begin()
     limit = memory_limit(args)
     try:
         engine = load(args.model, dtype=args.dtype, device=args.device, quant=args.quant, backend=args.backend,

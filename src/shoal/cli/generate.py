@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, prompt: str) -> int:
-    engine = common.load_engine(args, tensor_parallel=args.tensor_parallel)
+    engine = common.load_engine(args, tensor_parallel=args.tensor_parallel, chats=not args.raw)
     silent = engine.ranks.rank > 0
     interrupted = False
     with notes.held_back():

@@ -116,7 +116,7 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
     """A server's scheduler, with a model just loaded, and its settings, which now know the model's name."""
-    engine = common.load_engine(args)
+    engine = common.load_engine(args, chats=True)
     recipe = engine.recipe(args.method, args.default_max_tokens)  # what cannot run on this model is refused now
     branches = recipe.branches(greedy=False)
     for option, most in (("--max-rows", args.max_rows), ("--max-n", settings.max_n)):

@@ -94,7 +94,7 @@ class Patience:
         over: whether one took longer, so that nobody looks any more.
     """
 
-    seconds: float = 0.25
+    seconds: float = 0.1
     over: bool = False
 
 

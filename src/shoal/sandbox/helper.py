@@ -55,8 +55,8 @@ class Helpers:
         """The answer to a question; it waits where others are asked at the time.
 
         Raises:
-            NoAnswer: there is none: it would take too long or too much memory, or `answer` raised an error.
-            OSError: no process can be started.
+            NoAnswer: there is none: it would take too long or too much memory (OverLimit), `answer` raised an error, or
+                no process can be started.
         """
         line = json.dumps(question, default=_named) + "\n"
         with self._room:
@@ -82,11 +82,17 @@ class Helpers:
             raise (OverLimit if limit else NoAnswer)(why)
         return answer
 
+    def begin(self) -> None:
+        """Start a process, if none waits, so that the first question need not wait for it."""
+        with suppress(NoAnswer):
+            self._idle.append(self._taken())
+
     def end(self) -> None:
         """End the processes that wait."""
         while self._idle:
             process = self._idle.pop()
             if self._owner == os.getpid():
+                process.kill()
                 _end(process)
 
     def _taken(self) -> subprocess.Popen[str]:
@@ -99,8 +105,11 @@ class Helpers:
                 if process.poll() is None:
                     return process
                 _end(process)
-        return subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                encoding="ascii")
+        try:
+            return subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                    stderr=subprocess.DEVNULL, encoding="ascii")
+        except OSError as error:
+            raise NoAnswer(f"no process can be started to work on it: {error}") from error
 
     def _why(self, code: int, late: bool) -> str:
         end = signal.Signals(-code).name if code < 0 else str(code)

@@ -24,6 +24,11 @@ class TakesTooMuch(ValueError):
     """A template takes more than there is for it: another try would do so too."""
 
 
+def begin() -> None:
+    """Have the process ready for the first conversation; it starts while a model is loaded."""
+    _helpers.begin()
+
+
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """The text of a conversation by a tokenizer's chat template.
 
