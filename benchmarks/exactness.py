@@ -1,6 +1,6 @@
 """Does drafting change a word? Every exact method, alone and over others, against the same text without drafts.
 
-    python benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--prompts 5] [--only WORD] [--resume]
+    python benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--questions JSONL --prompts 60] [--only WORD]
 
 A setting is a method, a way of choosing tokens, a length of prompts, and how many texts are decoded together. Its texts
 are compared token by token, and where log-probabilities are asked for number by number, with those that the method's
@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ QUESTIONS = (
     "List ten animals, then repeat the list in reverse order.",
     "Rewrite as a table: Ann is 30 and lives in Rome. Bob is 41 and lives in Oslo. Eve is 25 and lives in Lima.",
 )
+TOGETHER = 5
+"""Texts of a batch."""
 LONG = 3000
 """Tokens of a long prompt."""
 ALONE = 2
@@ -82,9 +84,10 @@ class Setting:
 class Judge:
     """Runs settings, and what they are compared with once."""
 
-    def __init__(self, engine: Any, model: str, tokens: int, count: int) -> None:
+    def __init__(self, engine: Any, model: str, tokens: int, questions: Sequence[str]) -> None:
         self._engine, self._model, self._tokens = engine, model, tokens
-        self._prompts = {"short": _short(count), "long": _long(engine, count)}
+        short = [[{"role": "user", "content": question}] for question in questions]
+        self._prompts = {"short": short, "long": _long(engine, TOGETHER)}
         self._plain: dict[tuple[Any, ...], Any] = {}
 
     def compare(self, setting: Setting) -> dict[str, Any]:
@@ -111,12 +114,17 @@ class Judge:
 
     def _texts(self, method: Any, setting: Setting) -> list[Any]:
         prompts = self._prompts[setting.prompts]
-        options = {"max_new_tokens": self._tokens, **CHOICES[setting.choice]}
         if setting.together == 1:
             some = prompts[:ALONE] if setting.prompts == "long" else prompts
-            return [self._engine.generate(prompt, method=method, **options) for prompt in some]
-        found: list[Any] = self._engine.generate(prompts, method=method, **options)
-        return found
+            return [self._generate(prompt, method, setting) for prompt in some]
+        return self._by_groups(prompts, method, setting)
+
+    def _generate(self, prompt: Any, method: Any, setting: Setting) -> Any:
+        return self._engine.generate(prompt, method=method, max_new_tokens=self._tokens, **CHOICES[setting.choice])
+
+    def _by_groups(self, prompts: list[Any], method: Any, setting: Setting) -> list[Any]:
+        groups = [prompts[first : first + setting.together] for first in range(0, len(prompts), setting.together)]
+        return [one for group in groups for one in self._generate(group, method, setting)]
 
     def _alone(self, below: str, setting: Setting, number: int) -> Any:
         """The text that a setting must give: by itself, but that draws are keyed by the place in the batch."""
@@ -124,13 +132,17 @@ class Judge:
         key = (below, setting.choice, setting.prompts, drawn, None if drawn else number)
         if key not in self._plain:
             method, prompts = self._method(below), self._prompts[setting.prompts]
-            options = {"max_new_tokens": self._tokens, **CHOICES[setting.choice]}
-            self._plain[key] = self._engine.generate(prompts if drawn else prompts[number], method=method, **options)
+            self._plain[key] = (self._by_groups(prompts, method, setting) if drawn
+                                else self._generate(prompts[number], method, setting))
         return self._plain[key][number] if drawn else self._plain[key]
 
 
-def _short(count: int) -> list[Any]:
-    return [[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(count)]
+def _questions(path: Path | None, count: int) -> list[str]:
+    """Ours, or the first of a file of JSON lines, each with its `turns`, of which the first is asked."""
+    if path is None:
+        return [QUESTIONS[number % len(QUESTIONS)] for number in range(count)]
+    lines = path.read_text("utf-8").splitlines()[:count]
+    return [json.loads(line)["turns"][0] for line in lines]
 
 
 def _long(engine: Any, count: int) -> list[Any]:
@@ -155,10 +167,10 @@ def _first_difference(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
 def settings(only: str | None) -> Iterator[Setting]:
     """All of them; over other methods and after long prompts not every way of choosing tokens."""
     words = [*DRAFTS, *(f"{over}+{under}" for under in UNDER for over in OVER)]
-    for word, choice, prompts, together in itertools.product(words, CHOICES, ("short", "long"), (1, 5)):
+    for word, choice, prompts, together in itertools.product(words, CHOICES, ("short", "long"), (1, TOGETHER)):
         if only is None or re.search(only, word):
             if prompts == "long":
-                wanted = choice == "greedy" and together == 5 if "+" in word else choice in ("greedy", "min_p")
+                wanted = choice == "greedy" and together > 1 if "+" in word else choice in ("greedy", "min_p")
             else:
                 wanted = "+" not in word or choice not in ("seeded", "constraint")
             if wanted:
@@ -171,12 +183,15 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--json", required=True, type=Path)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--questions", type=Path, help="JSON lines with `turns`; by default five of our own")
     parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="no long prompts")
     parser.add_argument("--only", help="settings whose method matches this regular expression")
     parser.add_argument("--resume", action="store_true", help="keep what the report has already")
     args = parser.parse_args()
     known = json.loads(args.json.read_text("utf-8"))["settings"] if args.resume and args.json.exists() else {}
-    judge, todo = Judge(shoal.load(args.model), args.model, args.tokens, args.prompts), list(settings(args.only))
+    judge = Judge(shoal.load(args.model), args.model, args.tokens, _questions(args.questions, args.prompts))
+    todo = [one for one in settings(args.only) if one.prompts == "short" or not args.short]
     for number, setting in enumerate(todo):
         if setting.key not in known:
             known[setting.key] = judge.compare(setting)
