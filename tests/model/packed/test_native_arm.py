@@ -67,6 +67,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native_likeliest.py", ""),
     ("test_native_checks.py", ""),
     ("test_native_long.py", "bitmap and (seven or ragged)"),
+    ("test_native_trees.py", "not many and all"),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:

@@ -34,6 +34,7 @@ def runtime(name: str) -> str:
     ("test_native_likeliest.py", ""),
     ("test_native_long.py", "ragged or half or seven"),
     ("test_native_choice.py", "not again"),
+    ("test_native_trees.py", "not many"),
     ("test_native_blocks.py", "1280 or ragged"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, tmp_path_factory: pytest.TempPathFactory) -> None:
