@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from transformers import GPT2Config
 
@@ -150,7 +151,7 @@ def test_systems_that_nobody_measures_are_named(log: list[tuple[Any, ...]]) -> N
 def test_what_does_not_fit_is_refused_before_anything_starts(log, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs 2005 positions, and tiny has 1024"):
         run(SUBJECT, Grid(contexts=(2000,), new_tokens=5), PLAN)
-    monkeypatch.setattr(runner.memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     with pytest.raises(ValueError, match="2 systems with the weights of tiny need about 1 GiB at once"):
         run(SUBJECT, GRID, PLAN)
     assert log == []

@@ -160,33 +160,79 @@ def test_words_are_completed() -> None:
     assert lines.complete("", 0) is None
 
 
+class Terminal:
+    """A command under a terminal of its own, and what it has written."""
+
+    def __init__(self, *words: str, code: str = "") -> None:
+        import pty
+
+        self._master, slave = pty.openpty()
+        command = ["-c", code] if code else ["-m", "shoal"]
+        self.process = subprocess.Popen([sys.executable, *command, *words], stdin=slave, stdout=slave, stderr=slave,
+                                        start_new_session=True, env={**os.environ, "TERM": "xterm-256color"})
+        os.close(slave)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def until(self, wanted: Callable[[bytes], bool]) -> bytes:
+        found = b""
+        while not wanted(found):
+            assert select.select([self._master], [], [], 120)[0], found
+            found += os.read(self._master, 4096)
+        return found
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
 def test_a_terminal(chat_folder: str) -> None:
     """A prompt, an answer that Ctrl-C ends, another prompt, and Ctrl-D."""
-    import pty
+    words = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "60000", "--color", "never"]
+    with Terminal(*words) as terminal:
+        assert b"Ctrl-D" in terminal.until(lambda found: b">>> " in found)
+        terminal.type(b"one\n")
+        terminal.until(lambda found: len(found.partition(b"one\r\n")[2]) > 40)  # it answers
+        terminal.process.send_signal(signal.SIGINT)
+        assert b"interrupted]" in terminal.until(lambda found: b">>> " in found)
+        terminal.type(b"\x04")
+        terminal.until(lambda found: b"\n" in found)
+        assert terminal.process.wait(timeout=60) == 0
 
-    master, slave = pty.openpty()
-    words = [sys.executable, "-m", "shoal", "chat", "--model", chat_folder, "--method", "full", "--max-new-tokens",
-             "60000", "--color", "never"]
-    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
-        os.close(slave)
 
-        def until(wanted: Callable[[bytes], bool]) -> bytes:
-            found = b""
-            while not wanted(found):
-                assert select.select([master], [], [], 120)[0], found
-                found += os.read(master, 4096)
-            return found
+PASTES = {
+    "lines": ("first\nsecond line\n\n  indented", "first\nsecond line\n\n  indented"),
+    "a command first": ("/reset\nand more", "/reset\nand more"),
+    "quotes first": ('"""Words of a module."""\nx = 1', '"""Words of a module."""\nx = 1'),
+    "in quotes": ('"""\n/help\n"""', "/help"),
+    "a tabulator": ("a\tb\nc", "a\tb\nc"),
+    "one line": ("just one", "just one"),
+}
+WITHOUT_READLINE = ("import sys; sys.modules['readline'] = None; from shoal.cli import main; "
+                    "sys.exit(main(sys.argv[1:]))")
 
-        try:
-            assert b"Ctrl-D" in until(lambda found: b">>> " in found)
-            os.write(master, b"one\n")
-            until(lambda found: len(found.partition(b"one\r\n")[2]) > 40)  # it answers
-            process.send_signal(signal.SIGINT)
-            assert b"interrupted]" in until(lambda found: b">>> " in found)
-            os.write(master, b"\x04")
-            until(lambda found: b"\n" in found)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
-    os.close(master)
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
+@pytest.mark.parametrize("code", ["", WITHOUT_READLINE], ids=["readline", "none"])
+def test_a_paste_is_one_message(chat_folder: str, tmp_path: Path, code: str) -> None:
+    if not code and getattr(pytest.importorskip("readline"), "backend", "readline") != "readline":
+        pytest.skip("this Python edits lines by another library")
+    words = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
+    saved = tmp_path / "talk.json"
+    with Terminal(*words, code=code) as terminal:
+        assert b"\x1b[?2004h" in terminal.until(lambda found: b">>> " in found)  # the terminal is asked to mark pastes
+        for text, _ in PASTES.values():
+            pasted = text.replace("\n", "\r").encode()  # as terminals send a line's end
+            terminal.type(b"\x1b[200~" + pasted + b"\x1b[201~")
+            terminal.type(b"\r")
+            terminal.until(lambda found: found.count(b"ended by") == 1 and b">>> " in found.partition(b"ended by")[2])
+        terminal.type(f"/save {saved}\r".encode())
+        terminal.until(lambda found: b"saved" in found)
+    heard = [one["content"] for one in json.loads(saved.read_text("utf-8"))["messages"] if one["role"] == "user"]
+    assert heard == [wanted for _, wanted in PASTES.values()]

@@ -97,3 +97,17 @@ def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
     monkeypatch.setattr(plan_command, "run", lambda args: {}["no such key"])
     with pytest.raises(KeyError):
         main(["plan", "--layers", "4"])
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["chat", "--max-tokens", "5"], "there is no option --max-tokens. Did you mean --max-new-tokens?"),
+    (["generate", "--method", "d3", "--max-tokens", "5", "hi"], "there is no option --max-tokens. Did you mean"),
+    (["serve", "--max-new-tokens", "5"], "there is no option --max-new-tokens. Did you mean --max-tokens?"),
+    (["batch", "a", "b", "--temprature", "1"], "there is no option --temprature. Did you mean --temperature?"),
+    (["generate", "--method", "d3", "--alhpa", "1", "hi"], "method d3 has no option --alhpa. Did you mean --alpha?"),
+    (["generate", "--steam", "hi"], "there is no option --steam. --help lists them; those of method full: none"),
+    (["generate", "--alpha", "0.9", "hi"], "method full has no option --alpha; --method atts or d3 or "),
+])
+def test_an_unknown_option_is_laid_to_whom_it_belongs(capsys, words, said):
+    err = fails(capsys, *words)
+    assert err.startswith(f"shoal {words[0]}: error: {said}")

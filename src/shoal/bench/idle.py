@@ -7,9 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
-
-from shoal.bench.process import cpu_seconds
+from shoal.bench.process import cpu_seconds, library
 
 BUSY = 0.1
 """Cores kept busy by others from which on a measurement is suspect."""
@@ -32,7 +30,7 @@ def snapshot(pids: Sequence[int] = ()) -> CpuTimes | None:
     own = [cpu_seconds(pid) for pid in {os.getpid(), *pids}]
     if None in own:
         return None
-    times = psutil.cpu_times()
+    times = library().cpu_times()
     busy = sum(getattr(times, name, 0.0) for name in _FIELDS)
     return CpuTimes(busy, sum(filter(None, own)), time.perf_counter())
 

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import psutil
+from shoal.errors import needs
 
 # psutil knows no peak that can begin anew.
 _STATUS = Path("/proc/self/status")
 
 
+def library() -> Any:
+    """The package psutil.
+
+    Raises:
+        Unsupported: it is not installed.
+    """
+    with needs("bench", "a benchmark"):
+        import psutil
+    return psutil
+
+
 def cpu_seconds(pid: int) -> float | None:
     """User and system time that a process has used; None where it has ended."""
+    psutil = library()
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
@@ -21,6 +34,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 def resident(pid: int | None = None) -> int | None:
     """Bytes of a process, or of this one, that are in memory; None where it has ended."""
+    psutil = library()
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

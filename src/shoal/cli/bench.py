@@ -68,11 +68,13 @@ def run(args: argparse.Namespace) -> int:
     measuring.check_outputs(args.json, args.plot)
     if args.startup:
         return _startup(args)
-    from shoal.bench import report
+    from shoal.bench import process, report
     from shoal.bench.speed import dequantised, run, summary, table
 
     subject = _subject(args)
     grid, plan = _grid(args, subject), _plan(args)
+    process.library()
+    common.check_plot(args.plot)
     with dequantised.provided(subject, grid.quants) as whole:
         outcome = run.run(whole, grid, plan)
     found = report.framed(
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _startup(args: argparse.Namespace) -> int:
-    from shoal.bench import report
+    from shoal.bench import process, report
     from shoal.bench.speed import startup, startup_table
 
     if args.model is None:
@@ -95,6 +97,7 @@ def _startup(args: argparse.Namespace) -> int:
     subject = measuring.subject_of(args, trust_remote_code=args.trust_remote_code)
     setting = measuring.setting_of(args, backend=args.backend)
     wish = startup.StartupConfig(measuring.peers_from(args.peer or ["hf"]), args.rounds, args.minutes)
+    process.library()
     found = startup.measure(subject, setting, wish)
     found = report.framed(found, subject, setting, machine=env.collect(), command=args.words)
     measuring.publish(found, args, startup_table.text)

@@ -57,20 +57,21 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     measuring.check_outputs(args.json)
-    from shoal.bench import report
+    from shoal.bench import process, report
     from shoal.bench.drafts import measure, summary
 
     (quant,) = measuring.quants_from(args.quant)
     subject = measuring.subject_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code)
     setting = measuring.setting_of(args, quant, args.backend)
-    wish = _wish(args)
+    wish, chosen = _wish(args), methods_from(args.methods)
+    process.library()
     found = report.framed(_earlier(args.json), subject, setting, machine=env.collect(), command=args.words)
 
     def keep() -> None:
         if args.json:
             report.write(found, Path(args.json))
 
-    measure.measure(subject, setting, methods_from(args.methods), wish, found, keep)
+    measure.measure(subject, setting, chosen, wish, found, keep)
     measuring.publish(found, args, lambda whole: f"{summary.text(whole['results'])}\n{_gate(whole['lossless'])}")
     return int(found["lossless"]["wrong"] > 0)
 

@@ -76,12 +76,15 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     measuring.check_outputs(args.json, args.plot)
-    from shoal.bench import report
-    from shoal.bench.load import plot, table
+    from shoal.bench import process, report
+    from shoal.bench.load import http, plot, table
     from shoal.bench.load.lineup import Servers
 
     wish, lineup = wish_of(args), _lineup(args)
     _check(args, wish, lineup)
+    process.library()
+    http.library()
+    common.check_plot(args.plot)
     with _terminable(), Servers(lineup, wish.prompts.texts) as servers:
         facts = _fill(servers, args, wish)
         found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)

@@ -1,7 +1,8 @@
 """Talk with a model in the terminal. Every answer is coloured by depth or by what was guessed ahead and confirmed.
 
-Ctrl-C ends an answer, which is kept as far as it came; Ctrl-D ends the talk. A text of several lines stands between
-two lines of three quotes. What the conversation holds already is not read again.
+Ctrl-C ends an answer, which is kept as far as it came; Ctrl-D ends the talk. What is pasted is one message, however
+many lines it has; several lines that are typed stand between two of three quotes. What the conversation holds already
+is not read again.
 
 /method d3:mean=0.9   how answers are decoded from here on; alone: how they are now
 /system TEXT          what the model is told first; without a text: nothing

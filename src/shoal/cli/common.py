@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.parser import Parser, parse
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -277,6 +277,13 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
     return files.model(engine.stack.dtype).to(engine.stack.device).eval()
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn before minutes are spent on what it shows, and after the other options."""
+    if path is not None:
+        with needs("plot", "--plot"):
+            import matplotlib.figure  # noqa: F401
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if "--debug" in words:
             raise
-        print(f"{_program(name)}: error: {_as_typed(' '.join(str(error).split()), words)}", file=sys.stderr)
+        program = _program(name)
+        said = " ".join(str(error).split()).removeprefix(f"{program}: ")  # what was asked for may be the command itself
+        print(f"{program}: error: {_as_typed(said, words)}", file=sys.stderr)
         return BAD_INPUT
 
 

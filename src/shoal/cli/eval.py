@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure != "distance" and any(suite.kind == "prompts" for suite in chosen):
         raise ValueError("suites of prompts have nothing to judge answers by; measure them with --measure distance")
     items = [suite.items(args.data, limit=args.n, seed=args.seed) for suite in chosen]
+    common.check_plot(args.plot)
     engine = _engine(args)
     if args.measure == "distance":
         from shoal.cli.eval_distance import measure

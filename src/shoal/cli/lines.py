@@ -1,4 +1,4 @@
-"""What a user types, line by line: editing and a history where the terminal has readline, pasted blocks in quotes."""
+"""What a user types, line by line, and what they paste, as it is; editing and a history where there is readline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from types import ModuleType, TracebackType
 from shoal.user_cache import cache_folder
 
 _QUOTES = '"""'
+_BEGIN, _END = "\x1b[200~", "\x1b[201~"
+"""What a terminal puts around what is pasted, once it was asked to."""
+_ASK, _ASK_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
 _LONGEST_HISTORY = 1000
 
 
@@ -28,8 +31,11 @@ class Lines:
         self._readline = _readline() if self._shown else None
 
     def __enter__(self) -> Lines:
+        if self._shown and self._readline is None:
+            print(_ASK, end="", flush=True)
         if self._readline is not None:
             self._readline.parse_and_bind("tab: complete")
+            self._readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             self._readline.set_completer_delims("\n")
             self._readline.set_completer(self.complete)
             self._readline.set_history_length(_LONGEST_HISTORY)
@@ -38,6 +44,8 @@ class Lines:
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        if self._shown and self._readline is None:
+            print(_ASK_NO_MORE, end="", flush=True)
         if self._readline is not None:
             with suppress(OSError):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +76,20 @@ class Lines:
         return found[number] if begun and number < len(found) else None
 
     def _text(self) -> str:
-        line = self._line(">>> ")
-        if not line.strip().startswith(_QUOTES):
-            return line.strip()
+        line = self._pasted(self._line(">>> "))
+        if not line.strip().startswith(_QUOTES) or ("\n" in line.strip() and not line.rstrip().endswith(_QUOTES)):
+            return line.strip()  # what was pasted is whole, whatever it begins with
         parts = [line.strip().removeprefix(_QUOTES)]
         while not parts[-1].rstrip().endswith(_QUOTES):
-            parts.append(self._line("... "))
+            parts.append(self._pasted(self._line("... ")))
         parts[-1] = parts[-1].rstrip().removesuffix(_QUOTES)
         return "\n".join(parts)
+
+    def _pasted(self, line: str) -> str:
+        """The line, and where a paste begins in it, the lines up to its end: without readline they come one by one."""
+        while _BEGIN in line and _END not in line.rpartition(_BEGIN)[2]:
+            line = f"{line}\n{self._line('')}"
+        return line.replace(_BEGIN, "").replace(_END, "")
 
     def _line(self, prompt: str) -> str:
         return input(prompt if self._shown else "")

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from shoal.cli import knobs
 
+_NEAR = 0.7
+
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults that say something, and leaves examples as they were laid out."""
@@ -56,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A question to end a message with; a full stop when no known word is near."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.7)
+    near = get_close_matches(word, list(known), n=1, cutoff=_NEAR)
     return f". Did you mean {near[0]}?" if near else "."
 
 
@@ -90,8 +92,11 @@ def _refuse_foreign_knobs(parser: Parser, choice: knobs.Choice, words: Sequence[
     wrong = next((option for option in options if option not in known), None)
     if wrong is None:
         return
-    owners = knobs.owners(wrong)
-    hint = f"; --method {' or '.join(owners)} has." if owners else suggest(wrong, known)
-    own = ", ".join(choice.flags) or "none"
-    parser.error(f"method {choice.name} has no option {wrong}{hint} Its options: {own}")
-
+    owners, own = knobs.owners(wrong), ", ".join(choice.flags) or "none"
+    near = get_close_matches(wrong, list(known), n=1, cutoff=_NEAR)
+    if near and not owners and near[0] not in choice.flags:  # a slip in an option of the command
+        parser.error(f"there is no option {wrong}. Did you mean {near[0]}?")
+    hint = f"; --method {' or '.join(owners)} has." if owners else f". Did you mean {near[0]}?" if near else "."
+    blame = f"method {choice.name} has" if owners or near else "there is"
+    whose = "Its options" if owners or near else f"--help lists them; those of method {choice.name}"
+    parser.error(f"{blame} no option {wrong}{hint} {whose}: {own}")

@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and serve it."""
     if args.replicas < 1:
         raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
+    settings = _settings(args)
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
-    settings = _settings(args)
     if args.replicas > 1:
         return _replicas(args, settings)
     with bind(args.host, args.port) as listener:

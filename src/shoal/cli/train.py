@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import common
+from shoal.cli.method_list import methods_from
 from shoal.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -138,6 +139,10 @@ def run(args: argparse.Namespace) -> int:
 
     began = time.monotonic()
     _check(args)
+    if args.part == HEAL:  # after the options, and before the model
+        from shoal.train.heal import require_peft
+
+        require_peft()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
 
@@ -251,6 +256,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.part == HEAL and args.under is None and args.student is None:
         raise ValueError("there is nothing to heal: name methods that drop layers by --under, or a smaller model by "
                          "--student")
+    if args.under is not None:
+        methods_from(args.under)
     if args.keep is not None and not 0 < args.keep < 1:
         raise ValueError(f"--keep is {args.keep}; it must be above 0 and below 1, a share of tokens or of layers")
     if args.rate is not None and not args.rate > 0:
@@ -347,11 +354,8 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
 
     What cannot be trained under is refused here, before minutes of answers.
     """
-    from shoal.cli.method_list import methods_from
-    from shoal.train.heal import check_plans, require_peft
+    from shoal.train.heal import check_plans
 
-    if args.part == HEAL:
-        require_peft()
     if args.student is not None:
         engine = common.load_engine(argparse.Namespace(**{**vars(args), "model": args.student}))
     plans = {}

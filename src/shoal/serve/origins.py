@@ -10,11 +10,13 @@ import ipaddress
 import re
 import socket
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-
 from shoal.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of pages that this machine serves."""

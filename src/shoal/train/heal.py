@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, needs
 from shoal.heap import give_back
 from shoal.train.apart import Apart
 from shoal.train.layer_reading import LayerReading, Share
@@ -169,9 +169,6 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
 
 def require_peft() -> Any:
     """The package; Unsupported where it is missing."""
-    try:
+    with needs("train", "healing"):
         import peft
-    except ImportError:
-        raise Unsupported("shoal train heal", "its adapters are those of the package peft, which is missing",
-                          "Install it: pip install 'shoal[train]'") from None
     return peft

@@ -2,8 +2,3 @@
 
 Everything goes over OpenAI's HTTP face, so that any server can be measured.
 """
-
-from shoal.errors import needs
-
-with needs("bench", "a load on a server"):
-    import httpx  # noqa: F401 - here, so that every module below may take it for granted

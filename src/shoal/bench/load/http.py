@@ -10,10 +10,24 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpx
+from shoal.errors import needs
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def library() -> Any:
+    """The package httpx.
+
+    Raises:
+        Unsupported: it is not installed.
+    """
+    with needs("bench", "a load on a server"):
+        import httpx
+    return httpx
 
 
 class Failed(Exception):
@@ -44,7 +58,7 @@ class Address:
             headers["authorization"] = f"Bearer {self.key}"
         verify = ssl.create_default_context() if urlsplit(self.url).scheme == "https" else False
         return {"base_url": self.url, "headers": headers, "verify": verify, "trust_env": False, "timeout": None,
-                "limits": httpx.Limits()}
+                "limits": library().Limits()}
 
 
 async def events(
@@ -75,14 +89,15 @@ async def events(
 
 def get(address: Address, route: str) -> bytes:
     """The body of an answer to GET; raises like `events`."""
-    with _failing(), httpx.Client(**address.options()) as client:
+    with _failing(), library().Client(**address.options()) as client:
         answer = client.get(route)
         _check(answer)
-        return answer.content
+        return bytes(answer.content)
 
 
 @contextmanager
 def _failing() -> Iterator[None]:
+    httpx = library()
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:

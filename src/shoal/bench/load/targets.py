@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import httpx
-
-from shoal.bench.load.http import Address, Failed, get
+from shoal.bench.load.http import Address, Failed, get, library
 from shoal.bench.load.loops import Load, LoadPhase
 from shoal.bench.load.prompts import Prompts
 from shoal.bench.load.servers import Server
@@ -100,7 +98,7 @@ class Http:
             self._server.go_on()
 
         async def run() -> list[Trace]:
-            async with httpx.AsyncClient(**self._address.options()) as client:
+            async with library().AsyncClient(**self._address.options()) as client:
 
                 async def send(number: int, due: float, start: float) -> Trace:
                     asked = prompts[number]

@@ -7,11 +7,12 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from shoal.bench.load.http import Failed, events
+
+if TYPE_CHECKING:
+    import httpx
 
 
 @dataclass(frozen=True)

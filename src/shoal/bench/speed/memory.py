@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import psutil
-
+from shoal.bench.process import library
 from shoal.bench.subject import FILE, MeasuredModel
 from shoal.bench.system import Setting
 from shoal.engine.device import as_dtype
@@ -37,7 +36,7 @@ def check(subject: MeasuredModel, settings: Iterable[Setting]) -> None:
         ValueError: says how much is needed and how much there is.
     """
     listed = [setting for setting in settings if setting.device == "cpu"]
-    want, have = needed(subject, listed), psutil.virtual_memory().available
+    want, have = needed(subject, listed), library().virtual_memory().available
     if want > have:
         raise ValueError(
             f"{len(listed)} systems with the weights of {subject.name} need about {want / 2**30:.0f} GiB at once, and "

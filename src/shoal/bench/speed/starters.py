@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
-
 from shoal.bench.peers.hf import greedy
-from shoal.bench.process import peak_memory, reset_peak_memory, resident
+from shoal.bench.process import library, peak_memory, reset_peak_memory, resident
 from shoal.bench.subject import MeasuredModel
 from shoal.bench.system import NotMeasured, Setting
 from shoal.engine.device import as_dtype
@@ -155,7 +153,7 @@ STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
 
 def _memory() -> dict[str, float]:
     """Counters of this process that only grow by what it holds; zeros where the system does not say."""
-    process = psutil.Process()
+    process = library().Process()
     held = process.memory_full_info()
     private = getattr(held, "uss", 0)
     disk = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0

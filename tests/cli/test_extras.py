@@ -1,0 +1,96 @@
+"""Each command runs with the core and its own extra alone, and tells a wrong option before a missing package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from extras import absent, command
+
+HEALING = ["train", "heal", "--out", "{out}", "--under", "d3:mean=0.8"]
+SERVING = ["serve", "--model", "{model}"]
+MISSING: dict[str, tuple[list[str], str]] = {
+    "bench": (["bench"], "a benchmark: psutil is not installed. Install the extra: pip install 'shoal[bench]'"),
+    "bench-serve": (["bench-serve", "--model", "{model}"], "a benchmark: psutil is not installed."),
+    "completion": (["completion", "bash"], "shtab is not installed. Install the extra: pip install 'shoal[comp"),
+    "heal": ([*HEALING, "--model", "{model}"], "healing: peft is not installed."),
+    "plan": (["plan", "--layers", "4", "--plot", "{out}"], "--plot: matplotlib is not installed."),
+    "serve": (SERVING, " is not installed. Install the extra: pip install 'shoal[serve]'"),
+}
+WRONG: dict[str, tuple[list[str], str]] = {
+    "bench": (["bench", "--quant", "foo"], "--quant holds 'foo'"),
+    "bench, its plan": (["bench", "--rounds", "0"], "--rounds is 0"),
+    "bench-drafts": (["bench-drafts", "--methods", "d5"], "unknown method 'd5'"),
+    "bench-serve": (["bench-serve", "--concurrency", "x"], "--concurrency is 'x'"),
+    "heal": ([*HEALING[:-1], "d5"], "unknown method 'd5'"),
+    "heal, a number": ([*HEALING, "--rank", "0"], "--rank is 0"),
+    "serve": ([*SERVING, "--methods", "d5"], "unknown method 'd5'"),
+    "serve, a number": ([*SERVING, "--max-n", "0"], "max_n is 0|--max-n is 0"),
+    "eval": (["eval", "--suite", "known", "--n", "0", "--plot", "{out}"], "--n is 0"),
+}
+
+
+def filled(words: list[str], model: str, out: Path) -> list[str]:
+    return [word.format(model=model, out=out / "out") for word in words]
+
+
+@pytest.mark.parametrize("case", MISSING)
+@pytest.mark.quick(3)
+def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
+    words, said = MISSING[case]
+    done = command((), *filled(words, tiny_folder, tmp_path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"shoal {words[0]}: error: ")
+    assert any(part in done.stderr for part in said.split("|")), done.stderr
+    assert done.stderr.count(f"shoal {words[0]}") == 1
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.quick(3)
+def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: str, tmp_path: Path) -> None:
+    words, said = WRONG[case]
+    done = command((), *filled(words, tiny_folder, tmp_path))
+    assert done.returncode == 2 and any(part in done.stderr for part in said.split("|")), done.stderr
+    assert "not installed" not in done.stderr
+
+
+CORE: dict[str, list[str]] = {
+    "batch": ["batch", "{out}/lines.jsonl", "{out}/answers.jsonl", "--max-new-tokens", "3"],
+    "correctness": ["correctness", "--max-new-tokens", "3"],
+    "distances": ["eval", "--suite", "known", "--n", "2", "--measure", "distance", "--max-new-tokens", "3", "--method",
+                  "early_exit"],
+    "eagle": ["train", "eagle", "--prompts", "{out}/asked.txt", "--tokens", "200", "--max-new-tokens", "12", "--epochs",
+              "1", "--batch", "256", "--vocabulary", "50", "--out", "{out}/eagle"],
+    "env": ["env"],
+    "eval": ["eval", "--suite", "known", "--n", "2", "--loss-n", "2", "--max-new-tokens", "3"],
+    "generate": ["generate", "ab", "--max-new-tokens", "3"],
+    "methods": ["methods"],
+    "prune": ["prune", "depth", "--layers", "1", "--out", "{out}/smaller"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CORE)
+def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "ab"}\n')
+    (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
+    words = [word.format(out=tmp_path) for word in CORE[case]]
+    done = command((), *words, *([] if case == "env" else ["--model", tiny_folder]))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_healing_needs_its_extra_alone(tiny_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
+    words = [*filled(HEALING, tiny_folder, tmp_path), "--model", tiny_folder, "--prompts", str(tmp_path / "asked.txt")]
+    less = ["--tokens", "200", "--max-new-tokens", "12", "--epochs", "1", "--batch", "64"]
+    done = command(("train",), *words, *less)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_hidden() -> None:
+    assert {"psutil", "httpx", "fastapi", "matplotlib", "pytest"} <= set(absent())
+    assert not {"torch", "numpy", "tokenizers", "safetensors", "shoal"} & set(absent())
+    assert "psutil" not in absent("bench")
