@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extras import absent, command
+from extras import absent, command, project
 
 HEALING = ["train", "heal", "--out", "{out}", "--under", "d3:mean=0.8"]
 SERVING = ["serve", "--model", "{model}"]
@@ -88,6 +88,10 @@ def test_healing_needs_its_extra_alone(tiny_folder: str, tmp_path: Path) -> None
     less = ["--tokens", "200", "--max-new-tokens", "12", "--epochs", "1", "--batch", "64"]
     done = command(("train",), *words, *less)
     assert done.returncode == 0, done.stderr
+
+
+def test_measuring_holds_what_the_servers_need_that_it_starts() -> None:
+    assert set(project()["serve"]) < set(project()["bench"])
 
 
 def test_what_is_hidden() -> None:
