@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import methods
-from shoal.cli import common, config, main
+from shoal.cli import chat, common, config, main
 from shoal.cli import plan as plan_command
 from shoal.cli.entry import COMMANDS
 from shoal.train.prompts import from_file
@@ -113,7 +113,7 @@ def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureF
 
 
 def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
-    """In no file that people write: settings, schemas, prompts, methods' cards."""
+    """In no file that people write: settings, schemas, prompts, methods' cards, conversations."""
     file = places[1]
     file.write_bytes(b"\xef\xbb\xbf[serve]\r\nport = 8001\r\n")
     assert words() == ["--port=8001"]
@@ -122,3 +122,5 @@ def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
     card = file.with_name("card.json")
     card.write_bytes(b'\xef\xbb\xbf{"method": "prompt_lookup"}')
     assert methods.make(str(card)) == methods.make("prompt_lookup")
+    card.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "Hi"}]')
+    assert chat.messages_of(card) == [{"role": "user", "content": "Hi"}]

@@ -133,7 +133,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from shoal.bench.speed.run import Plan
 
     setting = measuring.setting_of(args, backend=args.backend)
-    text = None if args.text is None else args.text.read_text(encoding="utf-8")[:_TEXT]
+    text = None if args.text is None else args.text.read_text(encoding="utf-8-sig")[:_TEXT]
     return Plan(args.rounds, args.minutes, setting, text=text)
 
 

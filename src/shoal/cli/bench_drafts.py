@@ -80,7 +80,7 @@ def _earlier(path: str | None) -> dict[str, Any]:
     """What an earlier run has found, without its heading."""
     if not path or not Path(path).is_file():
         return {}
-    found = json.loads(Path(path).read_text("utf-8"))
+    found = json.loads(Path(path).read_text("utf-8-sig"))
     return {key: found[key] for key in ("asked", "texts") if key in found}
 
 

@@ -213,7 +213,7 @@ def messages_of(path: Path) -> list[dict[str, str]]:
         ValueError: there is no such file, or it holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     messages = found.get("messages") if isinstance(found, dict) else found

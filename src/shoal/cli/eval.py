@@ -234,7 +234,7 @@ def _order(args: argparse.Namespace) -> str | tuple[int, ...]:
     """The order that is named, else the card's."""
     if args.card is None or args.order != "auto":
         return str(args.order)
-    return tuple(json.loads(args.card.read_text(encoding="utf-8"))["order"])
+    return tuple(json.loads(args.card.read_text(encoding="utf-8-sig"))["order"])
 
 
 def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:
@@ -243,7 +243,7 @@ def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:
     from shoal.methods.schedule import Schedule
 
     engine.recipe(make(str(path)), 1)
-    card = json.loads(path.read_text(encoding="utf-8"))
+    card = json.loads(path.read_text(encoding="utf-8-sig"))
     if "curve" not in card:
         raise ValueError(f"the card {str(path)!r} holds no curve; make one with `shoal calibrate`")
     return tuple(Schedule(tuple(card["order"][: len(p["steps"])]), tuple(p["steps"])) for p in card["curve"])

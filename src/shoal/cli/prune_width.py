@@ -110,7 +110,7 @@ def _dtype(args: argparse.Namespace) -> Any:
 def _texts(args: argparse.Namespace, files: Checkpoint) -> list[list[int]]:
     """Pieces of the text that is named, else what the model itself says."""
     if args.text is not None:
-        ids = files.tokenizer()(args.text.read_text(encoding="utf-8"))["input_ids"]
+        ids = files.tokenizer()(args.text.read_text(encoding="utf-8-sig"))["input_ids"]
         return [ids[at : at + _PIECE] for at in range(0, min(len(ids), _PIECES * _PIECE), _PIECE)]
     from shoal.calibrate.own_texts import answered, asked
 
