@@ -55,6 +55,13 @@ def published() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def local() -> Iterator[Running]:
+    """The same under the name that programs know."""
+    with serving(shoal.load(real_model("qwen05")), method="full", model_name="local") as running:
+        yield running
+
+
 def expected(server: Running, text: str, **options: Any) -> str:
     messages = [{"role": "user", "content": text}]
     return server.engine.generate(messages, max_new_tokens=GREEDY["max_tokens"], **options).text
@@ -115,6 +122,80 @@ def test_an_agent_calls_its_tool_and_goes_on_with_what_that_says(published: Runn
     assert asked[0] == "Oslo" and (found.name, found.degrees) == ("Oslo", 11)
 
 
+class Reading(BaseModel):
+    city: str
+    degrees: int
+
+
+class Weather(BaseModel):
+    """Nested, so that its schema points into itself."""
+
+    report: Reading
+
+
+@pytest.mark.slow
+@needs_client("pydantic_ai")
+@pytest.mark.parametrize("face", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("kind", ["ToolOutput", "NativeOutput"])
+def test_an_agent_gets_nested_output_with_its_tool(published: Running, kind: str, face: str) -> None:
+    import pydantic_ai
+
+    asked: list[str] = []
+
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "11 degrees"
+
+    told = {"instructions": "Answer with the city and its degrees. If you do not know the degrees, call the tool.",
+            "tools": [weather], "output_type": getattr(pydantic_ai, kind)(Weather)}
+    found = with_agent(published, lambda agent: agent.run("How warm is it in Oslo?"), face, **told).output
+    assert asked == ["Oslo"] and found == Weather(report=Reading(city="Oslo", degrees=11))
+
+
+def program(server: Running, name: str) -> list[Any]:
+    """What a program of somebody's documentation prints, which is told of the server by its environment alone."""
+    path = Path(__file__).parent / "programs" / f"{name}_program.py"
+    told = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LANGSMITH_TRACING": "false"}
+    said = _started([str(path)], told).stdout
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+FAIR = {"name": "Science Fair", "date": "Friday", "participants": [{"name": "Alice"}, {"name": "Bob"}]}
+
+
+@pytest.mark.slow
+@needs_client("agents")
+def test_a_program_of_agents(local: Running) -> None:
+    for found in program(local, "agents"):
+        assert found["event"] == FAIR and found["report"] == {"city": "Oslo", "degrees": 11}
+        city, location, reason = found["asked"]
+        assert (city, location, found["sunny"]) == ("Oslo", {"lat": 59.9, "long": 10.7}, "sunny")
+        assert reason and found["last"] == "Escalation agent" and found["streamed"]
+
+
+@pytest.mark.slow
+@needs_client("langchain_openai")
+def test_a_program_of_langchain(local: Running) -> None:
+    (found,) = program(local, "langchain")
+    assert "programm" in found["translated"] and found["said"] == found["streamed"]
+    for family in found["families"]:
+        assert family["child"] == {"name": "Cid", "age": 9} and {"name": "Ann", "age": 40} in family["parents"]
+    assert all("San Francisco" in place for place in found["weather"])
+    assert found["product"] == "7006652" in found["answered"]
+    assert found["streamed_call"] == found["newer_call"] == {"a": 3, "b": 4} and "4" in found["completed"]
+
+
+@pytest.mark.slow
+@needs_client("litellm")
+def test_a_program_of_litellm(local: Running) -> None:
+    (found,) = program(local, "litellm")
+    assert found["said"] == found["streamed"] == found["newer"] and found["event"] == FAIR
+    assert set(found["called"]) == {"get_current_weather"} == {found["required"]}
+    assert "San Francisco" in found["location"] and "72" in found["answered"] and "Shakespeare" in found["begun"]
+
+
 @pytest.fixture
 def llm(tmp_path: Path) -> Any:
     """The command `llm` in a folder of its own, with the lines that `docs/serving.md` shows."""
@@ -172,7 +253,12 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 
 def _run(module: str, *words: str, **more: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-m", module, *words]
+    done = _started(["-m", module, *words], more)
+    return done.stdout if "--td" not in words else done.stderr
+
+
+def _started(words: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", *words]
     done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout if "--td" not in words else done.stderr
+    return done
