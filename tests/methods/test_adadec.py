@@ -21,9 +21,11 @@ from serving import MODEL, serving, tiny_engine
 from shoal.decode import sampling
 from shoal.decode.stop import StopRules
 from shoal.depth.plan import DepthPlan
+from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
 from shoal.loops.adadec import PausingBatch
 from shoal.methods import make
+from shoal.methods._limits import limits_of
 from shoal.methods.adadec import AdaDec
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
@@ -32,6 +34,8 @@ from shoal.methods.full import Full
 from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.packed.native import MAX_NODES
+from shoal.model.stack import SequenceChunk
 from shoal.types import ModelInfo, Sampling
 from test_matrix import SAMPLINGS, engine_of
 
@@ -299,3 +303,20 @@ def test_a_long_prompt_in_pieces_changes_nothing() -> None:
     whole, pieces = [decode(None, [ids, *SHORT], method, NEW, stack=HF.stack("hybrid"), chunk=chunk).tokens
                      for chunk in (2048, 7)]
     assert whole == pieces
+
+
+def test_candidates_never_hang_below_more_tokens_than_the_kernels_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of more nodes are read in plain torch, which holds up whoever is decoded beside."""
+    engine, nodes = engine_for(tiny("llama")), list[int]()
+    forward = engine.stack.forward
+
+    def seen(chunks: Sequence[SequenceChunk], *args: Any, **options: Any) -> Tensor:
+        nodes.extend(chunk.nodes.stop for chunk in chunks if chunk.parents is not None)
+        return forward(chunks, *args, **options)
+
+    monkeypatch.setattr(engine.stack, "forward", seen)
+    limits = limits_of(AdaDec)
+    for size in (20, 60, 100):
+        how = AdaDec(threshold=0, candidates=int(limits["candidates"].value), lookahead=int(limits["lookahead"].value))
+        engine.generate([1 + place % 90 for place in range(size)], method=how, max_new_tokens=3)
+    assert nodes and max(nodes) <= MAX_NODES

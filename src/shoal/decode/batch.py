@@ -219,10 +219,15 @@ class Batch:
         for row in self.reading:
             if id(row) in chosen and budget > 0:
                 first = self.cache.positions[row.slot]
-                size = min(self.due(row), budget, most or budget, self.parts.ahead(row, first) or budget)
+                due = self.due(row)
+                size = self.piece(due, min(due, budget, most or budget, self.parts.ahead(row, first) or budget))
                 pieces.append(_piece(row, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.row.slot)
+
+    def piece(self, due: int, size: int) -> int:
+        """How many of the tokens that a row is still to read it reads in a forward in which it could read `size`."""
+        return size
 
     def _forward(self, shares: Sequence[_Share], draft_seconds: float = 0.0) -> list[Step]:
         """Run the shares of some rows, walk where a token follows, and settle."""

@@ -179,6 +179,11 @@ class Scheduler:
         return 0.0 if began is None else time.monotonic() - began
 
     @property
+    def stack(self) -> str:
+        """Where decoding is just now, as a traceback has it."""
+        return self._worker.stack()
+
+    @property
     def ended(self) -> bool:
         """Whether nothing will be decoded any more."""
         return self._worker.ended

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,11 @@ class WorkerThread:
     def ended(self) -> bool:
         """Whether no more will be done."""
         return not self._thread.is_alive()
+
+    def stack(self) -> str:
+        """Where it is just now, line by line as a traceback has it; empty once it has ended."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end; from now on an attempt that fails is followed by the next without a pause."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shoal.decode.target import RowTarget
     from shoal.methods.adadec import Pausing
 
+_SHORT = 32
+"""Most tokens of a piece below which candidates may hang: with 4 candidates of 8 tokens they are 64 nodes."""
+
 
 class PausingBatch(Batch):
     """A row whose entropy reaches the threshold pauses: its candidates are continued greedily, as a tree.
@@ -45,6 +48,14 @@ class PausingBatch(Batch):
             self._look(sorted((one for one in unsure.values() if one.alive), key=lambda one: one.row.slot))
         return [replace(outcome, token=unsure[place].best) if place in unsure else outcome
                 for place, outcome in enumerate(outcomes)]
+
+    def piece(self, due: int, size: int) -> int:
+        """See the base class. A long piece leaves a prompt's last token to a forward of its own.
+
+        The candidates hang below all that a forward has left uncommitted, and trees of more nodes than the kernels can
+        name are read at many times the cost.
+        """
+        return size - 1 if size == due > _SHORT else size
 
     def _look(self, outlooks: Sequence[_Outlook]) -> None:
         """One token more for every candidate that goes on."""

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Guesses, Number
+from shoal.methods._limits import Most, Number
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -41,8 +41,8 @@ class AdaDec(Method):
     paper: ClassVar[str] = "arXiv 2506.08980"
 
     threshold: Number = 1.0
-    candidates: Guesses = 3
-    lookahead: Guesses = 5
+    candidates: Annotated[int, Most(4)] = 3
+    lookahead: Annotated[int, Most(8)] = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,6 +48,8 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         yield
         left = getattr(app.state, "left", lambda: settings.grace)()
         await asyncio.to_thread(scheduler.close, timeout=left, last=_LAST_TURN)
+        if not scheduler.ended:
+            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.stack)
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(HeadAsGet)

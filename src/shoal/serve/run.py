@@ -118,7 +118,4 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
         scheduler.close(drain=False, last=_LAST_TURN)
         faulthandler.cancel_dump_traceback_later()
         if not scheduler.ended:  # its thread would hold up the interpreter's own end
-            print("a step of decoding does not end; the process ends without it:", file=sys.stderr, flush=True)
-            with suppress(AttributeError, OSError, ValueError):
-                faulthandler.dump_traceback(sys.stderr)
             os._exit(1)
