@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 import shoal
 from chat_tokenizer import chat_tokenizer
@@ -27,6 +28,7 @@ from shoal.model.packed.names import tensors
 from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.shape import shape_of
 from shoal.model.transform import DropLayers
+from shoal.model.whole import check_quantised
 from trained_parts import MAKERS, part_for, target
 
 IDS = prompt(9, 2)
@@ -188,6 +190,16 @@ def test_plain_weights_under_a_config_that_calls_them_quantised(
     assert backend == "packed" or "Take quantization_config out of config.json" in str(caught.value)
 
 
+@pytest.mark.parametrize("types", [
+    {"a.qweight": "I32", "a.scales": "F16"}, {"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"},
+    {"a.weight": "U8", "a.weight.absmax": "F32"}, {"a.weight_packed": "I32", "a.weight_scale": "BF16"},
+    {"a.down_proj_blocks": "U8", "a.down_proj_scales": "U8"}, {"a.weight": "I8"}, {"a.weight_scale": "BF16"},
+])  # fmt: skip
+def test_quantised_weights_are_left_to_transformers(types: dict[str, str]) -> None:
+    check_quantised(LlamaConfig(quantization_config={"quant_method": "some"}), {"b.weight": "BF16", **types})
+    check_quantised(LlamaConfig(), {"b.weight": "BF16"})
+
+
 @pytest.mark.parametrize("backend", ["auto", "packed", "hf"])
 def test_a_draft_model(tmp_path: Path, backend: str) -> None:
     edit(folder(tmp_path / "draft"), without(DOWN))
@@ -235,6 +247,13 @@ def test_a_gguf_file_with_more(tmp_path: Path, backend: str) -> None:
                                                      b"llama.block_count\x04\x00\x00\x00\x03"))
     with pytest.raises(Unsupported, match=r"with 'blk\.3\."):
         loads(tmp_path / "more.gguf", backend)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+def test_a_gguf_file_that_is_no_model(tmp_path: Path, kind: str) -> None:
+    write_model("llama", tmp_path / "tiny.gguf", extra={"general.type": kind})
+    with pytest.raises(ValueError, match=f"of type '{kind}' and no model"):
+        loads(tmp_path / "tiny.gguf", "auto")
 
 
 def for_transformers(place: Path, old: bytes, new: bytes) -> Path:

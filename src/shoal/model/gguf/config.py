@@ -149,8 +149,12 @@ def family_of(metadata: Metadata) -> Family:
 
     Raises:
         Unsupported: it is not known here.
+        ValueError: it is no model, or one part of several.
     """
     name = metadata.architecture
+    if (kind := metadata.text("general.type", "model")) != "model":
+        raise ValueError(f"the GGUF file is of type {kind!r} and no model: an adapter, or what belongs beside a model, "
+                         "does nothing alone. Give the model's own file, with an adapter merged into it")
     if metadata.whole("split.count", 0, least=0) > 1:
         raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
     if name not in FAMILIES:
