@@ -27,6 +27,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "heal, a number": ([*HEALING, "--rank", "0"], "--rank is 0"),
     "serve": ([*SERVING, "--methods", "d5"], "unknown method 'd5'"),
     "serve, a number": ([*SERVING, "--max-n", "0"], "max_n is 0|--max-n is 0"),
+    "serve, a size": ([*SERVING, "--memory", "1XB"], "memory is '1XB'"),
     "eval": (["eval", "--suite", "known", "--n", "0", "--plot", "{out}"], "--n is 0"),
 }
 

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas < 1:
         raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
     settings = _settings(args)
+    common.memory_limit(args)  # a size that is none is told before a missing package
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
