@@ -35,3 +35,14 @@ NAMES: dict[str, str] = {
         num_gpu main_gpu num_thread use_mmap numa penalize_newline tfs_z _debug_render_only reasoning
     """,
 }
+BINDING = """
+    structured_outputs json_schema grammar regex ebnf format guided_json guided_regex guided_choice guided_grammar
+    structural_tag grammar_lazy guided_whitespace_pattern typical_p repeat_penalty repeat_last_n min_tokens bad_words
+    allowed_token_ids include_stop_str_in_output no_stop_trim top_n_sigma top_a tfs_z xtc_probability dynatemp_range
+    mirostat adaptive_target dry_multiplier min_keep samplers penalize_newline use_beam_search do_sample watermarking
+    repetition_detection stop_regex thinking_token_budget reasoning_budget_tokens custom_logit_processor vllm_xargs
+    n_predict num_predict max_new_tokens n_cmpl n_indent t_max_predict_ms truncate_prompt_tokens input_ids prompt_embeds
+    chat_template documents think generation_prompt task system template context raw images lora lora_path
+    session_params skip_special_tokens options top_k min_p repetition_penalty stop_token_ids ignore_eos
+"""
+"""Those that change what an answer is: never to be ignored."""

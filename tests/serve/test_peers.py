@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from peer_names import NAMES
+from peer_names import BINDING, NAMES
 from serving import MODEL, Running, serving
 from shoal.serve import peers
 from shoal.serve.fields import Field, Honoured, Ignored, Refused
@@ -102,6 +102,11 @@ def test_no_field_of_the_others_is_unknown() -> None:
     for server, names in NAMES.items():
         for known in (peers.CHAT, peers.COMPLETION):
             assert not set(names.split()) - {*known, *ROUTES["chat/completions"][0], *ROUTES["completions"][0]}, server
+
+
+def test_what_binds_an_answer_is_never_ignored() -> None:
+    for known in (peers.CHAT, peers.COMPLETION):
+        assert not [name for name in BINDING.split() if isinstance(known[name], Ignored)]
 
 
 def of_kind(route: str, kind: type[Field]) -> dict[str, Any]:
