@@ -14,6 +14,7 @@ from families import tiny
 from serving import MODEL, Running, serving
 from shoal.engine.load import engine_for
 from tool_tokenizer import WEATHER, speaking
+from toy_tokenizers import tokenizer
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 _REASONS = "{% for m in messages %}{% if m.reasoning_content %}{{ '(' + m.reasoning_content + ')' }}{% endif %}" \
@@ -244,9 +245,19 @@ def test_tokenize_honours_its_options(server: Running) -> None:
             assert ids(prompt=text, **{name: value}) == words(text, add_special_tokens=value)["input_ids"]
     named = httpx.post(f"{url}/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
     assert named["token_strs"] == words.convert_ids_to_tokens(named["tokens"])
+    pieces = httpx.post(f"{url}/tokenize", json={"content": "ab", "with_pieces": True}).json()["tokens"]
+    assert [(one["id"], one["piece"]) for one in pieces[-2:]] == [(words.convert_tokens_to_ids(x), x) for x in "ab"]
     offered = words.apply_chat_template(ASK, tools=[WEATHER], mood="glad", tokenize=True, return_dict=False,
                                         add_generation_prompt=True)
     assert ids(messages=ASK, tools=[WEATHER], chat_template_kwargs={"mood": "glad"}) == list(offered)
+
+
+def test_pieces_of_a_character_are_bytes() -> None:
+    words = tokenizer("byte_level")
+    with serving(engine_for(tiny("llama", vocab_size=len(words), layers=1), words, name=MODEL)) as running:
+        told = httpx.post(f"{running.url}/tokenize", json={"content": "a世", "with_pieces": True}).json()["tokens"]
+    found = b"".join(one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in told)
+    assert found.decode().endswith("a世") and any(isinstance(one["piece"], list) for one in told)
 
 
 def test_tokenize_names_what_it_does_not_know(server: Running, strict: Running) -> None:

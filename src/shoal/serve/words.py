@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
+from shoal.decode.token_bytes import TokenBytes
 from shoal.engine.defaults import filled
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduler import Scheduler
@@ -29,6 +31,7 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     parse_special: bool = True
+    with_pieces: bool = False
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -63,6 +66,10 @@ class Words:
         self._scheduler, self._settings = scheduler, settings
         self._engine, self._tokenizer = scheduler.engine, scheduler.engine.tokenizer
 
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
     def read(self, given: Mapping[str, Any], kind: type[Checked]) -> tuple[Checked, list[str]]:
         """A request's values, and the names of those that have no effect.
 
@@ -86,8 +93,17 @@ class Words:
             raise refused("add_special", "add_special and add_special_tokens say different things; give one")
         ids, ignored = self._chat(body) if not texts else (self._text(texts[0], body), [])
         names = {"token_strs": self._tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
-        found = {"tokens": ids, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
+        told = [{"id": token, "piece": self._piece(token)} for token in ids] if body.with_pieces else ids
+        found = {"tokens": told, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
         return {**found, **names}, ignored
+
+    def _piece(self, token: int) -> str | list[int]:
+        """What a token stands for: text, or bytes where those are parts of characters."""
+        found = self._bytes(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return list(found)
 
     def _chat(self, body: TokenizeBody) -> tuple[list[int], list[str]]:
         if not body.parse_special:
