@@ -75,9 +75,13 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (TAGGED, "<tool_call>{broken</tool_call> x", "<tool_call>{broken</tool_call> x", []),
     (TAGGED, f"<tool_call>{CALL}", "", [SOON]),
     (TAGGED, f"<tool_call>{CALL}\n<tool_call>{OTHER}", "", [SOON, NONE]),
-    (TAGGED, f"<tool_call>{CALL[:-1]}", f"<tool_call>{CALL[:-1]}", []),
-    (TAGGED, f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{OTHER}</tool_call>",
-     f"<tool_call>{CALL[:-1]}</tool_call>", [NONE]),
+    (TAGGED, f"<tool_call>{CALL[:-1]}", "", [SOON]),
+    (TAGGED, CALL[:-2], "", [SOON]),
+    (TAGGED, CALL[:-3], CALL[:-3], []),
+    (TAGGED, f"<tool_call>{CALL[:-1]}</tool_call>\n<tool_call>{OTHER}</tool_call>", "", [SOON, NONE]),
+    (TAGGED, f"```json\n{CALL[:-1]}\n```", "", [SOON]),
+    (TAGGED, f"<tool_call>{CALL[:-1]}, x</tool_call> y", f"<tool_call>{CALL[:-1]}, x</tool_call> y", []),
+    (TAGGED, '{"name": "weather", "arguments": {"day": "<`soon`>"}', "", [("weather", {"day": "<`soon`>"})]),
     (TAGGED, f"<tool_call>\n{CALL}}}\n</tool_call>", "", [SOON]),
     (TAGGED, f"{{{CALL}}}", "", [SOON]),
     (TAGGED, f"<tool_call>{{ {CALL}}}</tool_call> {{{OTHER}", "", [SOON, NONE]),
@@ -122,6 +126,14 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 def test_calls_are_read_whatever_the_pieces(template: str, text: str, content: str, calls: list[Any]) -> None:
     for size in (1, 2, 3, 7, 12, 1000):
         assert pieces(text, template, size) == (content, calls)
+
+
+def test_a_call_that_a_limit_cut_is_none() -> None:
+    tools = tools_of([WEATHER, NOW], None, None, TAGGED)
+    assert tools is not None
+    for text in (CALL[:-1], f"<tool_call>{CALL[:-2]}"):
+        assert CallReader(tools).read(text, True, cut=True) == {"content": text}
+    assert CallReader(tools).read(f"<tool_call>{CALL}", True, cut=True).get("tool_calls")
 
 
 def test_random_texts_lose_nothing_but_white_space_before_calls() -> None:

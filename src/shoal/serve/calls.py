@@ -25,7 +25,10 @@ _OBJECT = rf'\{{\s*"(?:{_KEYS})"\s*:'
 """How JSON begins that may be a call."""
 _CLOSING = regex.compile(rf"[\s;,]*(?:</(?:{_TAGS})>|{_FENCE}|\}})")
 """What may close a call; a brace too many is common, as is one before."""
-_PLAIN, _QUOTED = re.compile(r'["\[\]{}]'), re.compile(r'\\.|\\$|"', re.S)
+_PLAIN, _QUOTED = re.compile(r'["\[\]{}<`]'), re.compile(r'\\.|\\$|"', re.S)
+_PAIRS = {"{": "}", "[": "]"}
+_FORGOTTEN = 2
+"""How many closing brackets a call may lack: those of its arguments and its own."""
 _TRIES = 16
 """How many beginnings of calls are looked at in a text that none of them brings to an end."""
 _BARE = {"name", "function", "type", "id"}
@@ -42,23 +45,34 @@ def _opening(bound: bool) -> regex.Pattern[str]:
 
 @dataclass
 class _Brackets:
-    """Looks for the end of a JSON value in a text that grows; no character is read twice."""
+    """Looks for the end of a JSON value in a text that grows; no character is read twice.
+
+    Attributes:
+        at: how far it was read.
+        missing: what closes the brackets that are open.
+        quoted: whether a text is.
+    """
 
     at: int
-    depth: int = 0
+    missing: str = ""
     quoted: bool = False
 
     def end(self, text: str) -> int | None:
-        """Where the value ends that begins where this began; None where it does not."""
+        """Where the value ends that begins where this began, by its last bracket or a mark behind it; None as yet."""
         while found := (_QUOTED if self.quoted else _PLAIN).search(text, self.at):
-            if found[0] == "\\":  # what it escapes is still to come
+            letter = found[0]
+            if letter == "\\":  # what it escapes is still to come
                 return None
+            if letter in "<`":
+                return found.start()
             self.at = found.end()
-            if found[0] == '"':
+            if letter == '"':
                 self.quoted = not self.quoted
+            elif not self.quoted and letter in _PAIRS:
+                self.missing = _PAIRS[letter] + self.missing
             elif not self.quoted:
-                self.depth += 1 if found[0] in "[{" else -1
-                if self.depth == 0:
+                self.missing = self.missing[1:]
+                if not self.missing:
                     return self.at
         self.at = len(text)
         return None
@@ -84,17 +98,23 @@ class CallReader:
     _between: bool = False
     _final: bool = False
 
-    def read(self, piece: str, last: bool) -> dict[str, Any]:
-        """The delta that a piece of text brings: `content`, `tool_calls`, or nothing. After `last` nothing is held."""
+    def read(self, piece: str, last: bool, cut: bool = False) -> dict[str, Any]:
+        """The delta that a piece of text brings: `content`, `tool_calls`, or nothing.
+
+        Args:
+            piece: of the text.
+            last: whether it is the last one, after which nothing is held.
+            cut: whether the text was ended by a limit; a call that lacks its end is none then.
+        """
         self._text += piece
         content, calls = "", list[dict[str, Any]]()
-        for said in self._parts(last):
+        for said in self._parts(last, cut):
             content += said if isinstance(said, str) else ""
             calls += said if isinstance(said, list) else []
         content += self._space if last and not self.calls else ""
         return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
 
-    def _parts(self, last: bool) -> Iterator[str | list[dict[str, Any]]]:
+    def _parts(self, last: bool, cut: bool) -> Iterator[str | list[dict[str, Any]]]:
         """Text beside calls and lists of calls, as far as it is certain what they are."""
         while self._text:
             if self._after:
@@ -113,14 +133,15 @@ class CallReader:
             end = self._value.end(self._text)
             if end is None and not last:
                 return
-            self._value = None
-            calls = [] if end is None else self._calls(self._text[start:end])
+            missing, self._value = ("" if cut and end is None else self._value.missing), None
+            calls = self._calls(self._text[start:end] + missing) if len(missing) <= _FORGOTTEN else []
             self._tries += end is None
             if not calls:
                 yield self._outside(end or found.end())
                 continue
             self._fenced = _FENCE in self._text[:start]
-            self._text, self._space, self._after, self._between = self._text[end:], "", True, True
+            self._text = "" if end is None else self._text[end:]
+            self._space, self._after, self._between = "", True, True
             yield calls
 
     def _begun(self, last: bool) -> Any:

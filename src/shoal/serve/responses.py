@@ -159,7 +159,7 @@ class ResponseWire:
 
     def whole(self, result: Result, usage: Json) -> Json:
         """The answer in one piece."""
-        for _ in self._read(result.text, True):
+        for _ in self._read(result.text, result.finish_reason):
             pass
         return self._response(result.finish_reason, usage)
 
@@ -170,7 +170,7 @@ class ResponseWire:
 
     def step(self, step: Step) -> Iterator[Json]:
         """Events of one token."""
-        yield from self._read(step.text, step.finish_reason is not None)
+        yield from self._read(step.text, step.finish_reason)
 
     def closing(self, result: Result, usage: Json) -> Json:
         """The last event."""
@@ -181,8 +181,10 @@ class ResponseWire:
         """The event of what went wrong."""
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
-    def _read(self, text: str, last: bool) -> Iterator[Json]:
-        delta: Json = {"content": text} if self._reader is None else self._reader.read(text, last)
+    def _read(self, text: str, reason: str | None) -> Iterator[Json]:
+        """Events of a piece of text, the last one where there is a reason why the answer ended."""
+        last, reader = reason is not None, self._reader
+        delta: Json = {"content": text} if reader is None else reader.read(text, last, reason == "length")
         if delta.get("content"):
             yield from self._speak(delta["content"])
         for call in delta.get("tool_calls", ()):

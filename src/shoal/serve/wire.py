@@ -90,7 +90,7 @@ class ChatWire:
         if self._tools is None:
             return ({"content": text} if text else {}), reason
         reader = self._readers.setdefault(index, CallReader(self._tools))
-        delta = reader.read(text, reason is not None)
+        delta = reader.read(text, reason is not None, reason == "length")
         return delta, "tool_calls" if reason == "stop" and reader.calls and not self._tools.named else reason
 
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
