@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -14,7 +16,7 @@ from transformers import AutoTokenizer
 import shoal
 from chat_tokenizer import chat_tokenizer
 from families import tiny
-from serving import MODEL, serving
+from serving import MODEL, serving, tiny_engine
 from shoal.cli import main
 from shoal.sandbox import template
 from shoal.sandbox.helper import Helpers
@@ -67,6 +69,31 @@ def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[s
                 route()
         assert len(list(stream)) > 30
         assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_chats_that_wait_for_a_template_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads for all other work of requests."""
+    go, ask, found = threading.Event(), Helpers.ask, list[int]()
+    monkeypatch.setattr(Helpers, "ask", lambda self, question: go.wait(60) and ask(self, question))
+    with serving(tiny_engine()) as server:
+        body = {"model": MODEL, "messages": TALK, "max_tokens": 2}
+
+        def chat() -> None:
+            found.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code)
+
+        threads = [threading.Thread(target=chat) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        try:
+            client = server.client()
+            for _ in range(3):
+                assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+            assert not found
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join(60)
+        assert found == [200] * len(threads)
 
 
 @pytest.mark.parametrize("case", ["indent", "silent"])

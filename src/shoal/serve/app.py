@@ -25,6 +25,7 @@ from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import Gate
 from shoal.serve.origins import LOCAL
 from shoal.serve.playground import Playground
+from shoal.serve.prompts import apart
 from shoal.serve.responses import ResponseBody
 from shoal.serve.settings import Settings
 from shoal.serve.words import DetokenizeBody, TokenizeBody, Words
@@ -117,7 +118,7 @@ def _add_words(app: FastAPI, words: Words) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
         body, ignored = words.read(read(await request.body()), TokenizeBody)
-        found, more = await asyncio.to_thread(words.tokenize, body)
+        found, more = await apart(words.tokenize, body)
         return JSONResponse(found, headers=named(ignored + more))
 
     @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))

@@ -27,7 +27,7 @@ from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.formats import in_folder
 from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import GONE, note
-from shoal.serve.prompts import chat_ids, conversation, prompts_of
+from shoal.serve.prompts import apart, chat_ids, conversation, prompts_of
 from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
 from shoal.serve.settings import Settings
 from shoal.serve.token_names import TokenNames
@@ -92,7 +92,7 @@ class RequestHandler:
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
-        ids = await asyncio.to_thread(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
+        ids = await apart(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
         return _Conversation(ids, limit, tools, bound, ignored)
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from shoal.engine import request
 from shoal.engine.messages import BadMessage, plain
 from shoal.serve.errors import ApiError, refused
+
+Made = TypeVar("Made")
+_threads = ThreadPoolExecutor(4, "shoal-rendering")
+
+
+async def apart(work: Callable[..., Made], *given: Any) -> Made:
+    """What comes of work that renders a conversation; a template that takes its time holds up others like it alone."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, work, *given)
 
 
 def conversation(
