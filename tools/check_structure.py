@@ -24,7 +24,7 @@ LOOP = "shoal.decode.loop"
 REGISTRY = ("shoal.methods", "shoal.methods.base")
 """A method may wrap another one by name, which the registry makes: the one cycle there is."""
 
-MOST_LINES = 74_200
+MOST_LINES = 74_500
 """Lines of Python in `src` and `benchmarks`."""
 MOST_CLASSES = 64
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
