@@ -24,8 +24,8 @@ class Sampling:
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `repetition_penalty` 1 and the two
     additive penalties 0 are neutral. `repetition_window` is how many of the last tokens, the prompt's too, that the
-    first penalty looks at (0: all). `logit_bias` is added to the raw logits of the given token ids: finite numbers, of
-    which a large negative one bans a token. `logprobs` asks for the log-probability of each emitted token and that many
+    first penalty looks at (0: all). `logit_bias` is added to the raw logits of the given token ids: finite numbers, or
+    minus infinity, which bans a token. `logprobs` asks for the log-probability of each emitted token and that many
     of the best alternatives (0: the token's alone); log-probabilities are those of the distribution that the token was
     drawn from before temperature and truncation.
     """
@@ -57,8 +57,9 @@ class Sampling:
             _check(name, value, -2 <= value <= 2, "in [-2, 2]")
         _check("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or >= 0")
         for token, value in self.logit_bias.items():
-            _check(f"logit_bias[{token}]", value, _is(value, Real) and -_MOST_BIAS <= value <= _MOST_BIAS,
-                   f"a finite number in -{_MOST_BIAS:g}..{_MOST_BIAS:g}; -100 is enough to ban a token")
+            fits = _is(value, Real) and (value == -math.inf or -_MOST_BIAS <= value <= _MOST_BIAS)
+            _check(f"logit_bias[{token}]", value, fits,
+                   f"a number in -{_MOST_BIAS:g}..{_MOST_BIAS:g}, or minus infinity, which bans the token")
 
     def _check_kinds(self) -> None:
         numbers = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",

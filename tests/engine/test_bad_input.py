@@ -61,10 +61,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "presence_penalty": ({"presence_penalty": 3}, r"presence_penalty is 3; it must be in \[-2, 2\]"),
     "logprobs": ({"logprobs": True}, r"logprobs is True; it must be None or a whole number"),
     "logit_bias of text": ({"logit_bias": {"5": 1.0}}, r"logit_bias is {'5': 1.0}; it must be a mapping from"),
-    "logit_bias nan": ({"logit_bias": {5: float("nan")}}, r"logit_bias\[5\] is nan; it must be a finite number in"),
-    "logit_bias inf": ({"logit_bias": {5: -float("inf")}}, r"logit_bias\[5\] is -inf; .* -100 is enough to ban"),
+    "logit_bias nan": ({"logit_bias": {5: float("nan")}}, r"logit_bias\[5\] is nan; it must be a number in"),
+    "logit_bias inf": ({"logit_bias": {5: float("inf")}}, r"logit_bias\[5\] is inf; .*or minus infinity"),
     "logit_bias 1e9": ({"logit_bias": {5: 1e9}}, r"logit_bias\[5\] is 1000000000.0; .* in -1e\+08..1e\+08"),
-    "logit_bias None": ({"logit_bias": {5: None}}, r"logit_bias\[5\] is None; it must be a finite number"),
+    "logit_bias None": ({"logit_bias": {5: None}}, r"logit_bias\[5\] is None; it must be a number"),
     "logit_bias True": ({"logit_bias": {True: 1.0}}, r"logit_bias is {True: 1.0}; it must be a mapping from token ids"),
     "logit_bias of a list": ({"logit_bias": [5, 1.0]}, r"logit_bias is \[5, 1.0\]; it must be a mapping from"),
     "logit_bias outside": ({"logit_bias": {97: 1.0}}, r"logit_bias names token 97; .* 0..96"),
@@ -80,7 +80,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
 def test_the_largest_bias_leaves_numbers_finite(temperature: float) -> None:
-    for size, forced in ((1e8, True), (-1e8, False)):
+    for size, forced in ((1e8, True), (-1e8, False), (-float("inf"), False)):
         how = {"temperature": temperature, "logit_bias": {5: size}, "logprobs": 2, "repetition_penalty": 1.5}
         result = engine().generate([5, 9], max_new_tokens=4, **how)
         assert set(result.tokens) == {5} if forced else 5 not in result.tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backends import HF, Backend, on_backends, reference
 from chat_tokenizer import chat_tokenizer
-from drive import SHORT, banning, decode, gap, make_run, oracle_logits, prompt
+from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from generate_calls import batch, generate
 from oracle import prefix_counts, prefix_oracle
@@ -209,7 +209,7 @@ def test_processors_are_shown_the_text_and_nothing_else() -> None:
 
 
 def test_a_banned_token_is_no_candidate_and_in_no_outlook() -> None:
-    options: dict[str, Any] = {"logits_processor": [banning({*range(97)} - {7, 8})]}
+    options: dict[str, Any] = {"logit_bias": {token: -math.inf for token in range(97) if token not in (7, 8)}}
     method = AdaDec(threshold=0.0, candidates=5, lookahead=4)
     found = engine_of("llama").generate(SHORT[0], method=method, max_new_tokens=20, **options)
     assert set(found.tokens) <= {7, 8} and found.stats.target_forwards == 20 * 5
