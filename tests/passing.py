@@ -11,6 +11,7 @@ from torch import Tensor
 
 from families import VOCAB
 from oracle import decoder_layers
+from shoal import compat
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.eval.rising import RisingPlan
 
@@ -37,14 +38,14 @@ class Passing:
 
     def logits(self, prompt: list[int], count: int, forced: list[int] | None = None) -> Tensor:
         """[count, V]: what each token is decided from, the tokens before it being greedy ones or those of `forced`."""
-        past, new, rows = None, list(prompt), []
+        past, new, rows = dict[str, Any](), list(prompt), []
         with ExitStack() as stack, torch.no_grad():
             for index, layer in enumerate(decoder_layers(self.model)):
                 handle = layer.register_forward_hook(self._keep(index), with_kwargs=True)
                 stack.callback(handle.remove)
             for self.step in range(count):
-                out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
-                past = out.past_key_values
+                out = self.model(torch.tensor([new]), use_cache=True, **past)
+                past = {name: value for name, value in out.items() if compat.is_cache(value)}
                 rows.append(out.logits[0, -1])
                 new = [int(rows[-1].argmax()) if forced is None else forced[self.step]]
         return torch.stack(rows)

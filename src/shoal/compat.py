@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-TESTED = {"torch": "2.13.0", "transformers": "5.24.0"}
+TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
 """The newest releases with which the tests have passed."""
 
 log = logging.getLogger(__name__)

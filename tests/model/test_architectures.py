@@ -16,6 +16,7 @@ from backends import Backend, on_backends
 from drive import prompt, stack_of
 from families import fingerprint, tiny
 from oracle import hf_greedy
+from shoal import compat
 from shoal.depth.plan import DepthPlan
 from shoal.engine.load import engine_for
 from shoal.errors import Unsupported
@@ -199,9 +200,9 @@ class _Forgetful:
     def __init__(self, model: Any) -> None:
         self._model, self.config = model, model.config
 
-    def __call__(self, past_key_values: Any = None, **options: Any) -> Any:
-        out = self._model(past_key_values=past_key_values, **options)
-        out.logits = out.logits if past_key_values is None else out.logits * 1.01
+    def __call__(self, **options: Any) -> Any:
+        out = self._model(**options)
+        out.logits = out.logits * 1.01 if any(map(compat.is_cache, options.values())) else out.logits
         return out
 
 
@@ -217,7 +218,8 @@ class _Scaled(LlamaForCausalLM):
     def forward(self, input_ids: Any, **options: Any) -> Any:
         out = self.model(input_ids, **options)
         hidden = out.last_hidden_state / self.config.divisor + self.config.shift
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=out.past_key_values)
+        kept = {name: value for name, value in out.items() if compat.is_cache(value)}
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden), **kept)
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
