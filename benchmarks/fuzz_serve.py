@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from shoal import methods
 from shoal.bench import report
@@ -135,11 +137,16 @@ class Bystander:
 
     Args:
         http: the connections.
+        pid: the server's process.
+
+    Attributes:
+        gaps: seconds between two chunks, processor seconds that the server took in them, and when they ended. On a
+            machine that does other work the first say little; half of the second is the least that two cores take.
     """
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
-        self.gaps: list[tuple[float, float]] = []
+    def __init__(self, http: httpx.AsyncClient, pid: int) -> None:
+        self._http, self._server, self._cpu = http, psutil.Process(pid), 0.0
+        self.gaps: list[tuple[float, float, float]] = []
         self.last, self.reading, self.tokens, self.waits = 0.0, False, 0, list[float]()
         self.errors: list[str] = []
 
@@ -161,11 +168,12 @@ class Bystander:
             await asyncio.sleep(0.01)
 
     def _came(self, line: str, asked: float) -> None:
-        now = time.monotonic()
+        now, before, times = time.monotonic(), self._cpu, self._server.cpu_times()
+        self._cpu = times.user + times.system
         if '"error"' in line:
             self.errors.append(line)
         if self.reading:
-            self.gaps.append((now - self.last, now))
+            self.gaps.append((now - self.last, self._cpu - before, now))
         else:
             self.waits.append(now - asked)
         self.last, self.reading, self.tokens = now, True, self.tokens + 1
@@ -227,10 +235,10 @@ async def _watch(http: httpx.AsyncClient, bystander: Bystander, stall: float) ->
 async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits) as http, httpx.AsyncClient(base_url=url) as own:
-        bystander, fuzz = Bystander(own), Fuzz(http, Requests(args.requests, random.Random(args.seed)))
+        bystander, fuzz = Bystander(own, pid), Fuzz(http, Requests(args.requests, random.Random(args.seed)))
         reading = asyncio.create_task(bystander.read())
         await asyncio.sleep(5.0)
-        idle, before, began = max(gap for gap, _ in bystander.gaps), resident(pid), time.monotonic()
+        idle, before, began = max(gap for gap, _, _ in bystander.gaps), resident(pid), time.monotonic()
         watching = asyncio.create_task(_watch(own, bystander, 30.0))
         await asyncio.gather(*(fuzz.client() for _ in range(args.clients)))
         seconds = time.monotonic() - began
@@ -247,12 +255,16 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         with suppress(asyncio.CancelledError):
             await reading
     longest = sorted(bystander.gaps, reverse=True)[:5]
-    beside = [{"seconds": gap, "beside": [text for start, end, text in fuzz.sent if start < at and end > at - gap]}
-              for gap, at in longest]
+    beside = [{"seconds": gap, "processor_seconds": cpu,
+               "beside": [text for start, end, text in fuzz.sent if start < at and end > at - gap]}
+              for gap, cpu, at in longest]
     return {
         "requests": sum(fuzz.statuses.values()), "clients": args.clients, "seconds": seconds, "statuses": fuzz.statuses,
         "server_errors": len(fuzz.failures), "failures": fuzz.failures[:20], "longest_gap": longest[0][0],
-        "longest_gap_alone": idle, "gaps": beside, "chunks": bystander.tokens, "first_chunks": bystander.waits,
+        "longest_gap_alone": idle,
+        "most_processor_seconds_of_a_gap": max(cpu for _, cpu, _ in bystander.gaps),
+        "load": os.getloadavg()[0], "processors": os.cpu_count(),
+        "gaps": beside, "chunks": bystander.tokens, "first_chunks": bystander.waits,
         "stream_errors": errors[:5],
         "health_wrong": wrong[:20], "resident_before": before, "resident_after": after, "seconds_to_end": ended,
         "grace": GRACE,
@@ -267,8 +279,6 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 def _ended(pid: int) -> float:
     """Seconds from SIGTERM to the process's end."""
-    import psutil
-
     server, began = psutil.Process(pid), time.monotonic()
     server.send_signal(signal.SIGTERM)
     while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and time.monotonic() - began < 4 * GRACE:

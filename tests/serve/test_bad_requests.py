@@ -16,6 +16,8 @@ import pytest
 from serving import MODEL, Running, serving, tiny_engine, wait
 from shoal.engine import memory_limit
 from shoal.engine.memory_limit import SPARE, MemoryLimit
+from shoal.serve import fields
+from shoal.serve.responses import RESPONSES
 
 PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -213,3 +215,28 @@ def test_what_can_never_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert error["type"] == "invalid_request_error"
         assert "its KV can take" in error["message"] and "Use a smaller max_new_tokens" in error["message"]
         assert post(running, json.dumps(PLAIN)).status_code == 200
+
+
+ODD: list[Any] = [True, 0, -1, 2**64, 10**30, 1e308, "", "inf", [], [[]], [0], [None], ["x"], {}, {"x": 1},
+                  [{"type": 1}], {"type": "object"}, [{"role": 1}]]
+
+
+@pytest.mark.parametrize("tools", [1, True, "x", {"type": "function"}, 2.5], ids=repr)
+def test_tools_of_a_response_are_a_list(server: Running, tools: Any) -> None:
+    error = check(post(server, json.dumps({"model": MODEL, "input": "Hi", "tools": tools}), "responses"), 400)
+    assert error["param"] == "tools" and "list of functions" in error["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_no_value_of_any_field_is_a_500(path: str) -> None:
+    known = {"completions": fields.COMPLETION, "chat/completions": fields.CHAT, "responses": RESPONSES}[path]
+    asked = {"completions": PLAIN, "chat/completions": CHAT, "responses": {"model": MODEL, "input": "Hi"}}[path]
+    limits = {"max_tokens": 4, "default_max_tokens": 2, "max_n": 2}
+    with serving(tiny_engine(), **limits) as server, httpx.Client(timeout=60) as client:
+        for field in sorted({*known, *fields.extras()} - {"stream"}):
+            for value in ODD:
+                body = json.dumps({**asked, field: value})
+                answer = client.post(f"{server.url}/v1/{path}", content=body)
+                assert answer.status_code < 500, (field, value, answer.text)
+                assert answer.status_code == 200 or answer.json()["error"]["message"], (field, value)

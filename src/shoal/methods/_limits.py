@@ -36,7 +36,7 @@ LONGEST_TEXT = 4096
 _WHOLE = 1 << 64
 """The largest whole number whose size may cost nothing: beyond it, it is no float any more."""
 
-Guesses = Annotated[int, Most(64)]
+Guesses = Annotated[int, Most(32)]
 """Tokens that are guessed, or decided on, within a step: each is fed, or costs a forward of its own."""
 Suffix = Annotated[int, Most(16)]
 """Tokens of a suffix that is looked up: all that are shorter are stored for every place of the text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -81,7 +82,10 @@ def as_chat(given: Mapping[str, Any]) -> Json:
     chat = {name: value for name, value in given.items() if name in _SAME or name not in RESPONSES}
     chat["messages"] = _messages(given.get("input"), given.get("instructions"))
     chat["max_completion_tokens"] = given.get("max_output_tokens")
-    chat["tools"] = [_nested(tool) for tool in given.get("tools") or ()]
+    tools = given.get("tools") or []
+    if not isinstance(tools, list):
+        raise refused("tools", f"tools is {reprlib.repr(tools)}; it must be a list of functions")
+    chat["tools"] = [_nested(tool) for tool in tools]
     choice = given.get("tool_choice")
     chat["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
     wanted = _part(given, "text").get("format")
