@@ -63,7 +63,7 @@ def test_lines_get_what_the_engine_says_alone() -> None:
     json.dumps(list(found.values()), allow_nan=False)
 
 
-@pytest.mark.parametrize("bias", [b'{"5": "nan"}', b'{"5": 1e999}', b'{"5": -1e999}', b'{"5": 1e9}'])
+@pytest.mark.parametrize("bias", [b'{"5": "nan"}', b'{"5": 1e999}', b'{"5": -1e9}', b'{"5": 1e9}'])
 def test_a_bias_that_is_no_number_is_refused(bias: bytes) -> None:
     found = answers(engine(), [{"prompt": "ab"}, b'{"prompt": "ab", "logit_bias": ' + bias + b"}"])
     assert re.match(r"logit_bias\[5\] is .*; it must be a number in -1e\+08..1e\+08", found[2]["error"])
