@@ -134,7 +134,7 @@ def test_what_is_no_message_is_named(server: Running, message: dict[str, Any]) -
 
 
 def test_an_answer_of_responses_comes_back(server: Running) -> None:
-    back = [{"role": "user", "content": "Hi"}, {"type": "reasoning", "id": "r", "summary": []},
+    back = [{"role": "user", "content": "Hi", "weight": 1}, {"type": "reasoning", "id": "r", "summary": []},
             {"type": "message", "role": "assistant", "id": "m", "status": "completed",
              "content": [{"type": "refusal", "refusal": "no"}]},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}", "id": "f"},
@@ -142,6 +142,7 @@ def test_an_answer_of_responses_comes_back(server: Running) -> None:
     sent = {"model": MODEL, "input": back, "max_output_tokens": 2, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/responses", json=sent)
     assert answer.status_code == 200, answer.text
+    assert ignored(answer) == ["messages.weight"]
     spoken = [*ASK, {"role": "assistant", "content": "no", "tool_calls": [
         {"function": {"name": "weather", "arguments": {}}}]}, {"role": "tool", "content": ""}, *ASK]
     words = server.engine.tokenizer

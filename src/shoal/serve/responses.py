@@ -67,6 +67,8 @@ class ResponseBody(BaseModel):
     stream: bool | None = None
 
 
+_OF_ITEMS = ("type", "id", "status", "phase")
+"""What an answer's message has beside role and content."""
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 
 
@@ -125,7 +127,8 @@ def _add(said: list[Json], item: Any, where: str) -> None:
     """Add an item to the messages; calls of one turn belong to one message."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
-        said.append({"role": item.get("role"), "content": _text(item.get("content"))})
+        others = {name: value for name, value in item.items() if name not in _OF_ITEMS}  # named where they do nothing
+        said.append({**others, "role": item.get("role"), "content": _text(item.get("content"))})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
