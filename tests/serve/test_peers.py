@@ -55,7 +55,8 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 NEUTRAL: list[dict[str, Any]] = [
     {"top_k": -1}, {"top_k": 0}, {"min_p": 0}, {"top_p": 1}, {"seed": -1}, {"stop": ""}, {"stop": []}, {"stop": [""]},
-    {"stop": None}, {"logit_bias": {}}, {"logit_bias": []}, {"n": 1}, {"stream_options": None}, {"repeat_penalty": 1},
+    {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"stop": None}, {"echo": None},
+    {"logit_bias": {}}, {"logit_bias": []}, {"n": 1}, {"stream_options": None}, {"repeat_penalty": 1},
     {"repeat_last_n": 64}, {"repeat_last_n": -1}, {"repeat_last_n": 0, "repeat_penalty": 1.5}, {"grammar": ""},
     {"structured_outputs": {}}, {"structured_outputs": {"json": None, "json_object": False}}, {"format": ""},
     {"guided_json": None}, {"tools": []}, {"tool_choice": "none"}, {"tools": [], "tool_choice": "auto"},
@@ -212,6 +213,21 @@ def test_a_bias_comes_in_pairs_too_and_false_bans(server: Running, route: str) -
     assert banned == texts(post(server, route, logit_bias={str(first): False})) == texts(
         post(server, route, logit_bias={str(first): -100})) != texts(post(server, route))
     assert texts(post(server, route, logit_bias=[[40, 100.0]])) == texts(post(server, route, logit_bias={"40": 100}))
+
+
+def test_responses_take_them_too(server: Running) -> None:
+    def respond(**given: Any) -> httpx.Response:
+        body = {"model": MODEL, "input": "Hi", "max_output_tokens": 30, "temperature": 0, **given}
+        return CLIENT.post(f"{server.url}/v1/responses", json=body)
+
+    for given in ({"structured_outputs": {"choice": ["yes"]}}, {"grammar": 'root ::= "yes"'}, {"regex": "yes"},
+                  {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"const": "yes"}}}}):
+        said = respond(**given).json()["output"][0]["content"][0]["text"]
+        assert said in ("yes", '"yes"')
+    assert respond(max_output_tokens=10**6).json()["usage"]["output_tokens"] <= 60
+    for name, value in (("mirostat", 2), ("lora", [{"id": 0}]), ("prompt_embeds", "x")):
+        assert respond(**{name: value}).json()["error"]["param"] == name
+    assert "priority" in respond(priority=3).headers[IGNORED]
 
 
 @pytest.mark.parametrize("route", list(ROUTES))

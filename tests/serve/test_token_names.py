@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AddedToken
 
 from families import tiny
 from serving import MODEL, Running, serving
@@ -148,6 +149,10 @@ def test_a_stop_string_cuts_the_places_too(server: Running) -> None:
 
 def test_words_keep_their_spaces() -> None:
     words = marked_words()
+    added = [AddedToken(name, normalized=False) for name in ("▁▁", "<tag>")]  # as Gemma has them, decoded as all others
+    words.add_tokens(added)
+    assert TokenBytes(words)(words.convert_tokens_to_ids("▁▁")) == b"  "
+    assert TokenBytes(words)(words.convert_tokens_to_ids("<tag>")) == b"<tag>"
     raw = TokenBytes(words)
     names = {name: raw(token) for name, token in words.get_vocab().items()}
     assert (names["▁ab"], names["ab"], names["▁"], names["<0xF0>"], names["<s>"], names["é"]) == (

@@ -200,6 +200,19 @@ def test_beside_tools_the_final_text_alone_is_bound(server: Running, given: dict
     assert plain.tool_calls is None and fits(plain.content, given)
 
 
+def test_after_a_result_a_call_beside_a_format_has_its_tags(server: Running) -> None:
+    """Else a small model, which forgets them, calls again and again."""
+    answered = [*ASK, {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "now"}}]},
+                {"role": "tool", "tool_call_id": "c", "content": "noon"}]
+    words = server.engine.tokenizer
+    bias = {str(words.convert_tokens_to_ids(letter)): value for letter, value in (("{", 100), ("<", -100))}
+    tagged = "<tool_call>" in words.chat_template
+    for messages, called in ((ASK, True), (answered, not tagged)):
+        found = ask(server, messages=messages, tools=[NOW], parallel_tool_calls=False, logit_bias=bias,
+                    extra_body={"guided_regex": "yes"}).choices[0].message
+        assert found.content == "yes" if not called else found.tool_calls
+
+
 def fits(text: str, given: dict[str, Any]) -> bool:
     """Whether a text is what one of `FINALS` asks for."""
     if "response_format" in given:

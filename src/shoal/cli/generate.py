@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli import common, notes
 from shoal.cli.parser import Parser
 from shoal.cli.printers import Silent, add_color, printer_of, summary
+from shoal.types import finite_logprob
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -127,5 +128,5 @@ def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[st
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    best = [{"token": token, "logprob": value} for token, value in entry.top]
-    return {"token": entry.token, "logprob": entry.logprob, "top": best}
+    best = [{"token": token, "logprob": finite_logprob(value)} for token, value in entry.top]
+    return {"token": entry.token, "logprob": finite_logprob(entry.logprob), "top": best}

@@ -39,7 +39,7 @@ class TokenBytes:
 
     def _of(self, token: int) -> bytes:
         name = self.tokenizer.convert_ids_to_tokens(token)
-        if name is None or token in self._added:
+        if name is None or (token in self._added and (self.byte_level or token in self.special)):
             return self._added.get(token, "").encode("utf-8")
         if self.byte_level and all(letter in self._letters for letter in name):
             return bytes(self._letters[letter] for letter in name)

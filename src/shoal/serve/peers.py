@@ -91,7 +91,7 @@ LENGTHS: dict[str, Field] = {
     "n_keep": Ignored("a text that fills the context ends", (0,)),
     "num_keep": Ignored("a text that fills the context ends", (0,)),
     "n_discard": Ignored("a text that fills the context ends", (0,)),
-    "truncate_prompt_tokens": Refused("a prompt is read as it is; shorten it"),
+    "truncate_prompt_tokens": Refused("a prompt is read as it is; shorten it", (-1,)),
     "truncation_side": Ignored("prompts are not shortened"),
     "truncate": Refused("a prompt is read as it is; shorten it"),
 }
@@ -187,6 +187,7 @@ BOTH: dict[str, Field] = {**CONSTRAINTS, **SAMPLING, **LENGTHS, **PROMPTS, **ANS
 ONLY_CHAT: dict[str, Field] = {
     "reasoning": Honoured("`effort` is given to the chat template, as `reasoning_effort` is"),
     "enable_thinking": Honoured("given to the chat template, as in `chat_template_kwargs`"),
+    "best_of": Refused("ask `/v1/completions`, or name the method `best_of`", (1,)),
     "echo": Refused("an answer holds what the model says; use a completion", (False,)),
     "add_special_tokens": Refused("the chat template says which there are", (False,)),
 }

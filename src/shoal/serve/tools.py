@@ -32,6 +32,8 @@ class Tools:
         tagged: whether the template has calls between `<tool_call>` and `</tool_call>`.
         named: whether the request names the one function to call.
         final: what an answer without a call is bound to; None where that is free, or a call has to be made.
+        answered: whether the conversation ends with a call's result. A call beside `final` has its tags then: small
+            models, which forget them, would call again and again.
     """
 
     offered: tuple[Mapping[str, Any], ...]
@@ -40,13 +42,14 @@ class Tools:
     tagged: bool = True
     named: bool = False
     final: Constraint | None = None
+    answered: bool = False
 
     @cached_property
     def constraint(self) -> Constraint | None:
         """What makes the answer a call where it must be one, and a call or what it is bound to where both may be."""
         if not self.bound and self.final is None:
             return None
-        forms = (self.tagged, False) if self.final else (self.tagged,)
+        forms = (self.tagged, False) if self.final and not self.answered else (self.tagged,)
         return Calls(_calls(self.bound or self.offered, forms, self.tagged, self.several), final=self.final)
 
 
@@ -105,7 +108,7 @@ def _arguments(function: Mapping[str, Any]) -> JsonSchema:
 
 def tools_of(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, several: bool | None, template: Any,
-    final: Constraint | None = None,
+    final: Constraint | None = None, answered: bool = False,
 ) -> Tools | None:
     """What a request says of tools; None where it offers none, or none may be called.
 
@@ -115,6 +118,7 @@ def tools_of(
         several: its `parallel_tool_calls`.
         template: the model's chat template.
         final: what else of the request binds the answer: its text where it calls nothing.
+        answered: whether the conversation ends with a call's result.
 
     Raises:
         ApiError: 400 for what is no tool or no choice, and a model whose template has no place for tools.
@@ -135,7 +139,7 @@ def tools_of(
         raise refused("tools", "this model's chat template has no place for tools")
     bound = [tool for tool in tools if choice == "required" or tool["function"]["name"] == named]
     return Tools(tuple(tools), tuple(bound), several is not False and named is None, _OPEN in str(template),
-                 named is not None, None if bound else final)
+                 named is not None, None if bound else final, answered)
 
 
 def _check_tool(tool: Any, where: str) -> None:
