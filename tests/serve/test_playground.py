@@ -134,6 +134,7 @@ def test_the_plan_is_the_engines(server: Running) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
+        ({"method": "d3", "max_tokens": 1 << 20}, 400),
         ({"method": "nonsense"}, 400),
         ({"method": "d3", "method_args": {"alpha": 7}}, 400),
         ({"method": "d3", "method_args": {"core": 9}}, 400),

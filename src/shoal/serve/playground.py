@@ -74,6 +74,9 @@ class Playground:
         Raises:
             ApiError: 400 or 403 where a request with this method would be answered so.
         """
+        most = self._settings.max_tokens
+        if body.max_tokens > most:
+            raise refused("max_tokens", f"max_tokens is {body.max_tokens}; this server allows up to {most}")
         method = policy.choose(body.method, body.method_args, self._settings)
         try:
             recipe = self._engine.recipe(method, body.max_tokens)
