@@ -240,3 +240,13 @@ def test_no_value_of_any_field_is_a_500(path: str) -> None:
                 answer = client.post(f"{server.url}/v1/{path}", content=body)
                 assert answer.status_code < 500, (field, value, answer.text)
                 assert answer.status_code == 200 or answer.json()["error"]["message"], (field, value)
+
+
+def test_names_of_fields_make_no_header_that_breaks_the_answer() -> None:
+    asked = {"completions": PLAIN, "responses": {"model": MODEL, "input": "Hi", "max_output_tokens": 1}}
+    given = {'0, ""': ["0", ""], '""': [""], "%20, a%0D%0Ab": [" ", "a\r\nb"], "%C3%A9%2C%20x": ["é, x"]}
+    with serving(tiny_engine()) as server:
+        for said, names in given.items():
+            for path, body in asked.items():
+                answer = post(server, json.dumps({**dict.fromkeys(names, 1), **body}), path)
+                assert (answer.status_code, answer.headers["x-shoal-ignored"]) == (200, said)

@@ -283,8 +283,8 @@ class _Conversation:
 
 def named(ignored: Sequence[str]) -> dict[str, str]:
     """The header with names of fields that had no effect, where there are any."""
-    names = ", ".join(name[:64] for name in ignored[:_MOST_NAMED])
-    return {IGNORED: quote(names, safe=", ")} if ignored else {}
+    names = (quote(name[:64], safe="") or '""' for name in ignored[:_MOST_NAMED])  # a header may not end in a space
+    return {IGNORED: ", ".join(names)} if ignored else {}
 
 
 def _streaming(events: AsyncIterator[str]) -> StreamingResponse:
