@@ -104,7 +104,7 @@ def test_a_response_is_of_the_clients_type(server: Running) -> None:
 
 
 def test_every_field_of_the_client_is_in_the_table_and_does_what_it_says(server: Running) -> None:
-    assert set(typing.get_type_hints(params.ResponseCreateParamsBase)) | {"stream"} == set(RESPONSES)
+    assert set(typing.get_type_hints(params.ResponseCreateParamsBase)) | {"stream"} <= set(RESPONSES)
     for name, field in RESPONSES.items():
         if isinstance(field, Ignored | Refused):
             for value in ("something", {"a": "b"}):

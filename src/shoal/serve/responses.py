@@ -46,6 +46,7 @@ RESPONSES: dict[str, Field] = {
     "access_programs": Ignored("the server knows none"),
     "top_logprobs": Refused("ask `/v1/chat/completions`", (0,)),
     "background": Refused("nothing is stored", (False,)),
+    "background_options": Refused("nothing is stored"),
     "conversation": Refused("nothing is stored: send the whole conversation"),
     "previous_response_id": Refused("nothing is stored: send the whole conversation"),
     "prompt": Refused("nothing is stored: send the text"),
