@@ -61,7 +61,7 @@ def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[s
     text, why = HOSTILE[case]
     with serving(shoal.load(folder(text), dtype="float32")) as server:
         client = server.client()
-        stream = client.completions.create(model=MODEL, prompt="Hi", max_tokens=40, stream=True)
+        stream = client.completions.create(model=MODEL, prompt="Hi", max_tokens=40, temperature=0, stream=True)
         next(stream)
         for route in (lambda: client.chat.completions.create(model=MODEL, messages=TALK, max_tokens=3),
                       lambda: client.responses.create(model=MODEL, input="Hi")):

@@ -98,6 +98,7 @@ class Metadata:
         return key if key.startswith(("general.", "tokenizer.", "split.")) else f"{self.architecture}.{key}"
 
     def _wrong(self, key: str, found: object, allowed: str) -> ValueError:
-        told = "absent" if found is None else "an array" if isinstance(found, Sequence | memoryview) and not isinstance(
-            found, str) else repr(found)[:80]
+        if isinstance(found, Sequence | memoryview) and not isinstance(found, str):
+            found = list(found[:20])  # of an array the beginning
+        told = "absent" if found is None else repr(found)[:80]
         return ValueError(f"the GGUF metadata entry {self._name(key)} is {told}; it must be {allowed}. {_REMEDY}")
