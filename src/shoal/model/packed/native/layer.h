@@ -180,7 +180,7 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
 /* Whether nodes of a tree may lie among the columns of another task than the one that reads them at their places. */
 static int spreads(const Segment *segments, int count) {
     for (const Segment *s = segments; s < segments + count; s++)
-        if (s->branches && s->splits > 1) return 1;
+        if (s->branches && (s->start + s->stored) / SPLIT != (s->start + s->columns - 1) / SPLIT) return 1;
     return 0;
 }
 
