@@ -49,6 +49,29 @@ def pieces(text: str, template: str, size: int, **options: Any) -> tuple[str, li
     return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
+MADE = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"day":  "soon"}'}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "rain"}]
+"""A conversation in which a call has been made and answered."""
+
+
+@pytest.mark.parametrize(("messages", "text", "calls"), [
+    (MADE, "{call}", 0), (MADE, "So {call}\n{call}", 0), (MADE, "{call} {other}", 1), (MADE, "[{call}, {other}]", 2),
+    (MADE, "<tool_call>{call}</tool_call>", 1), (MADE, "```json\n{call}\n```", 1), (MADE, "{other}", 1),
+    (MADE[:1], "{call}", 1), ([*MADE, {"role": "user", "content": "And now?"}], "{call}", 1),
+])
+def test_a_call_that_was_made_before_needs_its_tags(messages: list[Any], text: str, calls: int) -> None:
+    """Small models copy it as text, and an agent would go on for ever."""
+    tools = tools_of([WEATHER, NOW], None, None, TAGGED, None, messages)
+    assert tools is not None
+    written = text.replace("{call}", CALL).replace("{other}", OTHER)
+    for size in (1, 7, 1000):
+        reader, found = CallReader(tools), []
+        for at in range(0, len(written), size):
+            found += reader.read(written[at : at + size], at + size >= len(written)).get("tool_calls", [])
+        assert len(found) == calls
+
+
 def pointing(pointer: str) -> dict[str, Any]:
     """A tool whose argument is a list of what a pointer within its own schema says."""
     schema = {

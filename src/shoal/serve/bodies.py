@@ -150,8 +150,7 @@ class ChatBody(Body):
         """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
         asked = constraint_of(self) if self.tools else None
         final = asked if isinstance(asked, Constraint) else None
-        answered = self.messages[-1].get("role") in ("tool", "function")
-        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, answered)
+        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages)
 
     def variables(self, tools: Tools | None) -> dict[str, Any]:
         """What the chat template is given beside the messages."""

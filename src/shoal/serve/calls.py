@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import regex
 
-from shoal.serve.tools import Tools
+from shoal.serve.tools import Tools, key_of
 
 _TAGS = "tool_call|tools|tool|function_call"
 _KEYS = "name|function|arguments|parameters|type|id|tool_calls"
@@ -134,7 +134,8 @@ class CallReader:
             if end is None and not last:
                 return
             missing, self._value = ("" if cut and end is None else self._value.missing), None
-            calls = self._calls(self._text[start:end] + missing) if len(missing) <= _FORGOTTEN else []
+            marked = bool(self._text[:start].strip(" \r\n\t{"))
+            calls = self._calls(self._text[start:end] + missing, marked) if len(missing) <= _FORGOTTEN else []
             self._tries += end is None
             if not calls:
                 yield self._outside(end or found.end())
@@ -181,8 +182,8 @@ class CallReader:
         self._space = said[len(kept) :]
         return kept
 
-    def _calls(self, text: str) -> list[dict[str, Any]]:
-        """The calls of a JSON value; none where it holds anything else."""
+    def _calls(self, text: str, marked: bool) -> list[dict[str, Any]]:
+        """The calls of a JSON value; none where it holds anything else, or repeats calls without a tag or fence."""
         try:
             said = json.loads(text)
         except (ValueError, RecursionError):
@@ -190,11 +191,16 @@ class CallReader:
         if isinstance(said, dict) and isinstance(said.get("tool_calls"), list):
             said = said["tool_calls"]
         found = [self._call(one) for one in (said if isinstance(said, list) else [said])]
-        if not all(found):
+        if not all(found) or not (marked or self.tools.constraint or self._news(found)):
             return []
         calls = [{"index": self.calls + place, **call} for place, call in enumerate(found) if call is not None]
         self.calls += len(calls)
         return calls
+
+    def _news(self, calls: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether one of some calls was not made before in this turn."""
+        made = [key_of(call["function"]["name"], call["function"]["arguments"]) for call in calls if call is not None]
+        return not {*made} <= self.tools.made
 
     def _call(self, said: Any) -> dict[str, Any] | None:
         """A call of its JSON; None where that is none, or of no function that was offered."""

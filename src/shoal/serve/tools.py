@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,6 +35,7 @@ class Tools:
         final: what an answer without a call is bound to; None where that is free, or a call has to be made.
         answered: whether the conversation ends with a call's result. A call beside `final` has its tags then: small
             models, which forget them, would call again and again.
+        made: calls of this turn that were made before, see `key_of`. One of them without tags is text: it is copied.
     """
 
     offered: tuple[Mapping[str, Any], ...]
@@ -43,6 +45,7 @@ class Tools:
     named: bool = False
     final: Constraint | None = None
     answered: bool = False
+    made: frozenset[str] = frozenset()
 
     @cached_property
     def constraint(self) -> Constraint | None:
@@ -108,7 +111,7 @@ def _arguments(function: Mapping[str, Any]) -> JsonSchema:
 
 def tools_of(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, several: bool | None, template: Any,
-    final: Constraint | None = None, answered: bool = False,
+    final: Constraint | None = None, messages: Sequence[Mapping[str, Any]] = (),
 ) -> Tools | None:
     """What a request says of tools; None where it offers none, or none may be called.
 
@@ -118,7 +121,7 @@ def tools_of(
         several: its `parallel_tool_calls`.
         template: the model's chat template.
         final: what else of the request binds the answer: its text where it calls nothing.
-        answered: whether the conversation ends with a call's result.
+        messages: the conversation.
 
     Raises:
         ApiError: 400 for what is no tool or no choice, and a model whose template has no place for tools.
@@ -139,7 +142,29 @@ def tools_of(
         raise refused("tools", "this model's chat template has no place for tools")
     bound = [tool for tool in tools if choice == "required" or tool["function"]["name"] == named]
     return Tools(tuple(tools), tuple(bound), several is not False and named is None, _OPEN in str(template),
-                 named is not None, None if bound else final, answered)
+                 named is not None, None if bound else final,
+                 bool(messages) and messages[-1].get("role") in ("tool", "function"), _made(messages))
+
+
+def key_of(name: str, arguments: Any) -> str:
+    """What calls have in common that are the same, however their arguments are written."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return json.dumps([name, arguments], sort_keys=True)
+
+
+def _made(messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The calls since the last words of the user."""
+    found = set[str]()
+    for message in messages:
+        if message.get("role") == "user":
+            found.clear()
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                found.add(key_of(function["name"], function.get("arguments")))
+    return frozenset(found)
 
 
 def _check_tool(tool: Any, where: str) -> None:
