@@ -259,7 +259,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no GBNF": (Grammar('root ::= "a'), "Unexpected end"),
     "contradiction": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "Unsatisfiable schema"),
     "a keyword that is not kept": ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ."uniqueItems"'),
-    "a format that is not kept": ({"type": "string", "format": "weird"}, "Unknown format: weird"),
 }
 
 
