@@ -17,6 +17,7 @@ from threading import TIMEOUT_MAX, BoundedSemaphore, Timer
 from shoal.engine import jedi_process
 from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported, needs
+from shoal.sandbox.helper import exchange
 
 _idle: list[subprocess.Popen[str]] = []
 """Processes that wait for a question; whoever asks takes one out, so that one who hangs holds up nobody else."""
@@ -81,7 +82,7 @@ class PythonMembers(Monitor):
             process = _take()
             timer = Timer(min(self.seconds, TIMEOUT_MAX), process.kill)
             timer.start()
-            line = _answer(process, json.dumps([_code(text), folder]) + "\n")
+            line = exchange(process, json.dumps([_code(text), folder]) + "\n")
             timer.cancel()
             if not line:
                 _end(process)
@@ -89,16 +90,6 @@ class PythonMembers(Monitor):
             _idle.append(process)
         members: list[str] | None = json.loads(line)
         return members
-
-
-def _answer(process: subprocess.Popen[str], line: str) -> str:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        return process.stdout.readline()
-    except OSError:
-        return ""
 
 
 def _code(text: str) -> str:

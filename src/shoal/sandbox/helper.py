@@ -65,7 +65,7 @@ class Helpers:
             timer = threading.Timer(self.seconds * _PATIENCE, _stop, (process, late))
             timer.start()
             try:
-                said = _exchange(process, line)
+                said = exchange(process, line)
             except BaseException:
                 _end(process)  # what it will say would be taken for the next question's answer
                 raise
@@ -126,7 +126,8 @@ def _named(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def _exchange(process: subprocess.Popen[str], line: str) -> str:
+def exchange(process: subprocess.Popen[str], line: str) -> str:
+    """What a process says to a line on its stdin: a line, or what it said before it ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(line)
